@@ -1,0 +1,99 @@
+"""What every sampling engine offers: tokens in, tokens out, request by request.
+
+The agent loop sits on top and is the only thing that knows of turns and tools. Everything here is
+torch-free, so that the driver can hold it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is drawn. temperature 0 is greedy; top_k ≤ 0, top_p 1, min_p 0, penalty 1 are off.
+
+    `max_tokens` is the budget of this call. `stop` are strings looked for in the decoded answer (kept in
+    the output, as are end tokens). `seed` and the token's position decide every draw: an answer does not
+    depend on what else is being sampled (beyond rounding).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from.
+
+    finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: str
+    versions: tuple[int, ...] = (0,)
+    num_preempted: int = 0
+    started: float = field(default_factory=time.monotonic)
+    finished: float = 0.0
+
+
+class RolloutEngine(ABC):
+    """One sampling engine. Calls are made on one event loop; `generate` may be awaited many times at once."""
+
+    @abstractmethod
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        media: dict[str, Any] | None = None,
+    ) -> Completion:
+        """Sample one answer. Requests that name the same `group` have the same prompt: it is prefilled once.
+
+        Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """Stop requests (None: all); each `generate` returns what it has with finish_reason "abort"."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Replace weights from (Hugging Face name, full tensor) pairs. Raises on unknown or missing names."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give memory back while training runs (cache; weights too where they are the engine's own)."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The weight version new tokens are written with."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the last call: busy_s (time with requests running), prompt_tokens, tokens, preempted."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Release everything. The default has nothing to release."""

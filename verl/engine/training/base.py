@@ -1,0 +1,110 @@
+"""What every training engine offers. Packing, micro-batching, sharding and precision are its own business.
+
+The engine never learns which algorithm runs: `step` receives a loss as a callable on flat response tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.trajectory import Trajectory
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Per-token results of a forward pass over response tokens, in the order of the rows given; float32 [ΣL]."""
+
+    log_probs: np.ndarray
+    entropy: np.ndarray | None = None
+    sum_pi_squared: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The rows of one forward/backward, and the tensors the loss sees.
+
+    log_probs, entropy: float32 [ΣL] over the rows' response tokens, row after row; log_probs carries grad
+    (entropy too when asked for). Scratch for the loss lives in `cache`.
+    """
+
+    rows: Sequence[Trajectory]
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    cache: dict[str, Any] = field(default_factory=dict)
+
+
+# Loss of a micro-batch: returns the scalar to differentiate (already divided by the global counts, so that
+# micro-batches add up) and metrics as name → (sum, weight): the logged number is Σsum / Σweight.
+MicroLoss = Callable[[MicroBatch], "tuple[torch.Tensor, dict[str, tuple[float, float]]]"]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Outcome of one optimizer step. `refused` says why the optimizer did not move ("" if it did)."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    refused: str = ""
+    tokens: int = 0
+
+
+class TrainingEngine(ABC):
+    """A model with (or, for a reference, without) an optimizer."""
+
+    @abstractmethod
+    def log_probs(self, rows: Sequence[Trajectory], *, temperature: float, entropy: bool = False) -> TokenStats:
+        """Log-probs of the response tokens under softmax(logits / temperature), no gradient."""
+
+    @abstractmethod
+    def step(
+        self, rows: Sequence[Trajectory], loss: MicroLoss, *, temperature: float, entropy: bool = False
+    ) -> StepResult:
+        """Forward and backward over micro-batches, clip, and one optimizer step.
+
+        Rows of a group are adjacent and their prompt is computed once where that pays. Non-finite loss or
+        gradient norm: gradients are dropped, the optimizer does not move, the result says so.
+        """
+
+    @abstractmethod
+    def schedule(self, total_steps: int) -> None:
+        """Build the learning-rate schedule over that many training steps. Call once, before `load`."""
+
+    @abstractmethod
+    def advance(self) -> float:
+        """End of a training step: move the learning-rate schedule on; returns the rate that was used."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors under Hugging Face names (tied ones too), streamed: the peak is one bucket."""
+
+    @abstractmethod
+    def save_weights(self, directory: Path) -> None:
+        """Write a Hugging Face directory that `from_pretrained` loads (weights, config, generation config)."""
+
+    @abstractmethod
+    def save_optimizer(self, directory: Path) -> None:
+        """Write optimizer and schedule state (torch.distributed.checkpoint)."""
+
+    @abstractmethod
+    def load_weights(self, directory: Path) -> None:
+        """Inverse of `save_weights`, bit for bit."""
+
+    @abstractmethod
+    def load_optimizer(self, directory: Path) -> None:
+        """Inverse of `save_optimizer`, bit for bit."""
+
+    def offload(self) -> None:  # noqa: B027
+        """Move weights and optimizer to host memory while the role is idle. In host memory already: nothing."""
+
+    def onload(self) -> None:  # noqa: B027
+        """Undo `offload`."""
