@@ -1,0 +1,86 @@
+"""Agent loops: how one answer comes about from a prompt. The only part that knows of turns and tools.
+
+A loop asks the engine for tokens through `self.generate` and returns token ids with a mask; sampled ids are
+kept as sampled and never re-tokenised. `single_turn_agent` asks once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.engine.rollout.base import Completion, SamplingParams
+
+Generate = Callable[..., Awaitable[Completion]]
+
+
+@dataclass(slots=True)
+class AgentLoopOutput:
+    """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs."""
+
+    prompt_ids: Any
+    response_ids: Any
+    response_mask: Any
+    response_logprobs: Any = None
+    multi_modal_data: dict[str, Any] = field(default_factory=dict)
+    reward_score: float | None = None
+    num_turns: int = 2
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class AgentLoopBase(ABC):
+    """Base of every loop; one instance serves one answer.
+
+    `generate(prompt_ids, sampling)` samples with this answer's seed and group; `tokenizer` and `config` are
+    the run's.
+    """
+
+    def __init__(self, generate: Generate, tokenizer: Any = None, config: Any = None, **kwargs: Any):
+        self.generate = generate
+        self.tokenizer = tokenizer
+        self.config = config
+
+    @abstractmethod
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Produce one answer to the row (`prompt_ids`, `raw_prompt`, `extra_info`, … as keywords)."""
+
+
+_LOOPS: dict[str, type[AgentLoopBase]] = {}
+
+
+def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Class decorator: make a loop known under a name. ValueError if another class has the name."""
+
+    def add(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        if _LOOPS.get(name, cls) is not cls:
+            raise ValueError(f"agent loop {name!r} is already registered by {_LOOPS[name].__qualname__}")
+        _LOOPS[name] = cls
+        return cls
+
+    return add
+
+
+def get(name: str) -> type[AgentLoopBase]:
+    """The loop registered under a name. ValueError naming the known ones."""
+    if name not in _LOOPS:
+        raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted(_LOOPS))}")
+    return _LOOPS[name]
+
+
+@register("single_turn_agent")
+class SingleTurnAgent(AgentLoopBase):
+    """One prompt, one answer."""
+
+    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+        """Sample once and mark every token as the policy's."""
+        completion = await self.generate(row["prompt_ids"], sampling_params)
+        return AgentLoopOutput(
+            prompt_ids=row["prompt_ids"],
+            response_ids=completion.token_ids,
+            response_mask=[1] * len(completion.token_ids),
+            response_logprobs=completion.log_probs,
+            extra_fields={"completion": completion},
+        )

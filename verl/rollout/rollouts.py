@@ -1,0 +1,211 @@
+"""Prompts in, scored-as-they-finish trajectories out: the coroutine side of the loop.
+
+`Rollouts.take` draws the step's prompts, starts one agent loop per answer, and hands every finished answer to
+`on_finished` at once (that is where scoring starts), so rewards overlap with sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.rollout import agent_loop
+from verl.rollout.buffer import Group, GroupBuffer
+from verl.trajectory import Batch, Prompt, Trajectory
+
+OnFinished = Callable[[Trajectory], Awaitable[None]]
+
+
+class RolloutError(RuntimeError):
+    """Too many answers were lost by the sampler to go on."""
+
+
+def answer_seed(seed: int, uid: str, index: int) -> int:
+    """63-bit seed of one answer, from the run's seed, the prompt's uid and the answer's number."""
+    digest = hashlib.blake2b(f"{seed}/{uid}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What the sampling side needs to know of the configuration."""
+
+    sampling: SamplingParams
+    n: int
+    seed: int
+    default_loop: str = "single_turn_agent"
+    max_lost_ratio: float = 0.1
+
+
+class Rollouts:
+    """Runs agent loops over one engine. `decode` turns response ids (list[int]) into text."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        settings: RolloutSettings,
+        *,
+        decode: Callable[[list[int]], str],
+        on_finished: OnFinished,
+        tokenizer: Any = None,
+        config: Any = None,
+        event: Callable[..., None] | None = None,
+    ):
+        self.engine = engine
+        self.settings = settings
+        self.buffer = GroupBuffer(settings.n)
+        self._decode = decode
+        self._on_finished = on_finished
+        self._tokenizer = tokenizer
+        self._config = config
+        self._event = event or (lambda kind, **fields: None)
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    async def take(self, prompts: Sequence[Prompt], on_progress: Callable[[int], None] | None = None) -> Batch:
+        """Sample `n` answers to each prompt; returns them in draw order once all are back.
+
+        Scoring of the last answers may still be running: `scored` waits for it. Raises RolloutError when
+        more than `max_lost_ratio` of the answers were lost.
+        """
+        groups = self.buffer.add(prompts)
+        self.buffer.start()
+        await self._run_groups(groups, self.settings.sampling, self.buffer, on_progress)
+        taken = self.buffer.take(len(groups))
+        return self._collect(taken)
+
+    async def sample(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, on_progress: Callable[[int], None] | None = None
+    ) -> Batch:
+        """The same outside of the training buffer, with other settings: validation and generation."""
+        buffer = GroupBuffer(n)
+        groups = buffer.add(prompts)
+        buffer.start()
+        await self._run_groups(groups, sampling, buffer, on_progress)
+        return self._collect(buffer.take(len(groups)))
+
+    async def scored(self) -> None:
+        """Wait for the scoring that `take` or `sample` started. Errors of the scorer itself are raised."""
+        while self._scoring:
+            done, _ = await asyncio.wait(self._scoring, return_when=asyncio.FIRST_COMPLETED)
+            self._scoring -= done
+            for task in done:
+                task.result()
+
+    async def _run_groups(
+        self,
+        groups: Sequence[Group],
+        sampling: SamplingParams,
+        buffer: GroupBuffer,
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        async def one(group: Group, index: int) -> None:
+            trajectory = await self._answer(group.prompt, index, sampling)
+            buffer.finish(group, trajectory)
+            if trajectory.score_error is None and trajectory.score is None:
+                self._scoring.add(asyncio.ensure_future(self._on_finished(trajectory)))
+            if on_progress is not None:
+                on_progress(1)
+
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups:
+                for index in range(group.size):
+                    tasks.create_task(one(group, index))
+
+    async def _answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
+        settings = self.settings
+        request = f"{prompt.uid}#{index}"
+        completions: list[Completion] = []
+
+        async def generate(ids: Any, params: SamplingParams) -> Completion:
+            request_id = request if not completions else f"{request}.{len(completions)}"
+            group = prompt.uid if not completions else None
+            result = await self.engine.generate(
+                ids, params, request_id=request_id, group=group, media=prompt.media or None
+            )
+            completions.append(result)
+            return result
+
+        params = replace(sampling, seed=answer_seed(settings.seed, prompt.uid, index))
+        row = {
+            **prompt.columns,
+            "prompt_ids": prompt.ids,
+            "raw_prompt": prompt.messages,
+            "data_source": prompt.data_source,
+            "extra_info": prompt.extra_info,
+            "uid": prompt.uid,
+        }
+        started = time.monotonic()
+        try:
+            loop = agent_loop.get(prompt.agent_name or settings.default_loop)(generate, self._tokenizer, self._config)
+            output = await loop.run(params, **row)
+        except Exception as error:
+            return self._lost(prompt, index, error)
+        return self._trajectory(prompt, index, output, completions, time.monotonic() - started)
+
+    def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
+        """An answer the sampler could not give: empty, never scored, out of every statistic."""
+        self._event(
+            "rollout_failure",
+            uid=prompt.uid,
+            file=prompt.file,
+            row=prompt.row,
+            error=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        )
+        return Trajectory(
+            prompt,
+            index,
+            response_ids=np.zeros(0, np.int64),
+            response_mask=np.zeros(0, bool),
+            rollout_log_probs=np.zeros(0, np.float32),
+            finish_reason="lost",
+            versions=(self.engine.version,),
+            text="",
+            score_error=f"lost by the sampler: {type(error).__name__}: {error}",
+        )
+
+    def _trajectory(
+        self,
+        prompt: Prompt,
+        index: int,
+        output: agent_loop.AgentLoopOutput,
+        completions: list[Completion],
+        seconds: float,
+    ) -> Trajectory:
+        ids = np.asarray(output.response_ids, dtype=np.int64)
+        mask = np.asarray(output.response_mask, dtype=bool)
+        if len(mask) != len(ids):
+            raise ValueError(f"agent loop gave {len(ids)} response ids and a mask of {len(mask)} ({prompt.uid})")
+        log_probs = None
+        if output.response_logprobs is not None:
+            log_probs = np.asarray(output.response_logprobs, dtype=np.float32) * mask
+        return Trajectory(
+            prompt,
+            index,
+            response_ids=ids,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            finish_reason=completions[-1].finish_reason if completions else "stop",
+            versions=tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,),
+            text=self._decode(ids.tolist()),
+            num_turns=output.num_turns,
+            score=output.reward_score,
+            timing={"generate_sequences": seconds, "num_preempted": float(sum(c.num_preempted for c in completions))},
+            extra=dict(output.metrics),
+        )
+
+    def _collect(self, groups: Sequence[Group]) -> Batch:
+        batch = Batch(t for group in groups for t in group.trajectories)
+        lost = [t for t in batch if t.finish_reason == "lost"]
+        if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
+            raise RolloutError(f"the sampler lost {len(lost)} of {len(batch)} answers; the first: {lost[0].score_error}")
+        batch.meta["lost"] = len(lost)
+        return batch
