@@ -1,0 +1,45 @@
+# make quickstart   from a fresh clone to a model that gets better, with a report page
+# make test         everything CI checks: lint, types, layering, tests
+PYTHON ?= python3
+VENV ?= .venv
+# The wheel that CI runs. On a machine with a GPU, install the torch build for it first, or set TORCH.
+TORCH ?= torch==2.13.0
+RUN ?= quickstart_run
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart  - install, build a small model, train it, write $(RUN)/report.html"
+	@echo "make test        - install what the tests need, then lint, types, layering, tests"
+	@echo "make docs        - write docs/config.md again from the schema"
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("verl needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e '.[test]'
+	touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/quickstart.py --out $(RUN)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout
+	$(BIN)/lint-imports
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m verl.config.docs > docs/config.md
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
