@@ -1,0 +1,126 @@
+"""Rollouts: groups in draw order, scoring that starts early, answers that are lost, seeds."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.rollout import agent_loop
+from verl.rollout.rollouts import RolloutError, Rollouts, RolloutSettings, answer_seed
+from verl.trajectory import Prompt, Trajectory
+
+
+class Scripted(RolloutEngine):
+    """Finishes answers in reverse order of submission; `fail` names requests that raise."""
+
+    version = 7
+
+    def __init__(self, fail: tuple[str, ...] = ()):
+        self.calls: list[tuple[str, str | None, int]] = []
+        self._fail = fail
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+        self.calls.append((request_id, group, sampling.seed))
+        await asyncio.sleep(0.02 / len(self.calls))
+        if request_id in self._fail:
+            raise RuntimeError("engine broke")
+        tokens = np.array([len(prompt_ids), 5, 6])
+        return Completion(tokens, np.full(3, -0.5, np.float32), "stop", versions=(7,))
+
+    def abort(self, request_ids=None):
+        return None
+
+    def load_weights(self, weights, version):
+        return None
+
+    def sleep(self):
+        return None
+
+    def wake(self):
+        return None
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(uid=f"0:{i}@0", ids=np.arange(i + 1), messages="q", row=i) for i in range(count)]
+
+
+def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) -> Rollouts:
+    async def score(trajectory: Trajectory) -> None:
+        await asyncio.sleep(0)
+        scored.append(f"{trajectory.uid}#{trajectory.index}")
+        trajectory.score = 1.0
+
+    settings = RolloutSettings(SamplingParams(max_tokens=8), n=n, seed=3, **kwargs)
+    return Rollouts(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+
+
+def test_answers_come_back_in_draw_order_and_scored() -> None:
+    engine, scored = Scripted(), []
+
+    async def go():
+        rollouts = _rollouts(engine, scored)
+        batch = await rollouts.take(_prompts(3))
+        await rollouts.scored()
+        return batch
+
+    batch = asyncio.run(go())
+    assert [(t.uid, t.index) for t in batch] == [(f"0:{i}@0", j) for i in range(3) for j in range(2)]
+    assert sorted(scored) == sorted(f"{t.uid}#{t.index}" for t in batch)
+    assert all(t.score == 1.0 and t.versions == (7,) and t.text == f"{t.prompt.row + 1} 5 6" for t in batch)
+    assert all(t.response_mask.all() and t.rollout_log_probs.tolist() == [-0.5] * 3 for t in batch)
+    assert {group for _, group, _ in engine.calls} == {"0:0@0", "0:1@0", "0:2@0"}
+    assert len({seed for *_, seed in engine.calls}) == 6
+
+
+def test_a_lost_answer_is_never_scored_and_too_many_stop_the_run() -> None:
+    events, scored = [], []
+
+    async def go(fail, max_lost):
+        rollouts = _rollouts(Scripted(fail), scored, max_lost_ratio=max_lost)
+        rollouts._event = lambda kind, **fields: events.append((kind, fields))
+        batch = await rollouts.take(_prompts(2))
+        await rollouts.scored()
+        return batch
+
+    batch = asyncio.run(go(("0:1@0#1",), 0.5))
+    lost = batch[3]
+    assert lost.score is None and "engine broke" in lost.score_error and lost.length == 0
+    assert batch.meta["lost"] == 1 and "0:1@0#1" not in scored and len(scored) == 3
+    assert events[0][0] == "rollout_failure" and events[0][1]["row"] == 1
+    with pytest.raises(RolloutError, match="lost 1 of 4"):
+        asyncio.run(go(("0:1@0#1",), 0.1))
+
+
+def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
+    @agent_loop.register("self_scoring_test")
+    class SelfScoring(agent_loop.AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            first = await self.generate(row["prompt_ids"], sampling_params)
+            ids = [*first.token_ids, 99, *(await self.generate(row["prompt_ids"], sampling_params)).token_ids]
+            return agent_loop.AgentLoopOutput(
+                row["prompt_ids"], ids, [1, 1, 1, 0, 1, 1, 1], [-1.0] * 7, reward_score=0.25, num_turns=4
+            )
+
+    engine, scored = Scripted(), []
+
+    async def go():
+        rollouts = _rollouts(engine, scored, n=1, default_loop="self_scoring_test")
+        batch = await rollouts.take(_prompts(1))
+        await rollouts.scored()
+        return batch
+
+    (t,) = asyncio.run(go())
+    assert t.score == 0.25 and scored == [] and t.num_turns == 4
+    assert t.rollout_log_probs[3] == 0 and t.policy_tokens == 6
+    assert len({request for request, *_ in engine.calls}) == 2, "every call of an answer has its own request id"
+
+
+def test_unknown_loops_are_named() -> None:
+    with pytest.raises(ValueError, match="single_turn_agent"):
+        agent_loop.get("no_such_loop")
+
+
+def test_seeds_depend_on_each_part() -> None:
+    seeds = {answer_seed(s, u, i) for s in (0, 1) for u in ("0:1@0", "0:1@1") for i in (0, 1)}
+    assert len(seeds) == 8 and all(0 <= s < 2**63 for s in seeds)

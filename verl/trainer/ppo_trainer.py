@@ -1,0 +1,182 @@
+"""The training loop; nothing else. Parts never know the loop, the loop wires and drives them.
+
+    driver: one process, holds prompts, trajectories and scalars, never a model
+
+    stream → rollouts.take ──→ rewards ──→ old log-probs, reference ──→ advantages ──→ actor.update
+                ↑ waits for the sampler    (scored while sampling)                          │
+                └────────────────────────── weight sync (version = step) ←─────────────────┘
+
+Who waits for whom: the loop waits for the sampler's last answer (`gen`), then for scores that are not there
+yet (`reward`), then for each pass of the trainer; the sampler waits for the trainer between `take`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl.algorithms.driver import compute_advantages
+from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
+from verl.trainer.refused import RefusedSteps
+
+if TYPE_CHECKING:
+    from verl.algorithms.kl import KLController
+    from verl.config import Config
+    from verl.data.stream import PromptStream
+    from verl.engine.rollout.base import RolloutEngine
+    from verl.reward import RewardRunner
+    from verl.rollout.rollouts import Rollouts
+    from verl.tracking.timer import Phases
+    from verl.tracking.tracker import Tracking
+    from verl.trainer.resume import Checkpoints
+    from verl.trainer.validation import Validator
+    from verl.trajectory import Batch
+    from verl.weight_sync.base import WeightSync
+    from verl.worker.actor import Actor
+    from verl.worker.reference import Reference
+
+
+@dataclass
+class Parts:
+    """Everything the loop drives, built by `verl.trainer.run`."""
+
+    stream: PromptStream
+    rollouts: Rollouts
+    rewards: RewardRunner
+    actor: Actor
+    reference: Reference | None
+    kl_controller: KLController | None
+    weight_sync: WeightSync
+    sampler: RolloutEngine
+    validator: Validator | None
+    checkpoints: Checkpoints
+    tracking: Tracking
+    phases: Phases
+    loop: asyncio.Runner
+    counters: Counters = field(default_factory=Counters)
+
+
+class PPOTrainer:
+    """Synchronous on-policy training: the case max_staleness = 0 of the design's loop."""
+
+    def __init__(self, config: Config, parts: Parts, total_steps: int):
+        self.config = config
+        self.parts = parts
+        self.total_steps = total_steps
+        self.step = 0
+        self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking)
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        parts, trainer = self.parts, self.config.trainer
+        self.step = parts.checkpoints.resume(self)
+        parts.weight_sync.push(self.step)
+        if trainer.val_before_train and self.step == 0 or trainer.val_only:
+            self._validate(first=True)
+        if not trainer.val_only:
+            for step in self.steps():
+                self._one_step(step)
+        parts.tracking.finish("finished")
+
+    def steps(self) -> Iterator[int]:
+        """Step numbers still to do; `self.step` is the one in progress."""
+        while self.step < self.total_steps:
+            self.step += 1
+            yield self.step
+
+    def _one_step(self, step: int) -> None:
+        parts, phases = self.parts, self.parts.phases
+        phases.start_step()
+        with phases("step"):
+            batch = self._sample()
+            metrics = self._score(batch)
+            metrics |= self._train(step, batch)
+            with phases("update_weights"):
+                sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
+            validation = self._validate() if self._due(self.config.trainer.test_freq, step) else {}
+            if self._due(self.config.trainer.save_freq, step):
+                with phases("save_checkpoint"):
+                    parts.checkpoints.save(self)
+        facts = StepFacts(
+            step=step,
+            epoch=parts.stream.epoch,
+            timings=phases.timings(),
+            sampler=parts.sampler.stats(),
+            sync_bytes=sync.bytes,
+            weight_version=step,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_response_length=self.config.data.max_response_length,
+            devices=1,
+        )
+        metrics |= step_metrics(batch, facts, parts.counters)
+        parts.tracking.log(step, metrics | validation)
+        parts.tracking.dump_trajectories(step, batch)
+        self._limit_disagreement(metrics)
+
+    def _sample(self) -> Batch:
+        parts, size = self.parts, self.config.data.train_batch_size
+        prompts = parts.stream.take(size)
+        with parts.phases("gen", waits_for=f"{size * self.config.actor_rollout_ref.rollout.n} answers"):
+            return parts.loop.run(parts.rollouts.take(prompts, parts.tracking.progress("gen")))
+
+    def _score(self, batch: Batch) -> dict[str, float]:
+        parts = self.parts
+        with parts.phases("reward", waits_for="scores of the last answers"):
+            parts.loop.run(parts.rollouts.scored())
+            return parts.rewards.check_errors(batch)
+
+    def _train(self, step: int, batch: Batch) -> dict[str, float]:
+        parts, phases, algorithm = self.parts, self.parts.phases, self.config.algorithm
+        if self._needs_old_log_probs:
+            with phases("old_log_prob"):
+                parts.actor.old_log_probs(batch)
+        if parts.reference is not None:
+            with phases("ref"):
+                parts.reference.log_probs(batch)
+        with phases("adv"):
+            metrics = compute_advantages(
+                batch, algorithm, rollout_n=self.config.actor_rollout_ref.rollout.n, kl_controller=parts.kl_controller
+            )
+        with phases("update_actor"):
+            update = parts.actor.update(batch, step=step)
+        parts.counters.skipped_updates += update.skipped
+        parts.counters.refused_steps += len(update.refused)
+        self._refused.note(step, update)
+        return metrics | update.metrics
+
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """False when the first update's own log-probs are the old ones (algorithms.md §1)."""
+        return self.parts.actor.updates_per_step > 1 or self.config.algorithm.use_kl_in_reward
+
+    def _due(self, frequency: int, step: int) -> bool:
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
+
+    def _validate(self, *, first: bool = False) -> dict[str, float]:
+        parts = self.parts
+        if parts.validator is None:
+            return {}
+        with parts.phases("testing", waits_for="validation answers"):
+            metrics = parts.loop.run(parts.validator.run(self.step, first=first))
+        parts.sampler.stats()
+        if first:
+            parts.tracking.log(self.step, metrics)
+        return metrics
+
+    def _limit_disagreement(self, metrics: dict[str, Any]) -> None:
+        limit = self.config.trainer.logprob_diff_limit
+        worst = metrics.get("training/rollout_logprob_abs_diff/max")
+        if limit is not None and worst is not None and worst > limit:
+            raise DisagreementError(
+                f"step {self.step}: sampler and trainer differ by {worst:.3g} nats on a token, more than "
+                f"trainer.logprob_diff_limit={limit:g}. Raise the limit, or compute in float32 "
+                "(actor_rollout_ref.actor.fsdp_config.dtype=float32)"
+            )
+
+
+class DisagreementError(RuntimeError):
+    """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`."""
+
+

@@ -1,0 +1,68 @@
+"""What happens when an update is refused: the batch is dumped, the step counted, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from verl.tracking.tracker import Tracking
+    from verl.trajectory import Trajectory
+    from verl.worker.actor import UpdateResult
+
+_COLUMNS = ("response_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+
+
+class TooManyRefused(RuntimeError):
+    """`trainer.max_refused_steps` updates in a row were refused."""
+
+
+def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
+    """Write the rows of a refused update: `batch.safetensors` (columns, concatenated) and `batch.json`."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {"lengths": np.array([row.length for row in rows], np.int64)}
+    for column in _COLUMNS:
+        values = [getattr(row, column) for row in rows]
+        if all(value is not None for value in values):
+            arrays[column] = np.concatenate(values)
+    save_file(arrays, directory / "batch.safetensors")
+    listing = [
+        {"uid": r.uid, "index": r.index, "prompt_ids": r.prompt.ids.tolist(), "text": r.text, "score": r.score}
+        for r in rows
+    ]
+    (directory / "batch.json").write_text(json.dumps({"reason": reason, "rows": listing}, ensure_ascii=False))
+
+
+class RefusedSteps:
+    """Counts steps in a row with a refused update."""
+
+    def __init__(self, limit: int, tracking: Tracking):
+        self._limit = limit
+        self._tracking = tracking
+        self._in_a_row = 0
+
+    def note(self, step: int, update: UpdateResult) -> None:
+        """Record a step's outcome. Raises TooManyRefused at the limit."""
+        if not update.refused:
+            self._in_a_row = 0 if update.updates else self._in_a_row
+            return
+        self._in_a_row += 1
+        for number, refusal in enumerate(update.refused):
+            directory = Path(self._tracking.run_dir) / "refused" / f"step_{step}" / str(number)
+            try:
+                dump_rows(directory, refusal.rows, refusal.reason)
+            except OSError as error:
+                self._tracking.event("dump_failed", path=str(directory), error=str(error))
+            self._tracking.event("refused_update", step=step, reason=refusal.reason, dump=str(directory))
+            self._tracking.notice(f"step {step}: update refused, {refusal.reason}; the batch is in {directory}")
+        if self._in_a_row >= self._limit:
+            raise TooManyRefused(
+                f"{self._in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "
+                f"the last: {update.refused[-1].reason}. The batches are in {self._tracking.run_dir}/refused. "
+                "Lower actor_rollout_ref.actor.optim.lr, check the reward's range, or start from an earlier checkpoint"
+            )

@@ -1,0 +1,132 @@
+"""What a checkpoint of a run holds beside the weights, and how a run is put back exactly where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint import read, rng, write
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+
+def data_identity(config: Config) -> dict[str, Any]:
+    """The settings that fix which prompts come when; a resumed run must have the same (config.md §16, rule 21)."""
+    data = config.data
+    files = data.train_files if isinstance(data.train_files, list) else [data.train_files]
+    return {
+        "data.train_files": [str(f) for f in files],
+        "data.seed": data.seed if data.seed is not None else config.trainer.seed,
+        "data.shuffle": data.shuffle,
+        "data.train_batch_size": data.train_batch_size,
+        "actor_rollout_ref.rollout.n": config.actor_rollout_ref.rollout.n,
+    }
+
+
+def refuse_other_data(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    """Raise UserError naming every setting that changed since the checkpoint."""
+    changed = [f"{key}: {saved[key]!r} then, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
+    if changed:
+        raise UserError(
+            f"cannot resume from {checkpoint}: the order of the data would change ({'; '.join(changed)}). Restore the "
+            "settings, or start a new run from the weights: "
+            f"actor_rollout_ref.model.path={checkpoint / 'actor'} trainer.resume_mode=disable"
+        )
+
+
+class Checkpoints:
+    """Saves and restores a trainer's whole state under `root`."""
+
+    def __init__(
+        self,
+        root: Path,
+        config: Config,
+        save_tokenizer: Callable[[Path], Any],
+        event: Callable[..., None],
+        notice: Callable[[str], None],
+    ):
+        self.root = root
+        self._config = config
+        self._save_tokenizer = save_tokenizer
+        self._event = event
+        self._notice = notice
+
+    def save(self, trainer: PPOTrainer) -> Path | None:
+        """Write `global_step_N`. A failure is an event and a notice; the run goes on."""
+        parts, keep = trainer.parts, self._config.trainer
+        contents = set(self._config.actor_rollout_ref.actor.checkpoint.save_contents)
+        jobs: dict[str, Callable[[Path], Any]] = {}
+        if contents & {"model", "hf_model"}:
+            jobs["actor"] = self._save_actor(trainer)
+        if "optimizer" in contents:
+            jobs["state/actor_optim"] = parts.actor.save_optimizer
+        if "extra" in contents:
+            jobs["state/rng"] = rng.save
+        path = write.save(
+            self.root,
+            trainer.step,
+            jobs,
+            loop_state=self._loop_state(trainer),
+            keep=keep.max_ckpt_to_keep or keep.max_actor_ckpt_to_keep,
+            on_event=self._event,
+        )
+        if path is None:
+            self._notice(f"step {trainer.step}: the checkpoint could not be written, the run goes on (see events.jsonl)")
+        elif not {"model", "optimizer", "extra"} <= contents:
+            self._notice(f"{path.name} holds {sorted(contents)} only: it can be used but not resumed")
+        return path
+
+    def _save_actor(self, trainer: PPOTrainer) -> Callable[[Path], None]:
+        def save(directory: Path) -> None:
+            trainer.parts.actor.save(directory)
+            self._save_tokenizer(directory)
+
+        return save
+
+    def _loop_state(self, trainer: PPOTrainer) -> dict[str, Any]:
+        parts = trainer.parts
+        resolved = json.dumps(self._config.to_dict(), sort_keys=True, default=str)
+        return {
+            "step": trainer.step,
+            "weight_version": trainer.step,
+            "data_position": parts.stream.state(),
+            "data_identity": data_identity(self._config),
+            "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
+            "counters": parts.counters.state(),
+            "seed": self._config.trainer.seed,
+            "config_hash": hashlib.sha256(resolved.encode()).hexdigest(),
+        }
+
+    def resume(self, trainer: PPOTrainer) -> int:
+        """Restore the checkpoint that `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
+        settings = self._config.trainer
+        found = read.resolve_resume(
+            settings.resume_mode, settings.resume_from_path, self.root, on_event=self._event
+        )
+        if found is None:
+            return 0
+        state, parts = found.loop_state, trainer.parts
+        missing = [name for name in ("actor", "state/actor_optim") if not (found.path / name).is_dir()]
+        if missing:
+            raise UserError(
+                f"{found.path} cannot be resumed: it lacks {', '.join(missing)} (saved with other save_contents). "
+                f"Start from its weights instead: actor_rollout_ref.model.path={found.path / 'actor'}"
+            )
+        refuse_other_data(state.get("data_identity", {}), data_identity(self._config), found.path)
+        parts.actor.engine.load_weights(found.path / "actor")
+        parts.actor.engine.load_optimizer(found.path / "state/actor_optim")
+        parts.stream.load_state(state["data_position"])
+        parts.counters.load(state["counters"])
+        if parts.kl_controller is not None and state.get("kl_controller"):
+            parts.kl_controller.load_state_dict(state["kl_controller"])
+        if (found.path / "state/rng").is_dir():
+            rng.load(found.path / "state/rng")
+        self._event("resume", step=found.step, path=str(found.path))
+        self._notice(f"resuming from {found.path}, step {found.step}")
+        return found.step

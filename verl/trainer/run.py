@@ -1,0 +1,212 @@
+"""From a checked configuration to a finished run: builds the parts, drives the loop, explains what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.trainer.ppo_trainer import Parts
+
+EXIT_USER = 2
+EXIT_FAILED = 1
+
+
+def run_ppo(config: Config) -> int:
+    """Train; returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted."""
+    from verl.tracking.tracker import Tracking
+
+    import_plugins(config)
+    tracking = Tracking(config, Path(config.trainer.default_local_dir).expanduser())
+    restore = _terminate_as_interrupt()
+    try:
+        _train(config, tracking)
+        return 0
+    except UserError as error:
+        return _stopped(tracking, "refused", str(error), EXIT_USER)
+    except KeyboardInterrupt:
+        return _stopped(tracking, "interrupted", "interrupted: run the same command again to go on from the last checkpoint", 130)
+    except Exception as error:
+        import traceback
+
+        tracking.event("failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        if not getattr(error, "explained", False):
+            traceback.print_exc()
+        return _stopped(tracking, "failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+    finally:
+        restore()
+        tracking.close()
+
+
+def import_plugins(config: Config) -> None:
+    """Import `model.external_lib` and VERL_USE_EXTERNAL_MODULES, which register estimators, losses and the like."""
+    named = config.actor_rollout_ref.model.external_lib or []
+    modules = [named] if isinstance(named, str) else list(named)
+    modules += [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _terminate_as_interrupt() -> Callable[[], None]:
+    """SIGTERM ends a run as Ctrl-C does, with everything written; returns what puts the old handler back."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGTERM, interrupt)
+    return lambda: signal.signal(signal.SIGTERM, old) and None
+
+
+def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
+    tracking.finish(status, message)
+    print(f"verl: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _train(config: Config, tracking: Any) -> None:
+    from verl.trainer.ppo_trainer import PPOTrainer
+
+    with asyncio.Runner() as loop:
+        parts, total_steps = build_parts(config, tracking, loop)
+        try:
+            print(f"Total training steps: {total_steps}", flush=True)
+            PPOTrainer(config, parts, total_steps).fit()
+        finally:
+            parts.rewards.close()
+            parts.sampler.close()
+
+
+def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Parts, int]:
+    """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
+    from verl import platform
+    from verl.controller.local import build_roles
+    from verl.data.stream import PromptStream
+    from verl.data.tokenizer import load_tokenizer
+    from verl.reward import RewardRunner
+    from verl.rollout.rollouts import Rollouts
+    from verl.tracking.timer import Phases
+    from verl.trainer.ppo_trainer import Parts
+    from verl.trainer.resume import Checkpoints
+
+    platform.tune_allocator()
+    device = platform.resolve_device(config.trainer.device)
+    platform.seed_everything(config.trainer.seed)
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(
+        model.path,
+        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    train, validation = open_data(config, tokenizer, tracking)
+    stream = PromptStream(
+        train, batch_size=config.data.train_batch_size, seed=data_seed(config), shuffle=config.data.shuffle
+    )
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
+    rewards = RewardRunner(config, events=tracking.event)
+    roles = build_roles(config, tokenizer, device, total_steps)
+    rollouts = Rollouts(
+        roles.sampler,
+        rollout_settings(config),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        on_finished=rewards.score,
+        tokenizer=tokenizer,
+        config=config,
+        event=tracking.event,
+    )
+    parts = Parts(
+        stream=stream,
+        rollouts=rollouts,
+        rewards=rewards,
+        actor=roles.actor,
+        reference=roles.reference,
+        kl_controller=kl_controller(config),
+        weight_sync=roles.weight_sync,
+        sampler=roles.sampler,
+        validator=build_validator(config, validation, rollouts, tracking),
+        checkpoints=Checkpoints(tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice),
+        tracking=tracking,
+        phases=Phases(),
+        loop=loop,
+    )
+    return parts, total_steps
+
+
+def data_seed(config: Config) -> int:
+    """data.seed, or the run's."""
+    return config.data.seed if config.data.seed is not None else config.trainer.seed
+
+
+def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
+    """Training data, and validation data or None; bad rows reported, limits enforced."""
+    from verl.data.dataset import PromptDataset
+
+    data = config.data
+    train = PromptDataset(data.train_files, config, tokenizer, split="train")
+    if len(train) < data.train_batch_size:
+        raise UserError(
+            f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
+            "lower the batch size or add data"
+        )
+    validation = PromptDataset(data.val_files, config, tokenizer, split="val") if data.val_files else None
+    tracking.data_report(train, validation)
+    return train, validation
+
+
+def rollout_settings(config: Config) -> Any:
+    """How training answers are sampled."""
+    from verl.engine.rollout.base import SamplingParams
+    from verl.rollout.rollouts import RolloutSettings
+
+    rollout = config.actor_rollout_ref.rollout
+    sampling = SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
+    seed = rollout.seed if rollout.seed is not None else config.trainer.seed
+    return RolloutSettings(sampling=sampling, n=rollout.n, seed=seed, default_loop=rollout.agent.default_agent_loop)
+
+
+def kl_controller(config: Config) -> Any:
+    """The controller of the KL term in the reward, or None."""
+    from verl.algorithms.kl import get_kl_controller
+
+    return get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
+
+
+def build_validator(config: Config, data: Any, rollouts: Any, tracking: Any) -> Any:
+    """The validator, or None without validation data."""
+    from dataclasses import replace
+
+    from verl.trainer.validation import Validator
+
+    if data is None:
+        return None
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = val.do_sample is False or val.temperature == 0
+    sampling = replace(
+        rollout_settings(config).sampling,
+        temperature=0.0 if greedy else val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        min_p=0.0,
+    )
+    order = data.order(seed=data_seed(config), shuffle=config.data.validation_shuffle)
+    prompts = [data.prompt(row, epoch=0) for row in order]
+    return Validator(prompts, sampling, val.n, rollouts, tracking)

@@ -1,0 +1,49 @@
+"""Validation: answers to every validation prompt with settings of their own, scored and averaged by source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.tracking.validation_metrics import validation_metrics
+
+if TYPE_CHECKING:
+    from verl.engine.rollout.base import SamplingParams
+    from verl.rollout.rollouts import Rollouts
+    from verl.tracking.tracker import Tracking
+    from verl.trajectory import Batch, Prompt, Trajectory
+
+
+class Validator:
+    """Samples `n` answers to each prompt with `sampling`, in file order, and computes metrics.md §7."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, rollouts: Rollouts, tracking: Tracking
+    ):
+        self._prompts = prompts
+        self._sampling = sampling
+        self._n = n
+        self._rollouts = rollouts
+        self._tracking = tracking
+
+    async def run(self, step: int, *, first: bool = False) -> dict[str, Any]:
+        """One validation; returns its metrics and dumps the answers."""
+        progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
+        batch = await self._rollouts.sample(self._prompts, self._sampling, self._n, progress)
+        await self._rollouts.scored()
+        metrics = validation_metrics(batch)
+        if first:
+            self._show(batch)
+        self._tracking.validation(step, batch, metrics)
+        return metrics
+
+    def _show(self, batch: Batch) -> None:
+        """The first answer of each source, on stdout (metrics.md §9)."""
+        shown: dict[str, Trajectory] = {}
+        for trajectory in batch:
+            shown.setdefault(trajectory.prompt.data_source, trajectory)
+        for t in shown.values():
+            messages = t.prompt.messages
+            prompt = messages if isinstance(messages, str) else "\n".join(str(m.get("content")) for m in messages)
+            print(f"[prompt] {prompt}\n[response] {t.text}\n[ground_truth] {t.prompt.ground_truth}", flush=True)
+            print(f"[score] {t.score if t.score is not None else t.score_error}", flush=True)
