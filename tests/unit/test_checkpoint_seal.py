@@ -1,0 +1,447 @@
+"""Checkpoints: round trip, damage, retention, failures, other systems' layouts, random states."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume, save
+from verl.checkpoint.read import clean
+
+
+class Events(list):
+    def __call__(self, kind: str, **fields: Any) -> None:
+        self.append((kind, fields))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self]
+
+
+def content(step: int, name: str, size: int = 5000) -> bytes:
+    return random.Random(f"{step}/{name}").randbytes(size)
+
+
+def parts_for(step: int) -> dict[str, Any]:
+    def actor(directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(content(step, "model"))
+        (directory / "config.json").write_text("{}")
+
+    def optim(directory: Path) -> None:
+        (directory / "deep").mkdir()
+        (directory / "deep" / "part_0").write_bytes(content(step, "optim"))
+
+    return {"actor": actor, "state/actor_optim": optim}
+
+
+def write(root: Path, step: int, **kwargs: Any) -> Path | None:
+    return save(root, step, parts_for(step), loop_state={"position": step * 10, "beta": 0.1}, **kwargs)
+
+
+def test_round_trip(tmp_path):
+    events = Events()
+    path = write(tmp_path, 3, on_event=events)
+    assert path == tmp_path / "global_step_3"
+    found = newest(tmp_path)
+    assert found is not None
+    assert (found.step, found.path) == (3, path)
+    assert found.loop_state == {"step": 3, "position": 30, "beta": 0.1}
+    assert (found.part("actor") / "model.safetensors").read_bytes() == content(3, "model")
+    assert (found.part("state/actor_optim") / "deep" / "part_0").read_bytes() == content(3, "optim")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert events.kinds() == ["checkpoint_saved"]
+    assert events[0][1]["bytes"] == found.manifest.size > 10_000
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step_3",
+        "latest_checkpointed_iteration.txt",
+    ]
+    with pytest.raises(CheckpointError, match=r"no critic/.*save_contents"):
+        found.part("critic")
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert newest(tmp_path / "absent") is None
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["byte", "truncate", "delete", "manifest_cut", "manifest_gone", "append"])
+def test_damage_is_named_and_passed_over(tmp_path, damage):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    victim = tmp_path / "global_step_2" / "state" / "actor_optim" / "deep" / "part_0"
+    seal = tmp_path / "global_step_2" / "manifest.json"
+    if damage == "byte":
+        data = bytearray(victim.read_bytes())
+        data[1234] ^= 1
+        victim.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(victim, 4999)
+    elif damage == "append":
+        victim.write_bytes(victim.read_bytes() + b"x")
+    elif damage == "delete":
+        victim.unlink()
+    elif damage == "manifest_cut":
+        os.truncate(seal, seal.stat().st_size // 2)
+    else:
+        seal.unlink()
+    events = Events()
+    found = newest(tmp_path, on_event=events)
+    assert found is not None and found.step == 1
+    assert events.kinds() == ["checkpoint_passed_over"]
+    message = events[0][1]["message"]
+    assert "global_step_2" in message
+    if damage in ("byte", "truncate", "delete", "append"):
+        assert "state/actor_optim/deep/part_0" in message
+    with pytest.raises(CheckpointError):
+        resolve_resume("resume_path", tmp_path / "global_step_2", tmp_path / "run")
+
+
+def test_retention_deletes_oldest_after_sealing(tmp_path):
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, keep=2)
+    assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_3", "global_step_4"]
+    assert manifest.stale_directories(tmp_path) == []
+
+
+def test_retention_never_deletes_the_new_one_nor_what_is_not_ours(tmp_path):
+    """A run started again from step 1 where an older run left step 100, beside a public-verl checkpoint."""
+    write(tmp_path, 100)
+    foreign = tmp_path / "global_step_50" / "actor"
+    foreign.mkdir(parents=True)
+    (foreign / "model_world_size_1_rank_0.pt").write_bytes(b"x")
+    write(tmp_path, 1, keep=1)
+    assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_1", "global_step_50"]
+    found = newest(tmp_path)
+    assert found is not None and found.step == 1
+
+
+def test_newest_is_what_was_sealed_last(tmp_path):
+    write(tmp_path, 100)
+    write(tmp_path, 5)
+    found = newest(tmp_path)
+    assert found is not None and found.step == 5
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    write(tmp_path, 7)
+    path = save(tmp_path, 7, {"actor": lambda d: (d / "new").write_text("new")}, loop_state={})
+    assert path is not None and [p.name for p in (path / "actor").iterdir()] == ["new"]
+    assert manifest.stale_directories(tmp_path) == []
+    open_checkpoint(path)
+
+
+def test_a_part_that_raises_is_an_event(tmp_path):
+    write(tmp_path, 1)
+    events = Events()
+
+    def bad(directory: Path) -> None:
+        (directory / "half").write_bytes(b"abc")
+        raise RuntimeError("no such shard")
+
+    assert save(tmp_path, 2, {"actor": bad}, loop_state={}, on_event=events) is None
+    assert events.kinds() == ["checkpoint_failed"]
+    assert "no such shard" in events[0][1]["message"]
+    assert not list(tmp_path.glob("*.tmp"))
+    found = newest(tmp_path)
+    assert found is not None and found.step == 1
+
+
+@pytest.mark.parametrize("name", ["../actor", "/actor", "."])
+def test_part_names_stay_inside(tmp_path, name):
+    events = Events()
+    assert save(tmp_path, 1, {name: lambda d: None}, loop_state={}, on_event=events) is None
+    assert "not a relative path" in events[0][1]["error"]
+
+
+class Killed(BaseException):
+    """Stands for the process ending at this very call: no handler of ours may run."""
+
+
+CALLS = [
+    ("os", "fsync"),
+    ("os", "rename"),
+    ("os", "replace"),
+    ("os", "mkdir"),
+    ("os", "rmdir"),
+    ("os", "unlink"),
+]
+
+
+def count_and_stop(monkeypatch, at: int, error: BaseException) -> list[int]:
+    """Let the file system calls that saving makes succeed until call number `at`, which raises."""
+    calls = [0]
+
+    def wrap(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at or (calls[0] > at and isinstance(error, Killed)):
+                raise error
+            return real(*args, **kwargs)
+
+        return call
+
+    for _, name in CALLS:
+        monkeypatch.setattr(os, name, wrap(getattr(os, name)))
+    real_open = open
+
+    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "w" in mode:
+            calls[0] += 1
+            if calls[0] == at or (calls[0] > at and isinstance(error, Killed)):
+                raise error
+        return real_open(file, mode, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", opened)
+    return calls
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+@pytest.mark.parametrize("kind", ["kill", "disk full"])
+def test_stop_at_every_single_call(tmp_path, kind, again):
+    """Whatever call is the last one (or fails), the newest complete checkpoint is the old or the new one, whole."""
+    step = 2 if again else 3
+    outcomes = set()
+    for at in range(1, 200):
+        root = tmp_path / str(at)
+        write(root, 1)
+        write(root, 2)
+        events = Events()
+        error = Killed() if kind == "kill" else OSError(errno.ENOSPC, "No space left on device")
+        parts = {"actor": lambda d: (d / "model.safetensors").write_bytes(content(99, "model"))}
+        result = None
+        with pytest.MonkeyPatch.context() as patch:
+            calls = count_and_stop(patch, at, error)
+            with contextlib.suppress(Killed):
+                result = save(root, step, parts, loop_state={"n": 99}, keep=2, on_event=events)
+        found = newest(root)
+        assert found is not None
+        new = found.loop_state.get("n") == 99
+        outcomes.add(new)
+        assert found.step == (step if new else 2)
+        expected = content(99, "model") if new else content(2, "model")
+        assert (found.part("actor") / "model.safetensors").read_bytes() == expected
+        assert not list(root.glob("global_step_*.tmp"))
+        if kind == "disk full":
+            assert (result is None) == ("checkpoint_failed" in events.kinds())
+        if result is not None:
+            assert new
+        if calls[0] < at:
+            break
+    else:
+        pytest.fail("saving makes more calls than expected")
+    assert outcomes == {False, True}
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from verl.checkpoint import save
+root = Path(sys.argv[1])
+big = lambda d: (d / "model.safetensors").write_bytes(bytes(300_000))
+assert save(root, 1, {"actor": big}, loop_state={}) is not None
+if sys.argv[2] == "limit":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+seen = []
+result = save(root, 2, {"actor": big}, loop_state={}, on_event=lambda kind, **f: seen.append((kind, f)))
+assert result is None and [k for k, _ in seen] == ["checkpoint_failed"], seen
+print(seen[0][1]["message"])
+"""
+
+
+def run_full_disk(root: Path, mode: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(root), mode],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    found = newest(root)
+    assert found is not None and found.step == 1
+    assert not list(root.glob("*.tmp"))
+    return done.stdout
+
+
+def test_file_size_limit_fails_the_save_not_the_run(tmp_path):
+    assert "File too large" in run_full_disk(tmp_path, "limit")
+
+
+def test_real_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no permission to mount a small disk: {mounted.stderr.strip()}")
+    try:
+        assert "No space left on device" in run_full_disk(disk / "run", "full")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "global_step_2").rename(tmp_path / "global_step_2.tmp")
+    (tmp_path / "global_step_3.tmp" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_1.deleted0.tmp").mkdir()
+    assert newest(tmp_path, tidy=False).step == 1
+    assert len(manifest.stale_directories(tmp_path)) == 3
+    events = Events()
+    clean(tmp_path, on_event=events)
+    assert manifest.stale_directories(tmp_path) == []
+    assert newest(tmp_path).step == 2
+    assert sorted(events.kinds()) == [
+        "checkpoint_completed",
+        "checkpoint_stale_removed",
+        "checkpoint_stale_removed",
+        "checkpoint_unfinished",
+    ]
+
+
+def test_resolve_resume(tmp_path):
+    root = tmp_path / "run"
+    write(root, 1)
+    write(root, 2)
+    assert resolve_resume("disable", None, root) is None
+    assert resolve_resume("auto", None, root).step == 2
+    assert resolve_resume("auto", None, tmp_path / "fresh") is None
+    assert resolve_resume("resume_path", root, tmp_path / "fresh").step == 2
+    assert resolve_resume("resume_path", str(root / "global_step_1") + "/", tmp_path / "fresh").step == 1
+    assert resolve_resume("resume_path", root / "global_step_1" / "actor", tmp_path / "fresh").step == 1
+    for mode, path, message in [
+        ("resume_path", None, "needs trainer.resume_from_path"),
+        ("resume_path", tmp_path / "nowhere", "does not exist"),
+        ("resume_path", tmp_path, "no global_step_N"),
+        ("always", None, "use auto, disable or resume_path"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            resolve_resume(mode, path, root)
+
+
+def make(path: Path, *names: str) -> Path:
+    for name in names:
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"{}")
+    return path
+
+
+def test_other_layouts_are_recognised_and_explained(tmp_path):
+    shards = make(
+        tmp_path / "a" / "global_step_9", "actor/model_world_size_8_rank_0.pt", "actor/fsdp_config.json"
+    )
+    saved = make(
+        tmp_path / "b" / "global_step_9",
+        "actor/huggingface/config.json",
+        "actor/huggingface/model.safetensors",
+    )
+    megatron = make(tmp_path / "c" / "global_step_9", "actor/dist_ckpt/x", "actor/transformer_config.json")
+    plain = make(tmp_path / "hf", "config.json", "model.safetensors")
+    assert layouts.detect(shards) == layouts.VERL_FSDP
+    assert layouts.detect(saved) == layouts.VERL_HF
+    assert layouts.detect(megatron) == layouts.VERL_MEGATRON
+    assert layouts.detect(plain) == layouts.HUGGING_FACE
+    assert layouts.detect(make(tmp_path / "peft", "adapter_config.json")) == layouts.PEFT
+    assert layouts.detect(tmp_path / "a") == layouts.RUN
+    assert layouts.detect(tmp_path / "nothing") is None
+    for path, advice in [
+        (shards, "merged"),
+        (saved, "model.path=.*actor/huggingface"),
+        (megatron, "dist_ckpt"),
+    ]:
+        with pytest.raises(CheckpointError, match=advice):
+            resolve_resume("resume_path", path, tmp_path / "run")
+        events = Events()
+        assert resolve_resume("auto", None, path.parent, on_event=events) is None
+        assert "public verl" in events[0][1]["message"]
+    with pytest.raises(CheckpointError, match=r"actor_rollout_ref\.model\.path"):
+        resolve_resume("resume_path", plain, tmp_path / "run")
+
+
+def test_model_directory_follows_run_folders(tmp_path):
+    ours = tmp_path / "run"
+    write(ours, 1)
+    write(ours, 2)
+    assert layouts.model_directory(ours) == ours / "global_step_2" / "actor"
+    assert layouts.model_directory(ours / "global_step_1") == ours / "global_step_1" / "actor"
+    public = make(
+        tmp_path / "p" / "global_step_4",
+        "actor/huggingface/config.json",
+        "actor/huggingface/model.safetensors",
+    )
+    assert layouts.model_directory(public.parent) == public / "actor" / "huggingface"
+    assert layouts.model_directory(tmp_path / "nothing") is None
+
+
+def test_newer_format_is_refused_with_the_reason(tmp_path):
+    path = write(tmp_path, 1)
+    record = json.loads((path / "manifest.json").read_text())
+    record["format"] = 99
+    (path / "manifest.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="format 99"):
+        open_checkpoint(path)
+
+
+def test_links_are_refused(tmp_path):
+    events = Events()
+    assert (
+        save(
+            tmp_path,
+            1,
+            {"actor": lambda d: (d / "x").symlink_to("/etc/hosts")},
+            loop_state={},
+            on_event=events,
+        )
+        is None
+    )
+    assert "not a plain file" in events[0][1]["error"]
+
+
+def test_random_states_continue_bit_for_bit(tmp_path):
+    import torch
+
+    from verl.checkpoint.rng import load_rng, save_rng
+
+    def draw() -> tuple[Any, ...]:
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(3).tolist(),
+        )
+
+    draw()
+    own = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=own)
+    save_rng(tmp_path, {"own": own.get_state()})
+    expected = [draw() for _ in range(3)], torch.rand(4, generator=own).tolist()
+    for seed in (0, 1):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        extra = load_rng(tmp_path)
+        other = torch.Generator()
+        other.set_state(extra["own"])
+        assert ([draw() for _ in range(3)], torch.rand(4, generator=other).tolist()) == expected
+    (tmp_path / "rng.json").write_text("{")
+    with pytest.raises(CheckpointError, match="random states"):
+        load_rng(tmp_path)
+
+
+def test_reading_and_writing_need_no_torch():
+    code = "import sys, verl.checkpoint; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,181 @@
+"""Finding a checkpoint again: only complete ones count, damaged ones are named and passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint import layouts
+from verl.checkpoint.manifest import (
+    LOOP,
+    NAME,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    stale_directories,
+    step_directories,
+    step_of,
+    sync_directory,
+    verify,
+)
+from verl.checkpoint.write import no_event
+
+OnEvent = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A sealed and verified checkpoint."""
+
+    path: Path
+    step: int
+    loop_state: dict[str, Any]
+    manifest: Manifest
+
+    def has(self, part: str) -> bool:
+        """True if the part ("actor", "state/actor_optim", …) was saved."""
+        return any(name.startswith(part + "/") for name in self.manifest.files)
+
+    def part(self, name: str) -> Path:
+        """Directory of a part. CheckpointError if it was left out when saving."""
+        if not self.has(name):
+            raise CheckpointError(
+                f"{self.path} has no {name}/: it was saved without it (checkpoint.save_contents) and can be used "
+                "as a model but not resumed"
+            )
+        return self.path / name
+
+
+def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
+    """Open a `global_step_N` of ours and check it against its manifest (`hashes=False`: sizes only).
+
+    CheckpointError when it is missing, another system's, unfinished or damaged.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist or is not a directory")
+    if not (path / NAME).is_file():
+        layout = layouts.detect(path)
+        if layout is not None and not (path / "state").is_dir():
+            raise CheckpointError(
+                f"{path} is not a checkpoint of this verl ({layout}): {layouts.foreign_advice(path, layout)}"
+            )
+    manifest = read_manifest(path)
+    verify(path, manifest, hashes=hashes)
+    try:
+        loop_state = json.loads((path / LOOP).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / LOOP} cannot be read ({type(error).__name__}: {error})") from error
+    return Checkpoint(path, manifest.step, loop_state, manifest)
+
+
+def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
+    """Tidy up after an interrupted save or deletion. Only the run that owns the folder may call it.
+
+    A `.tmp` that was already sealed and only lacked its rename is published; every other one is removed.
+    """
+    for path in stale_directories(Path(root)):
+        final = path.with_suffix("")
+        try:
+            if step_of(final) is not None and not final.exists():
+                open_checkpoint(path)
+                os.rename(path, final)
+                sync_directory(final.parent)
+                on_event("checkpoint_completed", path=str(final), message=f"{final.name} was sealed: kept")
+                continue
+        except CheckpointError as error:
+            on_event("checkpoint_unfinished", path=str(path), message=f"unfinished, removed: {error}")
+        shutil.rmtree(path)
+        on_event("checkpoint_stale_removed", path=str(path))
+
+
+def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Checkpoint | None:
+    """The newest complete checkpoint of a run folder, fully verified, or None.
+
+    Newest is what was sealed last. Incomplete, damaged or foreign directories are named in an event
+    `checkpoint_passed_over`. `tidy=False` leaves the `.tmp` of a save in progress alone (readers that do not own
+    the run: reports, exports).
+    """
+    root = Path(root)
+    if tidy:
+        clean(root, on_event=on_event)
+    found: list[tuple[int, int, Path]] = []
+    for path in sorted(step_directories(root)):
+        try:
+            manifest = read_manifest(path)
+            found.append((manifest.serial, manifest.step, path))
+        except CheckpointError as error:
+            _pass_over(path, error, on_event)
+    for _, _, path in sorted(found, reverse=True):
+        try:
+            return open_checkpoint(path)
+        except CheckpointError as error:
+            _pass_over(path, error, on_event)
+    return None
+
+
+def _pass_over(path: Path, error: CheckpointError, on_event: OnEvent) -> None:
+    layout = layouts.detect(path)
+    what = (
+        f"{path} is {layout}"
+        if layout not in (None, layouts.OURS) and not (path / "state").is_dir()
+        else error
+    )
+    on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
+
+
+def resolve_resume(
+    mode: str, path: str | Path | None, root: str | Path, *, on_event: OnEvent = no_event
+) -> Checkpoint | None:
+    """Where a run starts: a checkpoint, or None for the beginning.
+
+    mode (`trainer.resume_mode`): `disable`: the beginning; `auto`: the newest complete checkpoint of `root`, if
+    any; `resume_path`: `path` (`trainer.resume_from_path`), a run folder or a `global_step_N`, which must be
+    usable. CheckpointError says what is wrong and what to change.
+    """
+    root = Path(root)
+    if mode == "disable":
+        clean(root, on_event=on_event)
+        return None
+    if mode == "auto":
+        return newest(root, on_event=on_event)
+    if mode != "resume_path":
+        raise CheckpointError(f"trainer.resume_mode={mode!r}: use auto, disable or resume_path")
+    clean(root, on_event=on_event)
+    if not path:
+        raise CheckpointError(
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path=<run folder or global_step_N>"
+        )
+    return _resume_path(Path(path).expanduser(), on_event)
+
+
+def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:
+    if not path.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path={path} does not exist or is not a directory")
+    if step_of(path) is not None or (path / NAME).is_file():
+        return open_checkpoint(path)
+    if path.name in ("actor", "critic") and (path.parent / NAME).is_file():
+        return open_checkpoint(path.parent)
+    layout = layouts.detect(path)
+    if layout not in (None, layouts.RUN):
+        raise CheckpointError(
+            f"trainer.resume_from_path={path} is not a checkpoint of this verl ({layout}): "
+            f"{layouts.foreign_advice(path, str(layout))}"
+        )
+    problems: list[str] = []
+
+    def note(kind: str, **fields: Any) -> None:
+        if kind == "checkpoint_passed_over":
+            problems.append(str(fields["message"]))
+        on_event(kind, **fields)
+
+    found = newest(path, on_event=note, tidy=False)
+    if found is None:
+        why = "; ".join(problems) if problems else "it holds no global_step_N"
+        raise CheckpointError(f"trainer.resume_from_path={path} has no complete checkpoint: {why}")
+    return found

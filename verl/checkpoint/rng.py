@@ -1,0 +1,79 @@
+"""Random states on disk without pickle: arrays as safetensors, scalars as JSON.
+
+Kept: Python's `random`, numpy's global generator, torch's CPU generator, and whatever tensors the caller adds
+(device generators, generators of its own).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl.checkpoint.manifest import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_ARRAYS = "rng.safetensors"
+_SCALARS = "rng.json"
+
+
+def save_rng(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the three global random states, and `extra` uint8 state tensors under their names."""
+    import torch
+    from safetensors.numpy import save_file
+
+    version, words, python_gauss = random.getstate()
+    kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    arrays: dict[str, np.ndarray] = {
+        "python": np.asarray(words, dtype=np.uint64),
+        "numpy": np.ascontiguousarray(key, dtype=np.uint32),
+        "torch": torch.get_rng_state().numpy(),
+    }
+    for name, state in (extra or {}).items():
+        arrays[f"extra.{name}"] = state.detach().cpu().numpy()
+    scalars = {
+        "python": {"version": version, "gauss": python_gauss},
+        "numpy": {
+            "kind": str(kind),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+    }
+    save_file(arrays, directory / _ARRAYS)
+    (directory / _SCALARS).write_text(json.dumps(scalars, indent=1), "utf-8")
+
+
+def load_rng(directory: Path) -> dict[str, torch.Tensor]:
+    """Restore what `save_rng` wrote; returns the `extra` tensors. CheckpointError if the files do not read."""
+    import torch
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(directory / _ARRAYS)
+        scalars = json.loads((directory / _SCALARS).read_text("utf-8"))
+        python, legacy = scalars["python"], scalars["numpy"]
+        python_state = (python["version"], tuple(int(w) for w in arrays["python"]), python["gauss"])
+        numpy_state = (
+            legacy["kind"],
+            arrays["numpy"],
+            legacy["position"],
+            legacy["has_gauss"],
+            legacy["gauss"],
+        )
+        torch_state = torch.from_numpy(arrays["torch"])
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}: random states cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    prefix = "extra."
+    return {n.removeprefix(prefix): torch.from_numpy(a) for n, a in arrays.items() if n.startswith(prefix)}
