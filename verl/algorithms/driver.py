@@ -1,0 +1,174 @@
+"""From scores to advantages: what the loop calls once per step, on the driver.
+
+decide which answers count → token rewards → KL in the reward → the estimator → columns of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms.kl import apply_kl_penalty
+from verl.algorithms.outcomes import prepare_outcomes, token_rewards
+from verl.algorithms.registry import ESTIMATORS, Algorithm
+from verl.algorithms.settings import setting
+from verl.trajectory import Batch
+
+# Estimator argument → column of the trajectories.
+_TOKEN_COLUMNS = {
+    "values": "values",
+    "old_log_probs": "old_log_probs",
+    "ref_log_prob": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "rollout_is_weights": "is_weights",
+}
+
+
+def compute_advantages(
+    batch: Batch,
+    algorithm: Any,
+    rollout_n: int,
+    kl_beta: float | None = None,
+    *,
+    extras: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Fill token_rewards, advantages, returns and loss_mask of every trajectory; return what is to be logged.
+
+    `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
+    `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
+    log-probs must be there). `extras`: further arguments that an estimator may name (reward_baselines,
+    sum_pi_squared), over the whole batch, first dimension N. Answers that do not count (see
+    `outcomes.prepare_outcomes`) get zeros and an empty loss mask, and no estimator sees them.
+
+    Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient.
+    """
+    estimator = ESTIMATORS.get(algorithm.adv_estimator)
+    usable, counts = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
+    metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
+    for t in batch:
+        t.token_rewards, t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(3))
+    rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
+    beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
+    if beta is None and setting(algorithm, "use_kl_in_reward", False):
+        raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
+    if len(rows):
+        rewards, penalty = _rewards(rows, algorithm, beta)
+        metrics |= penalty
+        chosen = {name: value[usable] for name, value in (extras or {}).items()}
+        _estimate(rows, rewards, estimator, algorithm, chosen)
+    elif beta is not None:
+        metrics |= {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
+    return metrics
+
+
+def needs_group_baseline(estimator: Algorithm) -> bool:
+    """True for an estimator that compares the answers to one prompt: it asks for the group keys, `index`."""
+    return "index" in inspect.signature(estimator).parameters
+
+
+def _pad(rows: Batch, column: str) -> torch.Tensor:
+    """[N, max(1, max L)]: one column at least, so that an answer without tokens has a place for its score."""
+    width = max(1, int(rows.lengths.max()))
+    return torch.from_numpy(rows.padded(column, width=width))
+
+
+def _rewards(rows: Batch, algorithm: Any, beta: float | None) -> tuple[torch.Tensor, dict[str, float]]:
+    """Token rewards float32 [N, W], after the KL penalty; fills the column.
+
+    The score of an answer without a policy token stands in its first column: its mask is 0 there, and the
+    row's sum is the score, as for every other.
+    """
+    for t in rows:
+        t.token_rewards = token_rewards(t).astype(np.float32)
+    rewards = _pad(rows, "token_rewards")
+    metrics: dict[str, float] = {}
+    if beta is not None:
+        rewards, metrics = apply_kl_penalty(
+            rewards,
+            _needed(rows, "old_log_probs"),
+            _needed(rows, "ref_log_probs"),
+            _pad(rows, "response_mask"),
+            beta,
+            setting(algorithm, "kl_penalty", "kl"),
+        )
+        rows.fill("token_rewards", rewards.numpy())
+    for row, t in zip(rewards, rows, strict=True):
+        if t.policy_tokens == 0:
+            row[0] = t.score
+    return rewards, metrics
+
+
+def _needed(rows: Batch, column: str) -> torch.Tensor:
+    if not rows.has(column):
+        raise ValueError(f"use_kl_in_reward needs {column} of every answer before advantages are computed")
+    return _pad(rows, column)
+
+
+def _estimate(
+    rows: Batch, rewards: torch.Tensor, estimator: Algorithm, algorithm: Any, extras: Mapping[str, Any]
+) -> None:
+    """Call the estimator with the arguments it names and write its results into the rows."""
+    mask = _pad(rows, "response_mask")
+    offered = _offer(rows, rewards, mask, algorithm) | {
+        name: (lambda value=value: value) for name, value in extras.items()
+    }
+    advantages, returns = estimator(**_arguments(estimator, offered, str(algorithm.adv_estimator)))
+    for name, result in (("advantages", advantages), ("returns", returns)):
+        if tuple(result.shape) != tuple(mask.shape):
+            raise ValueError(
+                f"adv_estimator={algorithm.adv_estimator} returned {name} of shape {tuple(result.shape)}; "
+                f"expected {tuple(mask.shape)} (answers, response length)"
+            )
+        kept = torch.where(mask.bool(), result.float(), torch.zeros_like(mask))
+        rows.fill(name, kept.numpy())
+
+
+def _offer(
+    rows: Batch, rewards: torch.Tensor, mask: torch.Tensor, algorithm: Any
+) -> dict[str, Callable[[], Any]]:
+    """Everything an estimator may ask for, by name; made only when asked for."""
+    offered: dict[str, Callable[[], Any]] = {
+        "token_level_rewards": lambda: rewards,
+        "response_mask": lambda: mask,
+        "loss_mask": lambda: _pad(rows, "loss_mask"),
+        "index": lambda: rows.uids,
+        "config": lambda: algorithm,
+        "epsilon": lambda: advantage.EPSILON,
+        "norm_adv_by_std_in_grpo": lambda: setting(algorithm, "norm_adv_by_std_in_grpo", True),
+        "gamma": lambda: setting(algorithm, "gamma", 1.0),
+        "lam": lambda: setting(algorithm, "lam", 1.0),
+        "non_tensor_batch": lambda: _view(rows).non_tensor_batch,
+        "batch": lambda: _view(rows).batch,
+    }
+    for argument, column in _TOKEN_COLUMNS.items():
+        if rows.has(column):
+            offered[argument] = lambda column=column: _pad(rows, column)  # type: ignore[misc]
+    return offered
+
+
+def _view(rows: Batch) -> Any:
+    from verl.data_proto import DataProto
+
+    return DataProto.from_trajectories(rows)
+
+
+def _arguments(estimator: Algorithm, offered: Mapping[str, Callable[[], Any]], name: str) -> dict[str, Any]:
+    """The offered arguments that the estimator names; all of them if it takes **kwargs.
+
+    ValueError if it requires one that is not there.
+    """
+    parameters = inspect.signature(estimator).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return {key: make() for key, make in offered.items()}
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise ValueError(
+            f"adv_estimator={name} asks for {', '.join(missing)}, which this step does not have; "
+            f"there are: {', '.join(sorted(offered))}"
+        )
+    return {p.name: offered[p.name]() for p in parameters if p.name in offered}

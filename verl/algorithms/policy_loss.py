@@ -1,0 +1,84 @@
+"""Policy losses: per-token terms from ratios and advantages, aggregated over the mini-batch. One function each.
+
+Signature of every loss: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+rollout_is_weights) → (loss, metrics); tensors [b, L], `response_mask` is the loss mask. Metrics are floats
+of this micro-batch, averaged by token count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.algorithms.aggregate import agg_loss, masked, masked_mean
+from verl.algorithms.registry import LOSSES
+from verl.algorithms.settings import setting
+
+LOG_RATIO_LIMIT = 20.0
+CLIP_RATIO = 0.2
+CLIP_RATIO_C = 3.0
+
+PolicyLoss = tuple[torch.Tensor, dict[str, float]]
+
+
+def clip_bounds(config: Any) -> tuple[float, float]:
+    """(ε_lo, ε_hi) of an actor config; each is clip_ratio where it is not set."""
+    both = float(setting(config, "clip_ratio", CLIP_RATIO))
+    low, high = (float(setting(config, f"clip_ratio_{side}", both)) for side in ("low", "high"))
+    if low < 0 or high < 0:
+        raise ValueError(f"clip ratios must not be negative: clip_ratio_low={low}, clip_ratio_high={high}")
+    return low, high
+
+
+def normalisers_of(config: Any) -> dict[str, Any]:
+    """The global counts the trainer hands to a loss as `config.global_batch_info`; {} outside of a trainer."""
+    return dict(setting(config, "global_batch_info", {}))
+
+
+def log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """d = logp − old, 0 where the mask is not set."""
+    return masked(log_prob - old_log_prob, mask)
+
+
+@LOSSES.register("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate with separate bounds and dual clip.
+
+    x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c). Metrics: share of tokens where
+    the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower), mean of old − logp.
+    ValueError unless clip_ratio_c > 1.
+    Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, arXiv 2503.14476.
+    """
+    low, high = clip_bounds(config)
+    cap = float(setting(config, "clip_ratio_c", CLIP_RATIO_C))
+    if cap <= 1:
+        raise ValueError(f"clip_ratio_c must be greater than 1, not {cap}")
+    difference = log_ratio(log_prob, old_log_prob, response_mask)
+    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    larger = torch.maximum(plain, clipped)
+    ceiling = -advantages * cap
+    cut = (advantages < 0) & (larger > ceiling)
+    terms = torch.where(cut, ceiling, larger)
+    if rollout_is_weights is not None:
+        terms = terms * rollout_is_weights
+    loss = agg_loss(terms, response_mask, loss_agg_mode, **normalisers_of(config))
+    shares = (clipped > plain, cut, -difference)
+    clipfrac, lower, kl = _means(shares, response_mask)
+    return loss, {"actor/pg_clipfrac": clipfrac, "actor/pg_clipfrac_lower": lower, "actor/ppo_kl": kl}
+
+
+@torch.no_grad()
+def _means(values: tuple[torch.Tensor, ...], mask: torch.Tensor) -> list[float]:
+    """Mean of each over the masked tokens, read from the device in one go."""
+    return torch.stack([masked_mean(v.to(mask.dtype), mask) for v in values]).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,188 @@
+"""A read view of a batch in the shape that plug-ins of the public system expect: `verl.DataProto`.
+
+Padded tensors under the public names, everything else as object arrays, scalars in `meta_info`. It is made
+when a plug-in asks and never travels; nothing written to it goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.trajectory import Batch, Trajectory
+
+# Public name → column of the trajectories.
+_COLUMNS = {
+    "token_level_rewards": "token_rewards",
+    "old_log_probs": "old_log_probs",
+    "ref_log_prob": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "entropys": "entropy",
+    "values": "values",
+    "advantages": "advantages",
+    "returns": "returns",
+    "loss_mask": "loss_mask",
+    "rollout_is_weights": "is_weights",
+}
+
+
+class DataProtoItem:
+    """One row: `batch` tensors without the first dimension, `non_tensor_batch` values, `meta_info`."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor],
+        non_tensor_batch: Mapping[str, Any],
+        meta_info: Mapping[str, Any],
+    ):
+        self.batch = MappingProxyType(dict(batch))
+        self.non_tensor_batch = MappingProxyType(dict(non_tensor_batch))
+        self.meta_info = MappingProxyType(dict(meta_info))
+
+
+class DataProto:
+    """Rows as `batch` (tensors [N, …]), `non_tensor_batch` (object arrays [N]) and `meta_info` (dict).
+
+    An int selects a `DataProtoItem`; a slice, a list, a bool or int array or tensor selects a DataProto.
+    The three mappings are read-only. ValueError if first dimensions differ.
+    """
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ):
+        self.batch = MappingProxyType(dict(batch or {}))
+        self.non_tensor_batch = MappingProxyType(
+            {k: _objects(v) for k, v in (non_tensor_batch or {}).items()}
+        )
+        self.meta_info = MappingProxyType(dict(meta_info or {}))
+        sizes = {name: len(value) for name, value in self.batch.items()}
+        sizes |= {name: len(value) for name, value in self.non_tensor_batch.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns of a DataProto have different lengths: {sizes}")
+        self._size = next(iter(sizes.values()), 0)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """From tensors and arrays or lists whose first dimension is the row."""
+        return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def from_trajectories(cls, rows: Batch) -> DataProto:
+        """The view of a batch.
+
+        `batch`: prompts [N, P] (padded on the left), responses [N, L] (on the right), input_ids, position_ids,
+        attention_mask [N, P + L] int64, response_mask float32, token_level_scores, and every column that all
+        rows carry, float32. `non_tensor_batch`: uid, data_source, reward_model, extra_info, raw_prompt,
+        __num_turns__, the row's other columns, and what the reward function returned.
+        """
+        return cls(_tensors(rows), _objects_of(rows), rows.meta)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, int | np.integer):
+            if not -len(self) <= rows < len(self):
+                raise IndexError(f"row {rows} of a DataProto with {len(self)} rows")
+            return DataProtoItem(
+                {name: value[rows] for name, value in self.batch.items()},
+                {name: value[rows] for name, value in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
+        chosen = np.arange(len(self))[rows if isinstance(rows, slice) else np.asarray(rows)]
+        index = torch.from_numpy(chosen)
+        return DataProto(
+            {name: value[index] for name, value in self.batch.items()},
+            {name: value[chosen] for name, value in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+
+def _objects(values: Any) -> np.ndarray:
+    """One object per row; nested lists stay lists."""
+    if isinstance(values, np.ndarray):
+        return values
+    out = np.empty(len(values), dtype=object)
+    out[:] = list(values)
+    return out
+
+
+def _tensors(rows: Batch) -> dict[str, torch.Tensor]:
+    prompts, seen = _left_padded([t.prompt.ids for t in rows])
+    lengths = torch.from_numpy(rows.lengths)
+    width = int(lengths.max()) if len(rows) else 0
+    responses = torch.from_numpy(rows.padded("response_ids", dtype=np.int64, width=width))
+    attention = torch.cat([seen, (torch.arange(width) < lengths.unsqueeze(-1)).long()], dim=1)
+    found = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": torch.from_numpy(rows.padded("response_mask", width=width)),
+    }
+    if len(rows) and all(t.scored for t in rows):
+        found["token_level_scores"] = _scores_on_last(rows, width)
+    for name, column in _COLUMNS.items():
+        if len(rows) and rows.has(column):
+            found[name] = torch.from_numpy(rows.padded(column, width=width))
+    return found
+
+
+def _scores_on_last(rows: Batch, width: int) -> torch.Tensor:
+    """The score of each answer on its last policy token, float32 [N, width]."""
+    scores = torch.zeros(len(rows), width)
+    for row, t in zip(scores, rows, strict=True):
+        written = np.flatnonzero(t.response_mask)
+        if len(written):
+            row[int(written[-1])] = t.score
+    return scores
+
+
+def _left_padded(sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask), int64 [N, longest], sequences at the right end."""
+    width = max((len(s) for s in sequences), default=0)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, sequence in enumerate(sequences):
+        if len(sequence):
+            ids[i, -len(sequence) :] = torch.as_tensor(np.asarray(sequence), dtype=torch.long)
+            mask[i, -len(sequence) :] = 1
+    return ids, mask
+
+
+def _objects_of(rows: Batch) -> dict[str, np.ndarray]:
+    records = [_record(t) for t in rows]
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _objects([record.get(name) for record in records]) for name in names}
+
+
+def _record(t: Trajectory) -> dict[str, Any]:
+    """Non-tensor values of one row; the public names win over columns and parts of the same name."""
+    prompt = t.prompt
+    return {
+        **prompt.columns,
+        **t.score_parts,
+        "uid": t.uid,
+        "data_source": prompt.data_source,
+        "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
+        "extra_info": prompt.extra_info,
+        "raw_prompt": prompt.messages,
+        "agent_name": prompt.agent_name,
+        "__num_turns__": t.num_turns,
+    }
