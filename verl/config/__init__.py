@@ -1,0 +1,18 @@
+"""Configuration: schema, grammar, checks. Imports no torch and answers in under a second."""
+
+from verl.config.load import load
+from verl.config.problems import ConfigError, Problem
+from verl.config.schema import Config, EvalConfig, GenerationConfig, Group, Map, Root, SFTConfig
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "EvalConfig",
+    "GenerationConfig",
+    "Group",
+    "Map",
+    "Problem",
+    "Root",
+    "SFTConfig",
+    "load",
+]

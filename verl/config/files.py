@@ -1,0 +1,136 @@
+"""Configurations in YAML files: `--config-path`, `--config-name`, the `defaults:` list, built-in names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.problems import ConfigError, Problem
+from verl.config.tables import BUILT_IN
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A piece of configuration at a dotted path ("" = the root): a mapping, or a group's choice."""
+
+    path: str
+    content: Any
+    source: str
+    choice: bool = False
+
+
+def read(name: str, folders: list[Path], entry: str) -> list[Layer]:
+    """The layers of a configuration, in the order in which they count. Raises ConfigError."""
+    return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, entry, ()))
+
+
+def _layers(name: str, folders: list[Path], entry: str, parents: tuple[str, ...]) -> Iterator[Layer]:
+    if name in parents:
+        raise _error(f"{' → '.join([*parents, name])}: a configuration includes itself; remove one of them")
+    file = _find(name, folders)
+    if file is None:
+        yield from _built_in(name, folders, entry)
+        return
+    tree = load_yaml(file)
+    defaults = tree.pop("defaults", None)
+    tree.pop("hydra", None)
+    own = Layer("", tree, str(file))
+    if defaults is None:
+        yield own
+        return
+    if not isinstance(defaults, list):
+        raise _error(f"{file}: `defaults` is a list, for example [ppo_trainer, _self_]")
+    placed = False
+    for item in defaults:
+        if item == "_self_":
+            placed = True
+            yield own
+        else:
+            yield from _default(item, file, folders, entry, (*parents, name))
+    if not placed:
+        yield own
+
+
+def _default(
+    item: Any, file: Path, folders: list[Path], entry: str, parents: tuple[str, ...]
+) -> Iterator[Layer]:
+    """One line of a defaults list: a name, or {group@package: choice}."""
+    if isinstance(item, str):
+        yield from _layers(item.removesuffix(".yaml"), [file.parent, *folders], entry, parents)
+        return
+    if not isinstance(item, dict) or len(item) != 1:
+        raise _error(f"{file}: {item!r} in `defaults` is neither a name nor `group@package: choice`")
+    (group, choice), *_ = item.items()
+    group = re.sub(r"^(override|optional)\s+", "", str(group)).lstrip("/")
+    if choice is None or group.startswith("hydra/"):
+        return
+    folder, _, package = group.partition("@")
+    package = package or folder.replace("/", ".")
+    package = "" if package == "_global_" else package
+    fragment = _find(f"{folder}/{choice}", [file.parent, *folders])
+    if fragment is None:
+        yield Layer(package, choice, str(file), choice=True)
+        return
+    tree = load_yaml(fragment)
+    tree.pop("defaults", None)
+    yield Layer(package, tree, str(fragment))
+
+
+def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
+    known = BUILT_IN.get(name)
+    if known is None:
+        looked = ", ".join(str(f) for f in folders) or "no --config-path given"
+        names = ", ".join(n for n, (e, _) in BUILT_IN.items() if e == entry)
+        raise _error(
+            f"--config-name={name}: no file {name}.yaml ({looked}) and no built-in of that name ({names})"
+        )
+    if known[0] != entry:
+        raise _error(f"--config-name={name} belongs to another program ({known[0]}); this one is {entry}")
+    if known[1]:
+        tree = {"actor_rollout_ref": {"actor": {"strategy": known[1]}}, "critic": {"strategy": known[1]}}
+        yield Layer("", tree, name)
+
+
+def _find(name: str, folders: list[Path]) -> Path | None:
+    candidates = (folder / f"{name}{end}" for folder in folders for end in (".yaml", ".yml"))
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def load_yaml(file: Path) -> dict[str, Any]:
+    """A YAML file's mapping; 1e-6 is a number and a repeated key an error. Raises ConfigError."""
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        pass
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+    Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)  # noqa: S506 (derived from SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _error(f"{file}: cannot be read as YAML: {error}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise _error(f"{file}: expected a mapping of keys, got {type(tree).__name__}")
+    return tree or {}
+
+
+def _unique_mapping(loader: Any, node: Any) -> dict[str, Any]:
+    import yaml
+
+    loader.flatten_mapping(node)
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        name = str(loader.construct_object(key_node, deep=True))
+        if name in found:
+            raise yaml.constructor.ConstructorError(None, None, f"key {name!r} twice", key_node.start_mark)
+        found[name] = loader.construct_object(value_node, deep=True)
+    return found
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError([Problem("", message)])

@@ -1,0 +1,162 @@
+"""`actor_rollout_ref.actor.` and `.ref.`: the policy update and the reference."""
+
+from verl.config.schema.base import Group, choice, group, items, key, same_as, sub
+from verl.config.schema.fsdp import FSDPConfig
+from verl.config.schema.megatron import MegatronConfig, RefMegatronConfig
+from verl.config.schema.misc import RoleProfilerConfig
+from verl.config.schema.model import RefModelConfig
+from verl.config.schema.optim import OptimConfig
+
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "bypass_mode",
+)
+KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
+
+
+@group
+class CheckpointConfig(Group):
+    """What a checkpoint of this role holds and how it is written."""
+
+    save_contents: list[str] = items(
+        "model", "optimizer", "extra", options=("model", "optimizer", "extra", "hf_model")
+    )
+    """Parts written: `model`, `optimizer`, `extra`; `hf_model` has no effect (weights are Hugging Face already)."""
+    load_contents: list[str] = same_as(".save_contents", options=("model", "optimizer", "extra", "hf_model"))
+    """Parts read on resume."""
+    async_save: bool = False
+    """Write in the background."""
+    save_lora_only: bool = False
+    """Write the adapter only."""
+    strict: bool = True
+    """Refuse missing or extra tensors."""
+
+
+@group
+class PolicyLossConfig(Group):
+    """Which policy loss, and the constants of each."""
+
+    loss_mode: str = choice(
+        "vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss"
+    )
+    """The policy loss, or the name of a registered one."""
+    clip_cov_ratio: float = key(2e-4, low=0)
+    """clip_cov: share of tokens whose gradient is cut."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: smallest covariance of a candidate."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of a candidate."""
+    kl_cov_ratio: float = key(2e-4, low=0)
+    """kl_cov: share of tokens that get the penalty."""
+    ppo_kl_coef: float = key(0.1, low=0)
+    """kl_cov: the penalty's weight."""
+    dro_beta: float | None = None
+    """dro: β, required by it."""
+    tau_pos: float = 1.0
+    """sapo: temperature for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: temperature for negative advantages."""
+
+
+@group
+class ActorConfig(Group):
+    """The policy update."""
+
+    strategy: str = choice("fsdp", *STRATEGIES)
+    """`fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`."""
+    ppo_mini_batch_size: int = key(256, low=1)
+    """Prompts per optimizer step, global; × `rollout.n` answers."""
+    ppo_epochs: int = key(1, low=1)
+    """Passes over the step's batch."""
+    shuffle: bool = False
+    """Mini-batches in random order."""
+    data_loader_seed: int = 42
+    """Seed of that order."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
+    """Answers per forward on one device; null = by token budget."""
+    use_dynamic_bsz: bool | None = key(None, ours=True)
+    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
+    ppo_max_token_len_per_gpu: int = key(16384, low=1)
+    """Token budget of a micro-batch on one device, × sequence-parallel size; lowered to what memory allows unless set."""
+    clip_ratio: float = key(0.2, low=0)
+    """ε of the clipped ratio."""
+    clip_ratio_low: float = same_as(".clip_ratio", low=0, ours=True)
+    """ε below 1."""
+    clip_ratio_high: float = same_as(".clip_ratio", low=0, ours=True)
+    """ε above 1."""
+    clip_ratio_c: float = key(3.0, above=1)
+    """Dual clip; 20 for `dppo_*` unless set."""
+    loss_agg_mode: str = choice("token-mean", *AGG_MODES)
+    """How per-token losses become one number; if not set, `gspo` and `sapo` use `seq-mean-token-mean`."""
+    loss_scale_factor: float = same_as("data.max_response_length", above=0)
+    """H of `seq-mean-token-sum-norm`."""
+    policy_loss: PolicyLossConfig = sub(PolicyLossConfig)
+    entropy_coeff: float = 0.0
+    """loss −= coeff · entropy."""
+    use_kl_loss: bool = False
+    """KL to the reference in the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL."""
+    kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
+    """Estimator: `kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`, each also with `+` (straight-through gradient)."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest global gradient norm."""
+    ulysses_sequence_parallel_size: int = key(1, low=1)
+    """Devices a sequence is split over."""
+    use_prefix_grouper: bool | None = key(None, ours=True)
+    """Compute the shared prompt once per group; null = when it pays."""
+    freeze_vision_tower: bool = False
+    """No gradient to the vision encoder."""
+    use_torch_compile: bool = True
+    """Compile the log-prob and entropy kernels where the platform can."""
+    calculate_sum_pi_squared: bool = False
+    """Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`."""
+    optim: OptimConfig = sub(OptimConfig)
+    fsdp_config: FSDPConfig = sub(FSDPConfig)
+    megatron: MegatronConfig = sub(MegatronConfig)
+    checkpoint: CheckpointConfig = sub(CheckpointConfig)
+    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+
+
+_ACTOR = "actor_rollout_ref.actor."
+
+
+@group
+class RefConfig(Group):
+    """The reference policy; built only when `use_kl_loss` or `use_kl_in_reward` asks for it."""
+
+    strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)
+    """As `actor.strategy`."""
+    model: RefModelConfig = sub(RefModelConfig)
+    fsdp_config: FSDPConfig = sub(FSDPConfig)
+    megatron: RefMegatronConfig = sub(RefMegatronConfig)
+    ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1)
+    """Devices a sequence is split over."""
+    use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")
+    """Compile the log-prob kernel where the platform can."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
+    """Answers per forward on one device; null = by token budget."""
+    log_prob_use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
+    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
+    log_prob_max_token_len_per_gpu: int = same_as(_ACTOR + "ppo_max_token_len_per_gpu", low=1)
+    """Token budget of a forward."""
+    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)

@@ -1,0 +1,108 @@
+"""`algorithm.`: advantages, KL in the reward, group filtering, rollout correction."""
+
+from verl.config.schema.actor import KL_OPTIONS
+from verl.config.schema.base import Group, choice, group, key, sub
+
+ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax"))
+
+
+@group
+class KLControlConfig(Group):
+    """β of the KL in the reward."""
+
+    type: str = choice("fixed", "fixed", "adaptive")
+    """`fixed` or `adaptive`."""
+    kl_coef: float = 0.001
+    """β, or its start."""
+    horizon: int = 10000
+    """adaptive: answers over which β adapts."""
+    target_kl: float = 0.1
+    """adaptive: KL aimed at."""
+
+
+@group
+class FilterGroupsConfig(Group):
+    """Dynamic sampling: groups whose answers all score the same are replaced."""
+
+    enable: bool = False
+    """Drop such groups and draw more prompts."""
+    metric: str = "reward"
+    """What must differ: `reward`, or a key the reward function returns."""
+    max_num_gen_batches: int = key(0, low=0)
+    """Batches drawn per step at most; 0 = no limit."""
+    max_inflight_gen_batches: int = key(1, low=1)
+    """Batches in flight at most, in units of `train_batch_size`."""
+
+
+@group
+class RolloutCorrectionConfig(Group):
+    """Correction for a sampler that is not the policy at the start of the step."""
+
+    rollout_is: str | None = choice(None, "token", "sequence")
+    """Importance weights per `token` or `sequence`."""
+    rollout_is_threshold: float | str = 2.0
+    """A number truncates, "2.0"; a pair zeroes outside, "0.5_5.0"."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: str | None = None
+    """Rejection: comma list of `token_k1..3`, `seq_sum_k1..3`, `seq_mean_k1..3`, `seq_max_k2..3`."""
+    rollout_rs_threshold: float | str | None = None
+    """One threshold each, or one for all."""
+    bypass_mode: bool = False
+    """Old log-probs are the sampler's."""
+    loss_type: str = choice("ppo_clip", "ppo_clip", "reinforce")
+    """`ppo_clip`, `reinforce` (with `bypass_mode`)."""
+
+
+@group
+class PFPPOConfig(Group):
+    """Answers drawn again in proportion to a weight (gae only)."""
+
+    reweight_method: str = choice("pow", "pow", "max_min", "max_random")
+    """`pow`, `max_min`, `max_random`."""
+    weight_pow: float = 2.0
+    """Exponent of `pow`."""
+
+
+@group
+class AlgorithmConfig(Group):
+    """Advantages and rewards."""
+
+    adv_estimator: str = choice("gae", *ESTIMATORS, registry="verl.trainer.ppo.core_algos.register_adv_est")
+    """The advantage estimator, or the name of a registered one; `reinforce` = `reinforce_plus_plus`."""
+    gamma: float = key(1.0, low=0, high=1)
+    """Discount."""
+    lam: float = key(1.0, low=0, high=1)
+    """λ of GAE."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; False = the Dr. GRPO advantage."""
+    use_kl_in_reward: bool = False
+    """Token rewards −= β·KL(old‖ref)."""
+    kl_penalty: str = choice("kl", *KL_OPTIONS)
+    """Estimator of that KL; names as `actor.kl_loss_type`."""
+    kl_ctrl: KLControlConfig = sub(KLControlConfig)
+    filter_groups: FilterGroupsConfig = sub(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = sub(RolloutCorrectionConfig)
+    use_pf_ppo: bool = False
+    """Draw answers again by weight (gae only)."""
+    pf_ppo: PFPPOConfig = sub(PFPPOConfig)
+    gdpo_reward_keys: list[str] | None = None
+    """Components of `gdpo`."""
+    gdpo_reward_weights: list[float] | None = None
+    """Their weights."""

@@ -1,0 +1,178 @@
+"""What every group of keys is made of: typed dataclasses with dictionary access, and how a field is declared.
+
+A field's annotation is its type, its default the key's default, the string under it its help (read from the
+source by `verl.config.reference`, only when asked for). No torch, no omegaconf: this is imported at start-up.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, dataclass_transform
+
+PATH = "path"
+FilePath = Annotated[str, PATH]
+"""A string in which `~` and `$VAR` are expanded when it names a local path."""
+
+T = TypeVar("T")
+
+
+class Map(dict[str, Any]):
+    """An open mapping: any key, attribute access for those that are there."""
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """`value` with every dict inside it made a Map."""
+        if isinstance(value, dict):
+            return cls({str(k): cls.of(v) for k, v in value.items()})
+        if isinstance(value, (list, tuple)):
+            return [cls.of(v) for v in value]
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no key {name!r} here; present: {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+def group(cls: type[T]) -> type[T]:
+    """Make a class of annotated fields a configuration group."""
+    return dataclass(eq=False, repr=False, kw_only=True)(cls)
+
+
+@group
+class Group:
+    """Base of all groups. `open_keys` groups take keys that the schema does not name."""
+
+    open_keys: ClassVar[bool] = False
+    _extra: Map = field(default_factory=Map)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            extra = {} if name.startswith("_") else self.__dict__.get("_extra", {})
+            if name in extra:
+                return extra[name]
+            raise AttributeError(f"{type(self).__name__} has no key {name!r}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The key's value (None included), or `default` if there is no such key."""
+        return self[key] if key in self else default
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self:
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.__dataclass_fields__ and not key.startswith("_"):
+            setattr(self, key, value)
+        else:
+            self._extra[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return (
+            isinstance(key, str) and not key.startswith("_") and (key in self.__dict__ or key in self._extra)
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> list[str]:
+        """Names of the keys, in the schema's order, added ones last."""
+        return [f.name for f in fields(self) if not f.name.startswith("_")] + list(self._extra)
+
+    def items(self) -> list[tuple[str, Any]]:
+        """(key, value) pairs."""
+        return [(key, self[key]) for key in self.keys()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts and lists, for YAML and JSON."""
+        return {key: plain(value) for key, value in self.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.to_dict() == other.to_dict()  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()!r})"
+
+
+@group
+class Root(Group):
+    """A whole configuration, with what is known of its making: which keys were set, what is to be said."""
+
+    entry: ClassVar[str] = ""
+    _set: dict[str, int] = field(default_factory=dict)
+    _notices: list[str] = field(default_factory=list)
+
+    def was_set(self, path: str) -> bool:
+        """True if the user gave the key (or something below it), in a file or as an override."""
+        return path in self._set or any(key.startswith(path + ".") for key in self._set)
+
+    def set_order(self, path: str) -> int:
+        """When the key was last given: later is larger, -1 if never."""
+        return self._set.get(path, -1)
+
+    @property
+    def notices(self) -> list[str]:
+        """What building the configuration has to say (renamed keys, keys without effect), once each."""
+        return self._notices
+
+    def select(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path, or `default` if the path does not exist."""
+        return select(self, path, default)
+
+
+def plain(value: Any) -> Any:
+    """Groups and maps as plain dicts, recursively."""
+    if isinstance(value, Group):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def select(node: Any, path: str, default: Any = None) -> Any:
+    """The value at a dotted path below a group or mapping, or `default`."""
+    for part in path.split("."):
+        if not isinstance(node, (Group, dict)) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def key(default: Any = None, **about: Any) -> Any:
+    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `ours` (default differs)."""
+    return field(default=default, metadata=about)
+
+
+def same_as(path: str, **about: Any) -> Any:
+    """A field that takes another key's value when it is null; a leading dot means a key of the same group."""
+    return field(default=None, metadata={"same_as": path, **about})
+
+
+def choice(default: str | None, *options: str, registry: str = "", **about: Any) -> Any:
+    """A field with a list of valid names. `registry` says how to register one's own, if one can."""
+    return field(default=default, metadata={"options": options, "registry": registry, **about})
+
+
+def items(*values: Any, **about: Any) -> Any:
+    """A field whose default is a list."""
+    return field(default_factory=lambda: list(values), metadata=about)
+
+
+def open_map(**values: Any) -> Any:
+    """A field whose default is an open mapping."""
+    return field(default_factory=lambda: Map.of(values))
+
+
+def sub(cls: type[Group]) -> Any:
+    """A field that is a group of its own."""
+    return field(default_factory=cls)

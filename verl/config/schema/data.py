@@ -1,0 +1,102 @@
+"""`data.`: files, columns, lengths, order."""
+
+from verl.config.schema.base import FilePath, Group, Map, choice, group, items, key, open_map, same_as, sub
+
+
+@group
+class CustomClassConfig(Group):
+    """The user's own dataset class."""
+
+    path: FilePath | None = None
+    """`file.py` or `pkg://module`."""
+    name: str | None = None
+    """Name of the class in it."""
+
+
+@group
+class SamplerConfig(Group):
+    """The user's own order of rows."""
+
+    class_path: FilePath | None = None
+    """`file.py` or `pkg://module`."""
+    class_name: str | None = None
+    """Name of the class in it."""
+
+
+@group
+class DatagenConfig(Group):
+    """The user's own generator of rows."""
+
+    path: FilePath | None = None
+    """`file.py` or `pkg://module`."""
+    name: str | None = None
+    """Name of the class in it."""
+
+
+@group
+class DataConfig(Group):
+    """Prompts: files, columns, lengths, order."""
+
+    train_files: list[FilePath] = items("~/data/gsm8k/train.parquet", ours=True)
+    """One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to `cache_dir`)."""
+    val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
+    """The same for validation; null = no validation."""
+    train_batch_size: int = key(1024, low=1)
+    """Prompts per step; answers per step = this × `rollout.n`."""
+    gen_batch_size: int | None = key(None, low=1)
+    """Prompts drawn at a time when groups are refilled; null = what is missing."""
+    max_prompt_length: int = key(512, low=1)
+    """Tokens of a prompt after templating (images counted)."""
+    max_response_length: int = key(512, low=1)
+    """All tokens after the prompt, tool output included."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than `max_prompt_length`; counted and shown."""
+    filter_overlong_prompts_workers: int = key(1, low=1)
+    """Processes of the length scan."""
+    truncation: str = choice("error", "error", "left", "right", "middle")
+    """Prompts that are too long and not filtered: `error`, `left`, `right`, `middle`."""
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+    image_key: str = "images"
+    """Column of the images."""
+    video_key: str = "videos"
+    """Column of the videos."""
+    audio_key: str = "audios"
+    """Column of the audio."""
+    reward_fn_key: str = "data_source"
+    """Column that selects the reward function."""
+    shuffle: bool = True
+    """New order each epoch; order = f(seed, epoch)."""
+    validation_shuffle: bool = False
+    """Shuffle the validation rows."""
+    seed: int = same_as("trainer.seed")
+    """Seed of the order."""
+    train_max_samples: int = -1
+    """Use at most this many rows (random with `shuffle`, else the first); -1 = all."""
+    val_max_samples: int = -1
+    """The same for validation."""
+    apply_chat_template_kwargs: Map = open_map()
+    """Passed to the chat template (`enable_thinking`, …); same for training, validation, filtering."""
+    mm_processor_kwargs: Map = open_map()
+    """Passed to the processor (`min_pixels`, …)."""
+    image_patch_size: int | None = key(None, low=1, ours=True)
+    """null = the processor's own."""
+    tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
+    """Tokenizer of the data; null = the model's."""
+    trust_remote_code: bool = False
+    """Run code that is shipped with the tokenizer."""
+    tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
+    """Tools counted in the prompt length."""
+    function_tool_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.function_tool_path")
+    """Function tools counted in the prompt length."""
+    custom_cls: CustomClassConfig = sub(CustomClassConfig)
+    sampler: SamplerConfig = sub(SamplerConfig)
+    datagen: DatagenConfig = sub(DatagenConfig)
+    dataloader_num_workers: int = key(8, low=0)
+    """At most this many loading processes."""
+    use_shm: bool = False
+    """Copy files to shared memory first."""
+    cache_dir: FilePath = "~/.cache/verl/rlhf"
+    """Where remote files are kept."""
+    max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
+    """More unusable rows than this refuse the run."""
