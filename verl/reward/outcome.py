@@ -1,0 +1,94 @@
+"""What a reward function returned, made uniform: a finite score and its named parts, or a failure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from verl.reward.errors import BadScore
+from verl.reward.wire import NotPlain, to_plain
+
+KINDS = ("exception", "timeout", "crash", "value", "load")
+"""Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of scoring one answer. `error` is None if it worked; else `score` is None and `kind` one of KINDS.
+
+    `bare` is True if the function returned a number alone. `seconds` is the time the function took.
+    """
+
+    score: float | None = None
+    parts: dict[str, Any] = field(default_factory=dict)
+    bare: bool = False
+    seconds: float = 0.0
+    kind: str = ""
+    error: str | None = None
+    traceback: str = ""
+
+
+def failed(kind: str, error: str, traceback: str = "", seconds: float = 0.0) -> Outcome:
+    """An outcome without a score."""
+    return Outcome(kind=kind, error=error, traceback=traceback, seconds=seconds)
+
+
+def normalise(value: Any) -> tuple[float, dict[str, Any], bool]:
+    """(score, parts, bare) of what a function returned. BadScore says what is wrong with anything else.
+
+    A number or bool is a score; a tuple counts by its first element; a dict by its `score`, its other keys
+    are parts (numbers and bools stay numbers; what cannot travel becomes text).
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            keys = ", ".join(map(repr, list(value)[:20])) or "none"
+            raise BadScore(f"the dict it returned has no 'score' (keys: {keys})")
+        parts = {str(k): _part(v) for k, v in value.items() if k != "score"}
+        return _number(value["score"], "its 'score'"), parts, False
+    if isinstance(value, tuple):
+        if not value:
+            raise BadScore("it returned an empty tuple")
+        return _number(value[0], "the first element of the tuple it returned"), {}, True
+    return _number(value, "what it returned"), {}, True
+
+
+def _number(value: Any, what: str) -> float:
+    if value is None:
+        raise BadScore(f"{what} is None; return a number, or a dict with 'score'")
+    if isinstance(value, str):
+        raise BadScore(f"{what} is the text {value[:60]!r}, not a number; return float(...) of it")
+    if _holds_one(value):
+        value = value.item()
+    try:
+        number = float(value) if isinstance(value, Real) or hasattr(value, "__float__") else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
+    if number is None:
+        raise BadScore(
+            f"{what} is a {type(value).__name__}, not a number; return a number, or a dict with 'score'"
+        )
+    if not math.isfinite(number):
+        raise BadScore(f"{what} is {number}; a score must be finite")
+    return number
+
+
+def _holds_one(value: Any) -> bool:
+    """True for a numpy scalar or a numpy or torch array of one element."""
+    if not callable(getattr(value, "item", None)):
+        return False
+    numel = getattr(value, "numel", None)
+    return (numel() if callable(numel) else getattr(value, "size", 1)) == 1
+
+
+def _part(value: Any) -> Any:
+    """A part as plain data: 0-dimensional arrays as numbers, what cannot travel as its text."""
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    try:
+        to_plain(value)
+    except (NotPlain, TypeError, ValueError):
+        return str(value)[:1000]
+    return value
