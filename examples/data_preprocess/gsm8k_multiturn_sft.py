@@ -1,0 +1,11 @@
+"""`verl prepare gsm8k_multiturn_sft` as a script; --help shows the flags."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from verl.data.prepare import run
+
+if __name__ == "__main__":
+    sys.exit(run("gsm8k_multiturn_sft"))

@@ -1,0 +1,400 @@
+"""Data files as numbered rows: parquet, JSON arrays and JSON lines, local or remote, read lazily.
+
+Rows come out as plain Python values: structs are dicts, lists are lists, never arrays. Nothing here
+imports torch, so that `--check` can look at files in milliseconds. Specification: data.md §1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+IN_MEMORY_BYTES = 256 * 2**20
+"""A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there."""
+
+
+class DataError(UserError):
+    """The user's data or its description cannot be used. The message says what to change.
+
+    `records` are rows of data_report.jsonl that explain a refusal, where there are any.
+    """
+
+    def __init__(self, message: str, records: Sequence[dict[str, Any]] = ()):
+        super().__init__(message)
+        self.records = list(records)
+
+
+def nearest(name: str, present: Sequence[str]) -> str | None:
+    """The column of `present` that `name` was probably meant to be (case-blind first), or None."""
+    lowered = {column.lower(): column for column in reversed(list(present))}
+    if name.lower() in lowered:
+        return lowered[name.lower()]
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    return lowered[close[0]] if close else None
+
+
+def absent_column(name: str, key: str, path: str, columns: Sequence[str]) -> str:
+    """The message for a column that a file lacks; `key` is the config key that names the column ("" if none)."""
+    guess = nearest(name, columns)
+    hint = f"; the nearest is {guess!r}" if guess else ""
+    fix = f"rename it, or set {key}=COLUMN" if key else "rename the column"
+    return f"{path}: there is no column {name!r}{hint} (columns: {', '.join(columns)}); {fix}"
+
+
+# ---------------------------------------------------------------------------------------------------- places
+
+
+def is_remote(path: str) -> bool:
+    """True for URLs such as s3://bucket/x or hdfs://host/x; file:// counts as local."""
+    return "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> Path:
+    """The local file of `path`: `~` and variables expanded; a remote one is copied once to `cache_dir`.
+
+    A cached copy is used again while its size equals the remote one's. With `use_shm` the result is a copy
+    in /dev/shm. Raises DataError for a missing file, a directory, or a protocol that cannot be read.
+    """
+    if is_remote(path):
+        local = _fetch(path, Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf")))
+    else:
+        local = Path(os.path.expandvars(path.removeprefix("file://"))).expanduser()
+    if local.is_dir():
+        files = sorted(p.name for p in local.iterdir() if p.suffix in _READERS)
+        found = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
+        raise DataError(f"{path}: this is a directory, name the file itself ({found})")
+    if not local.exists():
+        raise DataError(_missing(path, local))
+    shm = Path("/dev/shm")
+    if use_shm and shm.is_dir() and shm not in local.parents:
+        key = hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:16]
+        local = _copy_once(local, shm / "verl" / f"{key}-{local.name}")
+    return local
+
+
+def _missing(path: str, local: Path) -> str:
+    folder = next((p for p in local.parents if p.is_dir()), Path("/"))
+    if folder != local.parent:
+        return (
+            f"{path}: no such file (the folder {local.parent} does not exist); `verl prepare` makes data sets"
+        )
+    names = [p.name for p in folder.iterdir() if p.suffix in _READERS]
+    close = difflib.get_close_matches(local.name, names, n=1, cutoff=0.4) or sorted(names)[:3]
+    return f"{path}: no such file" + (f"; in that folder: {', '.join(close)}" if close else "")
+
+
+def _copy_once(source: Path, target: Path) -> Path:
+    if not target.exists() or target.stat().st_size != source.stat().st_size:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        shutil.copyfile(source, beside)
+        beside.replace(target)
+    return target
+
+
+def _fetch(url: str, cache: Path) -> Path:
+    import fsspec
+
+    protocol = url.split("://", 1)[0]
+    name = url.split("?", 1)[0].rsplit("/", 1)[-1]
+    target = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+    try:
+        system, remote = fsspec.core.url_to_fs(url)
+        size = system.info(remote).get("size")
+        if target.exists() and size in (None, target.stat().st_size):
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        system.get_file(remote, str(beside))
+        beside.replace(target)
+    except ImportError as error:
+        raise DataError(f"{url}: {protocol}:// cannot be read here: {error}") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{url}: no such remote file") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{url}: copying it to {cache} (data.cache_dir) failed: {error}") from error
+    return target
+
+
+# --------------------------------------------------------------------------------------------------- one file
+
+
+class RowFile(ABC):
+    """One file. `path` is what the user wrote, `local` where it lies; columns in file order."""
+
+    def __init__(self, path: str, local: Path):
+        self.path = path
+        self.local = local
+        self.columns: list[str] = []
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def row(self, number: int) -> dict[str, Any]:
+        """Row `number` (from 0) as plain Python values."""
+
+    @abstractmethod
+    def is_string(self, column: str) -> bool:
+        """True if the column holds strings (by schema; JSON: by its first non-null value)."""
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows start..stop−1."""
+        return [self.row(i) for i in range(start, stop)]
+
+
+class ParquetFile(RowFile):
+    """Parquet. Only the footer is read on opening; the rows on first use."""
+
+    def __init__(self, path: str, local: Path, cache_dir: str | None = None):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        super().__init__(path, local)
+        try:
+            self._meta = pq.read_metadata(local)
+            self._schema = self._meta.schema.to_arrow_schema()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path}: not a parquet file ({_looks_like(local)}): {error}") from error
+        self.columns = list(self._schema.names)
+        self._cache_dir = cache_dir
+        self._table: pa.Table | None = None
+
+    def __len__(self) -> int:
+        return int(self._meta.num_rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_table": None}
+
+    def is_string(self, column: str) -> bool:
+        import pyarrow.types as kind
+
+        found = self._schema.field(column).type
+        if kind.is_dictionary(found):
+            found = found.value_type
+        return bool(kind.is_string(found) or kind.is_large_string(found))
+
+    def row(self, number: int) -> dict[str, Any]:
+        return self.rows(number, number + 1)[0]
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        if not 0 <= start < stop <= len(self):
+            raise IndexError(f"{self.path}: rows {start}..{stop} of {len(self)}")
+        return self._open().slice(start, stop - start).to_pylist()
+
+    def _open(self) -> pa.Table:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if self._table is None:
+            groups = range(self._meta.num_row_groups)
+            size = sum(self._meta.row_group(i).total_byte_size for i in groups)
+            try:
+                if size <= IN_MEMORY_BYTES:
+                    self._table = pq.read_table(self.local, partitioning=None)
+                else:
+                    self._table = pa.ipc.open_file(pa.memory_map(str(self._unpack()))).read_all()
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{self.path}: reading it failed: {error}") from error
+        return self._table
+
+    def _unpack(self) -> Path:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        stat = self.local.stat()
+        key = hashlib.sha256(f"{self.local.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()
+        cache = Path(os.path.expanduser(self._cache_dir or "~/.cache/verl/rlhf"))
+        target = cache / f"{key[:16]}-{self.local.stem}.arrow"
+        if not target.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+            source = pq.ParquetFile(self.local)
+            with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_file(sink, source.schema_arrow) as writer:
+                for batch in source.iter_batches(batch_size=1024):
+                    writer.write_batch(batch)
+            beside.replace(target)
+        return target
+
+
+class JsonLinesFile(RowFile):
+    """One JSON object per line; blank lines are not rows. The positions of the lines are kept, not the rows."""
+
+    def __init__(self, path: str, local: Path, cache_dir: str | None = None):
+        super().__init__(path, local)
+        self._spans: list[tuple[int, int]] = []
+        self._strings: dict[str, bool] = {}
+        position = 0
+        with local.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._note(self._parse(line, number))
+                    self._spans.append((position, len(line)))
+                position += len(line)
+        self.columns = list(self._strings)
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{self.path}: line {number} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self.path}: line {number} is a JSON {type(value).__name__}, not an object")
+        return value
+
+    def _note(self, value: dict[str, Any]) -> None:
+        for name, cell in value.items():
+            if cell is not None and not self._strings.get(name, False):
+                self._strings[name] = isinstance(cell, str)
+            self._strings.setdefault(name, False)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def is_string(self, column: str) -> bool:
+        return self._strings.get(column, False)
+
+    def row(self, number: int) -> dict[str, Any]:
+        start, size = self._spans[number]
+        with self.local.open("rb") as file:
+            file.seek(start)
+            value = self._parse(file.read(size), number + 1)
+        return {name: value.get(name) for name in self.columns}
+
+
+class JsonArrayFile(RowFile):
+    """A JSON array of objects, held in memory. A .json file that does not start with `[` is read as lines."""
+
+    def __init__(self, path: str, local: Path, cache_dir: str | None = None):
+        super().__init__(path, local)
+        try:
+            values = json.loads(local.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{path}: not JSON: {error}") from error
+        for number, value in enumerate(values):
+            if not isinstance(value, dict):
+                raise DataError(f"{path}: element {number} is a JSON {type(value).__name__}, not an object")
+        self.columns = list(dict.fromkeys(name for value in values for name in value))
+        self._rows: list[dict[str, Any]] = values
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def is_string(self, column: str) -> bool:
+        cells = (row.get(column) for row in self._rows)
+        return isinstance(next((c for c in cells if c is not None), None), str)
+
+    def row(self, number: int) -> dict[str, Any]:
+        value = json.loads(json.dumps(self._rows[number]))
+        return {name: value.get(name) for name in self.columns}
+
+
+def _looks_like(local: Path) -> str:
+    head = local.open("rb").read(64)
+    if head.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer: run `git lfs pull`"
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "it looks like JSON: name it .jsonl or .json"
+    if head.lstrip()[:1] == b"<":
+        return "it looks like a web page"
+    return f"it starts with {head[:8]!r}"
+
+
+_READERS: dict[str, Any] = {
+    ".parquet": ParquetFile,
+    ".jsonl": JsonLinesFile,
+    ".ndjson": JsonLinesFile,
+    ".json": JsonArrayFile,
+}
+
+
+def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> RowFile:
+    """Open one file by its extension (parquet, json, jsonl). Raises DataError, also for a file without rows."""
+    local = local_path(path, cache_dir, use_shm=use_shm)
+    suffix = Path(path.split("?", 1)[0]).suffix.lower()
+    if suffix not in _READERS:
+        raise DataError(f"{path}: unknown kind of file {suffix!r}; known: {', '.join(_READERS)}")
+    if local.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty (0 bytes)")
+    reader = _READERS[suffix]
+    if suffix == ".json":
+        with local.open("rb") as file:
+            if file.read(1024).lstrip()[:1] != b"[":
+                reader = JsonLinesFile
+    found: RowFile = reader(path, local, cache_dir)
+    if len(found) == 0:
+        raise DataError(f"{path}: the file has no rows")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ several files
+
+
+class RowFiles:
+    """Files one after the other as one sequence of rows. Columns are the union, in order of appearance.
+
+    `files` may be one path or a list. Raises DataError for anything that cannot be opened.
+    """
+
+    def __init__(self, files: str | Sequence[str], cache_dir: str | None = None, *, use_shm: bool = False):
+        paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+        if not paths:
+            raise DataError("no data file is named; set data.train_files (or data.val_files)")
+        self.files = [open_file(str(path), cache_dir, use_shm=use_shm) for path in paths]
+        self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
+        self._starts = [0]
+        for file in self.files:
+            self._starts.append(self._starts[-1] + len(file))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each file."""
+        return [len(file) for file in self.files]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(file number, row number in that file) of the row `index` of the whole."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` of the whole; a column that its file lacks is None."""
+        number, row = self.locate(index)
+        return self._complete(self.files[number].row(row))
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows start..stop−1 of the whole."""
+        out: list[dict[str, Any]] = []
+        for number, file in enumerate(self.files):
+            first = self._starts[number]
+            low, high = max(start, first), min(stop, first + len(file))
+            if low < high:
+                out += [self._complete(row) for row in file.rows(low - first, high - first)]
+        return out
+
+    def _complete(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row.get(name) for name in self.columns} if len(self.files) > 1 else row
+
+
+def notice(text: str) -> None:
+    """One line to the user, on standard error."""
+    print(f"[data] {text}", file=sys.stderr, flush=True)

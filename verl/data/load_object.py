@@ -1,0 +1,69 @@
+"""Load a user's module or object by `file.py`, `pkg://module.path` or dotted module name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl.data.files import DataError, nearest
+
+
+def load_module(module_path: str) -> ModuleType:
+    """Import `module_path`: a Python file (its directory becomes importable) or `pkg://module`.
+
+    A file is imported once per process. Raises DataError naming what was looked at; errors that the
+    module itself raises while it is imported pass through unchanged.
+    """
+    if module_path.startswith("pkg://"):
+        name = module_path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
+        return _import(name, module_path)
+    path = Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser()
+    if not path.exists() and path.suffix != ".py" and "/" not in module_path:
+        return _import(module_path, module_path)
+    if not path.is_file():
+        raise DataError(f"{module_path}: no such file (looked at {path.absolute()})")
+    path = path.resolve()
+    name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise DataError(f"{module_path}: not a Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(name: str, written: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise DataError(f"{written}: no module {error.name!r} can be imported here") from error
+        raise
+
+
+def load_extern_object(module_path: str, object_name: str) -> Any:
+    """The object `object_name` of `load_module(module_path)`. Raises DataError naming what the module holds."""
+    module = load_module(module_path)
+    if not hasattr(module, object_name):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        guess = nearest(object_name, public)
+        hint = f"; the nearest is {guess!r}" if guess else ""
+        raise DataError(
+            f"{module_path}: it defines no {object_name!r}{hint} (found: {', '.join(public[:20])})"
+        )
+    return getattr(module, object_name)

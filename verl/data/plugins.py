@@ -1,0 +1,171 @@
+"""What users' own datasets and samplers derive from (data.md §7, §15), and how their datasets are read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.data.chat import BadRow, as_messages
+from verl.data.files import DataError, RowFiles
+from verl.data.sft import SFTDataset as MultiTurnSFTDataset
+
+__all__ = [
+    "AbstractCurriculumSampler",
+    "AbstractDataGenerator",
+    "AbstractSampler",
+    "CustomRows",
+    "MultiTurnSFTDataset",
+    "RLHFDataset",
+    "collate_fn",
+]
+
+
+class RLHFDataset:
+    """Rows of data files as dicts: the columns, `raw_prompt` (messages) and `index`. Derive to change rows.
+
+    data_files: path or list; config: the `data` group; max_samples: the first so many rows, −1 all.
+    Override `__getitem__` or `_build_messages(row) -> messages`. Checks, templating, the length filter and
+    the order are done by the system on what `__getitem__` returns.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: Any,
+        config: Any,
+        processor: Any = None,
+        max_samples: int = -1,
+    ):
+        self.data_files = data_files
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+        self.max_samples = max_samples
+        self.prompt_key: str = config.get("prompt_key", "prompt")
+        self.rows = RowFiles(data_files, config.get("cache_dir"))
+
+    def __len__(self) -> int:
+        total = len(self.rows)
+        return total if self.max_samples < 0 else min(total, self.max_samples)
+
+    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        """The row's messages."""
+        return as_messages(example.get(self.prompt_key), self.prompt_key)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = self.rows.row(item)
+        extra = row.get("extra_info") or {}
+        return row | {
+            "raw_prompt": self._build_messages(row),
+            "index": extra.get("index", item),
+            "tools_kwargs": extra.get("tools_kwargs", {}),
+            "interaction_kwargs": extra.get("interaction_kwargs", {}),
+        }
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows to columns: tensors are stacked, everything else becomes an object array [rows]."""
+    columns: dict[str, list[Any]] = {}
+    for row in data_list:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    out: dict[str, Any] = {}
+    for name, values in columns.items():
+        if all(type(value).__module__ == "torch" and hasattr(value, "stride") for value in values):
+            import torch
+
+            out[name] = torch.stack(values)
+        else:
+            array = np.empty(len(values), dtype=object)
+            array[:] = values
+            out[name] = array
+    return out
+
+
+class AbstractSampler(ABC):
+    """Order of the training rows: an iterable of row numbers. Named by data.sampler.{class_path, class_name}.
+
+    Must be deterministic, or have `state_dict`/`load_state_dict` with JSON values.
+    """
+
+    @abstractmethod
+    def __init__(self, data_source: Any, data_config: Any):
+        """data_source: the data set (len, rows as dicts); data_config: the `data` group."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Row numbers of one epoch."""
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns: prompts are drawn only as needed, and `update` runs after each step."""
+
+    @abstractmethod
+    def update(self, batch: Any) -> None:
+        """Look at the batch that was just trained on."""
+
+
+class AbstractDataGenerator(ABC):
+    """Makes new rows from the data set after each step (data.datagen)."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @abstractmethod
+    def generate(self, dataset: Any) -> Any:
+        """Rows to append to the data set."""
+
+
+class CustomRows:
+    """A user's data set object seen as numbered rows. What it raises for a row makes that a bad row."""
+
+    def __init__(self, dataset: Any, name: str):
+        self.dataset = dataset
+        self.name = name
+
+    @classmethod
+    def load(cls, files: str | Sequence[str], config: Any, tokenizer: Any, split: str) -> CustomRows:
+        """Build `data.custom_cls` over the files of a split."""
+        from verl.data.load_object import load_extern_object
+
+        data = config.data
+        if not data.custom_cls.name:
+            raise DataError(f"data.custom_cls.path={data.custom_cls.path} needs data.custom_cls.name=CLASS")
+        kind = load_extern_object(data.custom_cls.path, data.custom_cls.name)
+        wanted = data.train_max_samples if split == "train" else data.val_max_samples
+        dataset = kind(
+            data_files=files, tokenizer=tokenizer, config=data, processor=None, max_samples=int(wanted)
+        )
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise DataError(f"{data.custom_cls.path}: {data.custom_cls.name} has no {method}")
+        return cls(dataset, f"{data.custom_cls.path}:{data.custom_cls.name}")
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each file: it is one."""
+        return [len(self)]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(0, index): a custom data set is one file."""
+        return 0, index
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows start..stop−1; a row that raised holds only `row_error`, which makes it a bad row."""
+        return [self._row(index) for index in range(start, stop)]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        try:
+            row = dict(self.dataset[index])
+        except BadRow as bad:
+            return {"row_error": (bad.problem, bad.detail)}
+        except Exception as error:  # user code
+            return {"row_error": ("custom dataset failed", f"{type(error).__name__}: {error}")}
+        raw = row.get("raw_prompt")
+        return row | {"raw_prompt": raw.tolist()} if isinstance(raw, np.ndarray) else row

@@ -1,0 +1,166 @@
+"""What the prepare scripts share: flags, reading raw data, writing parquet whole or not at all, the summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import DataError, open_file
+
+RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to write, and how much: `limit` rows per split, None for all."""
+
+    directory: Path
+    hdfs_dir: str | None = None
+    limit: int | None = None
+
+
+def parser(
+    name: str, description: str, *, folder: str | None = None, local_raw: bool = True
+) -> argparse.ArgumentParser:
+    """The flags that every script has; `folder` is the default under ~/data."""
+    folder = folder or name
+    out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
+    out.add_argument("--local_save_dir", default=None, help=f"where to write (default ~/data/{folder})")
+    out.add_argument("--local_dir", default=None, help="old name of --local_save_dir")
+    if local_raw:
+        out.add_argument(
+            "--local_dataset_path", default=None, help="raw data on disk; without it, the hub is asked"
+        )
+    out.add_argument("--hdfs_dir", default=None, help="copy the result there (any fsspec URL)")
+    out.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
+    out.set_defaults(default_folder=folder)
+    return out
+
+
+def target(args: argparse.Namespace) -> Target:
+    """The target of parsed flags. An empty --local_dir means the default."""
+    chosen = args.local_save_dir
+    if args.local_dir is not None:
+        print("--local_dir is the old name of --local_save_dir", file=sys.stderr)
+        chosen = chosen or args.local_dir
+    directory = Path(os.path.expandvars(chosen or f"~/data/{args.default_folder}")).expanduser()
+    if args.limit is not None and args.limit < 1:
+        raise DataError(f"--limit {args.limit}: at least one row is needed")
+    return Target(directory, args.hdfs_dir, args.limit)
+
+
+def find_split(root: str, split: str, *, config: str | None = None) -> list[Path]:
+    """Files of a split under a raw data directory: `train.jsonl`, or the hub's layout `main/train-*.parquet`.
+
+    `config` is the hub configuration's folder. Raises DataError naming what was looked for and what is there.
+    """
+    base = Path(os.path.expandvars(root)).expanduser()
+    if base.is_file():
+        raise DataError(
+            f"{root}: --local_dataset_path names the directory that holds the raw files, this is a file"
+        )
+    if not base.is_dir():
+        raise DataError(f"{root}: no such directory (--local_dataset_path)")
+    folders = [base, base / "data"] + ([base / config, base / config / "data"] if config else [])
+    for folder in folders:
+        for suffix in RAW_SUFFIXES:
+            exact = folder / f"{split}{suffix}"
+            found = [exact] if exact.is_file() else sorted(folder.glob(f"{split}-*{suffix}"))
+            if found:
+                return found
+    present = sorted(
+        str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and p.suffix in RAW_SUFFIXES
+    )
+    raise DataError(
+        f"{root}: no file of split {split!r} (looked for {split}.jsonl, {split}.parquet, {split}-*.parquet, also in "
+        f"{config or 'data'}/); it holds {', '.join(present[:8]) or 'no data file'}"
+    )
+
+
+def raw_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("file line n", row) of every row of the files."""
+    for path in paths:
+        file = open_file(str(path))
+        for number in range(len(file)):
+            unit = "row" if path.suffix == ".parquet" else "line"
+            yield f"{path} {unit} {number + 1}", file.row(number)
+
+
+def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
+    """Download the parquet files of a split from the hub; needs the network. Raises DataError if that fails."""
+    from fnmatch import fnmatch
+
+    from huggingface_hub import HfApi, hf_hub_download
+
+    print(f"downloading {repo} ({split}) from the hub", file=sys.stderr)
+    folder = config or "data"
+    try:
+        names = HfApi().list_repo_files(repo, repo_type="dataset")
+        wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
+        if not wanted:
+            raise DataError(
+                f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {', '.join(names[:8])}"
+            )
+        return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{repo}: the hub could not be reached ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Give the raw data with --local_dataset_path DIR"
+        ) from error
+
+
+def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write rows as parquet beside the target, then rename it into place."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not rows:
+        raise DataError(f"{path}: there is no row to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows)), beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def finish(splits: dict[str, Sequence[dict[str, Any]]], where: Target) -> int:
+    """Write every split as {name}.parquet, copy it if asked, print rows, columns, longest prompt and one row."""
+    for name, rows in splits.items():
+        kept = list(rows[: where.limit] if where.limit else rows)
+        path = where.directory / f"{name}.parquet"
+        write_parquet(kept, path)
+        longest = max(prompt_characters(row) for row in kept)
+        print(f"{path}: {len(kept)} rows; columns {', '.join(kept[0])}; longest prompt {longest} characters")
+        if where.hdfs_dir:
+            _copy(path, f"{where.hdfs_dir.rstrip('/')}/{path.name}")
+    first = next(iter(splits.values()))[0]
+    print(json.dumps(first, ensure_ascii=False, indent=2, default=str))
+    return 0
+
+
+def prompt_characters(row: dict[str, Any]) -> int:
+    """Characters of a row's prompt, or of its messages."""
+    cell = row.get("prompt") or row.get("messages") or ""
+    return len(cell) if isinstance(cell, str) else sum(len(str(m.get("content"))) for m in cell)
+
+
+def _copy(path: Path, url: str) -> None:
+    import fsspec
+
+    try:
+        system, remote = fsspec.core.url_to_fs(url)
+        system.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
+        system.put_file(str(path), remote)
+    except (ImportError, OSError, ValueError) as error:
+        raise DataError(f"copying {path} to {url} failed: {error}; the local file is complete") from error
+    print(f"copied to {url}")

@@ -1,0 +1,55 @@
+"""GSM8K: grade-school problems whose answers end in `#### number` (data.md §2, §14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.data.files import DataError
+from verl.data.prepare import common
+from verl.data.rows import GSM8K, final_number
+
+REPO = "openai/gsm8k"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def row(question: str, answer: str, split: str, index: int, where: str) -> dict[str, Any]:
+    """One row of the chat format. Raises DataError, with `where`, if the answer holds no `#### number`."""
+    truth = final_number(answer)
+    if truth is None:
+        raise DataError(f"{where}: the answer holds no `#### number`: …{answer[-80:]!r}")
+    return {
+        "data_source": GSM8K,
+        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def raw(local: str | None, split: str) -> list[tuple[str, str, str]]:
+    """(where, question, answer) of every raw row, from a directory or from the hub."""
+    files = (
+        common.find_split(local, split, config="main")
+        if local
+        else common.from_hub(REPO, split, config="main")
+    )
+    out = []
+    for where, line in common.raw_rows(files):
+        question, answer = line.get("question"), line.get("answer")
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise DataError(f"{where}: question and answer are needed, as text; it has {', '.join(line)}")
+        out.append((where, question, answer))
+    return out
+
+
+def rows(local: str | None, split: str) -> list[dict[str, Any]]:
+    """All rows of a split in the chat format."""
+    return [row(q, a, split, i, where) for i, (where, q, a) in enumerate(raw(local, split))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The script. Raises DataError for raw data that cannot be used."""
+    args = common.parser("gsm8k", "GSM8K in the chat format: train.parquet, test.parquet").parse_args(argv)
+    where = common.target(args)
+    return common.finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)

@@ -1,0 +1,183 @@
+"""Which characters of a rendered dialogue are learned: every assistant turn's text and its end token.
+
+The template is rendered once over the whole dialogue and that rendering wins; the turns are found in it by
+the template's own generation prompt. Specification: data.md §13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.data.chat import BadRow, ChatRenderer
+
+Span = tuple[int, int]
+_PROBE = {"role": "user", "content": "a"}
+_BLANKS = re.compile(r"\s*")
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+class TurnFinder:
+    """Finds assistant turns in text that `renderer` wrote."""
+
+    def __init__(self, renderer: ChatRenderer):
+        self.renderer = renderer
+        self._headers: dict[str, tuple[str, ...]] = {}
+
+    def headers(self, **options: Any) -> tuple[str, ...]:
+        """What the template writes before an answer: the generation prompt, and it without its think block.
+
+        Templates leave the think block out of earlier turns, so both occur in one dialogue.
+        """
+        key = repr(sorted(options.items()))
+        if key not in self._headers:
+            bare = self.renderer.text([_PROBE], generation=False, **options)
+            asked = self.renderer.text([_PROBE], generation=True, **options)
+            header = asked[len(bare) :] if asked.startswith(bare) else ""
+            role = header.split("<think>")[0]
+            self._headers[key] = (header, role) if role and role != header else (header,)
+        return self._headers[key]
+
+    def spans(self, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> list[Span]:
+        """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
+
+        Raises BadRow if a turn cannot be found, or if there is none.
+        """
+        spans: list[Span] = []
+        cursor = 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start = self._start(messages[:number], text, cursor, options)
+            end = self._end(messages[: number + 1], text, start, options) if start is not None else None
+            if start is None or end is None:
+                raise BadRow(
+                    "assistant span not found", f"turn {number} is rendered differently in the whole dialogue"
+                )
+            spans.append((start, end))
+            cursor = end
+        if not spans:
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
+        return spans
+
+    def _start(
+        self, before: Sequence[Mapping[str, Any]], text: str, cursor: int, options: Mapping[str, Any]
+    ) -> int | None:
+        headers = self.headers(**options)
+        base = self._rendered(before, options)
+        if base is not None and len(base) >= cursor and text.startswith(base):
+            for header in headers:
+                if text.startswith(header, len(base)):
+                    return len(base) + len(header)
+        found = [(text.find(header, cursor), -len(header)) for header in headers if header]
+        found = [(place, size) for place, size in found if place >= 0]
+        if found:
+            place, size = min(found)
+            return place - size
+        return None
+
+    def _end(
+        self, upto: Sequence[Mapping[str, Any]], text: str, start: int, options: Mapping[str, Any]
+    ) -> int | None:
+        if not upto[-1].get("tool_calls"):
+            return _content_end(text, start, upto[-1])
+        whole = self._rendered(upto, options)
+        if whole is None or not text.startswith(whole) or len(whole) <= start:
+            return None
+        turn = whole.rstrip()
+        last = next((t for t in self.renderer.tokenizer.all_special_tokens if turn.endswith(t)), "")
+        return len(turn) - len(last)
+
+    def openers(self) -> set[int]:
+        """Ids of the tokens that open a user or an assistant turn: they never end one."""
+        tokenizer = self.renderer.tokenizer
+        try:
+            once, twice = (self.renderer.text([_PROBE] * n, generation=False) for n in (1, 2))
+        except BadRow:  # a template that wants turns to alternate tells nothing about user turns here
+            once = twice = ""
+        pieces = [twice[len(once) :], *self.headers()]
+        ids = [tokenizer(piece, add_special_tokens=False)["input_ids"][:1] for piece in pieces if piece]
+        return {int(first) for found in ids for first in found} - {tokenizer.eos_token_id}
+
+    def _rendered(self, before: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+        if not before:
+            return ""
+        try:
+            return self.renderer.text(before, generation=False, **options)
+        except BadRow:  # some templates refuse a dialogue that ends early; the header search remains
+            return None
+
+    def turns_alone(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+        """The dialogue as its turns rendered one by one and joined, and the assistant spans in that."""
+        once = self.renderer.text([_PROBE], generation=False, **options)
+        twice = self.renderer.text([_PROBE, _PROBE], generation=False, **options)
+        preamble = once[: len(once) - (len(twice) - len(once))]
+        text, spans = "", []
+        for number, message in enumerate(messages):
+            piece = self.renderer.text([message], generation=False, **options)
+            opening = len(preamble) if piece.startswith(preamble) else 0
+            cut = opening if number else 0
+            if message["role"] == "assistant":
+                start, end = self._within(piece, opening, message, number, options)
+                spans.append((len(text) + start - cut, len(text) + end - cut))
+            text += piece[cut:]
+        if not spans:
+            raise BadRow("no assistant turn", "there is nothing to learn in this row")
+        return text, spans
+
+    def _within(
+        self, piece: str, opening: int, message: Mapping[str, Any], number: int, options: Mapping[str, Any]
+    ) -> Span:
+        for header in self.headers(**options):
+            if piece.startswith(header, opening):
+                end = _content_end(piece, opening + len(header), message)
+                if end is not None:
+                    return opening + len(header), end
+        raise BadRow("assistant span not found", f"turn {number}, rendered alone, does not hold its content")
+
+
+def _content_end(text: str, start: int, message: Mapping[str, Any]) -> int | None:
+    """Where the turn's content ends in `text`: at once, or after a think block that the template wrote."""
+    content = str(message["content"]).strip()
+    for lead, visible in (
+        (_BLANKS, content),
+        (_THOUGHT, content),
+        (_THOUGHT, content.split("</think>")[-1].strip()),
+    ):
+        found = lead.match(text, start)
+        if found is not None and text.startswith(visible, found.end()):
+            return found.end() + len(visible)
+    return None
+
+
+def token_mask(
+    ids: np.ndarray,
+    offsets: Sequence[tuple[int, int]],
+    text: str,
+    spans: Sequence[Span],
+    special: frozenset[int],
+) -> np.ndarray:
+    """bool [P]: tokens that begin inside a span, and the end token that follows it.
+
+    The end token is the first special token after the content, with nothing but blanks between. A token that
+    begins before the span (it joins header and content) is not learned.
+    """
+    mask = np.zeros(len(ids), bool)
+    starts = np.fromiter((o[0] for o in offsets), np.int64, len(ids))
+    ends = np.fromiter((o[1] for o in offsets), np.int64, len(ids))
+    for start, stop in spans:
+        inside = (starts >= start) & (starts < stop) & (ends > start)
+        mask |= inside
+        after = int(np.searchsorted(starts, stop))
+        while (
+            after < len(ids)
+            and int(ids[after]) not in special
+            and not text[starts[after] : ends[after]].strip()
+        ):
+            after += 1
+        if after < len(ids) and int(ids[after]) in special:
+            mask[max(0, int(np.searchsorted(starts, stop))) : after + 1] = True
+    return mask

@@ -1,0 +1,247 @@
+"""The order in which prompts are drawn, and the position in it. Specification: data.md §7.
+
+Without a custom sampler the order is a function of (seed, epoch) alone, and a position is two integers:
+(epoch, offset). A resumed run draws exactly the prompts that the uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.data.chat import BadRow
+from verl.data.files import DataError, notice
+from verl.trajectory import Prompt
+
+
+class Prompts(Protocol):
+    """What a stream draws from: `PromptDataset`, or anything like it."""
+
+    def __len__(self) -> int: ...
+
+    def order(self, *, seed: int, shuffle: bool, epoch: int = 0) -> np.ndarray:
+        """Row numbers in the order of an epoch."""
+        ...
+
+    def prompt(self, row: int, epoch: int = 0) -> Prompt:
+        """Row number `row` as a Prompt; raises BadRow if it cannot be used after all."""
+        ...
+
+
+class PromptStream:
+    """Draws prompts epoch after epoch.
+
+    A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
+    asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
+    next one. A row that fails when it is drawn is skipped, replaced by the next in the order, and recorded
+    in `skipped`. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7).
+    """
+
+    def __init__(self, dataset: Prompts, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._source: _Seeded | _Sampled = (
+            _Seeded(dataset, seed, shuffle) if sampler is None else _Sampled(sampler, len(dataset))
+        )
+        self.epoch = 0
+        self.offset = 0
+        self.skipped: list[dict[str, Any]] = []
+        if batch_size < 1:
+            raise DataError(f"data.train_batch_size={batch_size}: at least one prompt a step is needed")
+        if self.rows_per_epoch < batch_size:
+            raise DataError(
+                f"{self.rows_per_epoch} usable rows are fewer than data.train_batch_size={batch_size}: lower the "
+                "batch size or add data"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Prompts that an epoch offers."""
+        return self._source.size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in an epoch."""
+        return self.rows_per_epoch // self.batch_size
+
+    @property
+    def unused_per_epoch(self) -> int:
+        """Rows left over at the end of every epoch."""
+        return self.rows_per_epoch % self.batch_size
+
+    def take(self, n: int | None = None, *, cross: bool = False) -> list[Prompt]:
+        """The next n prompts (default: a batch). Raises DataError if n exceeds an epoch without `cross`."""
+        n = self.batch_size if n is None else n
+        if not cross and n > self.rows_per_epoch:
+            raise DataError(f"{n} prompts are asked for at once, an epoch has {self.rows_per_epoch}")
+        if not cross and self._source.left(self.epoch, self.offset) < n:
+            self._next_epoch()
+        out: list[Prompt] = []
+        failed = 0
+        while len(out) < n:
+            row = self._source.at(self.epoch, self.offset)
+            if row is None:
+                if self.offset == 0:
+                    raise DataError("the custom sampler gives no row at all (data.sampler.class_path)")
+                self._next_epoch()
+                continue
+            self.offset += 1
+            try:
+                prompt = self.dataset.prompt(row, self.epoch)
+            except BadRow as bad:
+                failed += 1
+                self._skip(row, bad, failed)
+                continue
+            prompt.uid = self._source.uid(prompt.uid, self.offset - 1)
+            out.append(prompt)
+            failed = 0
+        return out
+
+    def _skip(self, row: int, bad: BadRow, in_a_row: int) -> None:
+        record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
+        self.skipped.append(record)
+        notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
+        if in_a_row >= self.rows_per_epoch:
+            raise DataError(f"every prompt failed when it was drawn; the last: {bad}")
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.offset = 0
+
+    def update(self, batch: Any) -> None:
+        """End of a training step: a curriculum sampler learns from the batch; nothing otherwise."""
+        self._source.update(batch)
+
+    def state(self) -> dict[str, Any]:
+        """The position: {"epoch", "offset"}; with a custom sampler also what it gave and its own state."""
+        return {"epoch": self.epoch, "offset": self.offset} | self._source.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to a position that `state` gave."""
+        self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
+        self._source.load(state)
+
+
+class _Seeded:
+    """Order of an epoch = f(seed, epoch)."""
+
+    def __init__(self, dataset: Prompts, seed: int, shuffle: bool):
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self._dataset)
+
+    def _of(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._dataset.order(seed=self._seed, shuffle=self._shuffle, epoch=epoch))
+        return self._order[1]
+
+    def left(self, epoch: int, offset: int) -> int:
+        return self.size - offset
+
+    def at(self, epoch: int, offset: int) -> int | None:
+        return int(self._of(epoch)[offset]) if offset < self.size else None
+
+    def update(self, batch: Any) -> None:
+        """A seeded order does not learn."""
+
+    def uid(self, uid: str, offset: int) -> str:
+        return uid
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._order = None
+
+
+class _Sampled:
+    """Rows as a custom sampler gives them, one by one and only as they are needed.
+
+    A sampler with `state_dict`/`load_state_dict` is put back by those, and must go on from there when it is
+    iterated again. Any other must be deterministic: what it gave before is drawn again, and thrown away.
+    """
+
+    def __init__(self, sampler: Any, rows: int):
+        self._sampler = sampler
+        self._rows = rows
+        self._drawn: list[int] = []
+        self._iterator: Iterator[Any] = iter(())
+
+    @property
+    def size(self) -> int:
+        return len(self._sampler) if hasattr(self._sampler, "__len__") else self._rows
+
+    def left(self, epoch: int, offset: int) -> int:
+        return self.size - offset
+
+    def at(self, epoch: int, offset: int) -> int | None:
+        if epoch >= len(self._drawn):
+            self._start(epoch)
+        try:
+            row = int(next(self._iterator))
+        except StopIteration:
+            return None
+        self._drawn[-1] += 1
+        if not 0 <= row < self._rows:
+            raise DataError(
+                f"the custom sampler gives row {row}; the data set has rows 0 to {self._rows - 1}"
+            )
+        return row
+
+    def _start(self, epoch: int) -> None:
+        self._drawn.append(0)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        self._iterator = iter(self._sampler)
+
+    def uid(self, uid: str, offset: int) -> str:
+        """A sampler may give a row twice in an epoch; the place in the order keeps the groups apart."""
+        return f"{uid}+{offset}"
+
+    def update(self, batch: Any) -> None:
+        if hasattr(self._sampler, "update"):
+            self._sampler.update(batch=batch)
+
+    def state(self) -> dict[str, Any]:
+        if hasattr(self._sampler, "state_dict"):
+            return {"drawn": list(self._drawn), "sampler": self._sampler.state_dict()}
+        return {"drawn": list(self._drawn)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        drawn, self._drawn = list(state["drawn"]), []
+        if "sampler" in state:
+            self._sampler.load_state_dict(state["sampler"])
+            self._drawn = drawn[:-1]
+            if drawn:
+                self._start(len(drawn) - 1)
+                self._drawn[-1] = drawn[-1]
+            return
+        for epoch, count in enumerate(drawn):
+            self._start(epoch)
+            for _ in range(count):
+                next(self._iterator)
+            self._drawn[-1] = count
+
+
+def open_stream(dataset: Any, config: Any) -> PromptStream:
+    """The training stream of a configuration: seeded order, or data.sampler's class."""
+    data = config.data
+    if data.datagen.path:
+        raise DataError(
+            "data.datagen is not in this release; generate the rows beforehand and name them in train_files"
+        )
+    sampler = None
+    if data.sampler.class_path:
+        from verl.data.load_object import load_extern_object
+
+        cls = load_extern_object(data.sampler.class_path, data.sampler.class_name)
+        sampler = cls(data_source=dataset, data_config=data)
+    seed = data.seed if data.seed is not None else config.trainer.seed
+    return PromptStream(
+        dataset, batch_size=data.train_batch_size, seed=int(seed), shuffle=data.shuffle, sampler=sampler
+    )

@@ -1,0 +1,87 @@
+"""Load the tokenizer of a model directory or hub id, with the errors a user can act on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import DataError, notice
+
+
+def load_tokenizer(
+    model_path: str | os.PathLike[str],
+    *,
+    tokenizer_path: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> Any:
+    """A transformers tokenizer. `tokenizer_path` (data.tokenizer, model.tokenizer_path) wins over the model's.
+
+    chat_template: Jinja text or the path of a file with it; replaces the tokenizer's own. A tokenizer
+    without a padding token gets its end token for it. Raises DataError when nothing can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    source = str(tokenizer_path or model_path)
+    local = Path(os.path.expandvars(source)).expanduser()
+    if local.exists() and not local.is_dir():
+        raise DataError(f"{source}: a model is a directory or a hub id, this is a file")
+    if not local.exists() and (source.startswith(("/", "~", "./", "../")) or source.count("/") > 1):
+        raise DataError(f"{source}: no such model directory (actor_rollout_ref.model.path)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local) if local.exists() else source, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(_why(source, local, error)) from error
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"{source}: the tokenizer has neither an end token nor a padding token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _why(source: str, local: Path, error: Exception) -> str:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return (
+            f"{source}: its tokenizer is code shipped with the model; data.trust_remote_code=True runs it "
+            "(code of the model's author)"
+        )
+    if local.exists():
+        files = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
+        return (
+            f"{source}: no tokenizer could be loaded (the directory holds {files}); "
+            f"set actor_rollout_ref.model.tokenizer_path. Cause: {text.splitlines()[0]}"
+        )
+    return f"{source}: neither a directory here nor a model the hub gives us: {text.splitlines()[0]}"
+
+
+def _template_text(template: str) -> str:
+    """`template` itself, or the content of the file it names."""
+    if "{" in template or "\n" in template:
+        return template
+    path = Path(os.path.expandvars(template)).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"custom_chat_template: {template!r} is neither Jinja text nor an existing file (looked at {path})"
+        )
+    text = path.read_text(encoding="utf-8")
+    notice(f"chat template from {path} ({len(text)} characters)")
+    return text
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over what decides token ids: vocabulary, merges, special tokens and chat template."""
+    parts = [json.dumps(tokenizer.chat_template, sort_keys=True, default=str)]
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is not None:
+        parts.append(core.to_str())
+    else:
+        parts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True))
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
