@@ -179,7 +179,11 @@ class ActorObjective:
             config=self._config,
             rollout_is_weights=weights,
         )
-        return loss, {name: (float(value) * tokens, float(tokens)) for name, value in metrics.items()}
+        return loss, {name: (_number(value) * tokens, float(tokens)) for name, value in metrics.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
 def _old_log_prob(area: _Rectangle, log_prob: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""Small batches and configs for the tests of verl/algorithms."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from verl.trajectory import Prompt, Trajectory
+
+
+def answer(
+    uid: str, mask: list[int], score: float | None = 0.0, index: int = 0, **columns: Any
+) -> Trajectory:
+    """One answer whose policy mask is `mask`; other columns as float32 arrays."""
+    prompt = Prompt(
+        uid=uid, ids=np.arange(3), messages=[{"role": "user", "content": uid}], data_source="test"
+    )
+    return Trajectory(
+        prompt=prompt,
+        index=index,
+        response_ids=np.arange(len(mask)),
+        response_mask=np.array(mask, dtype=bool),
+        score=score,
+        **{
+            name: value if name in ("extra", "score_parts") else np.asarray(value, np.float32)
+            for name, value in columns.items()
+        },
+    )
+
+
+def actor(**settings: Any) -> SimpleNamespace:
+    """An actor config with the defaults of the schema."""
+    defaults: dict[str, Any] = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": None,
+        "clip_ratio_high": None,
+        "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
+        "loss_scale_factor": None,
+        "entropy_coeff": 0.0,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.001,
+        "kl_loss_type": "low_var_kl",
+    }
+    policy_loss = SimpleNamespace(loss_mode=settings.pop("loss_mode", "vanilla"))
+    return SimpleNamespace(**(defaults | settings), policy_loss=policy_loss)
+
+
+def algorithm(**settings: Any) -> SimpleNamespace:
+    """An algorithm config with the defaults of the schema."""
+    defaults = {
+        "adv_estimator": "grpo",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+    }
+    return SimpleNamespace(**(defaults | settings))

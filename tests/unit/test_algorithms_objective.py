@@ -1,0 +1,290 @@
+"""The actor's objective: against a loop over answers and tokens, and the same for any split into micro-batches."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.algorithms_rows import actor, answer
+from verl.algorithms.aggregate import MODES
+from verl.algorithms.objective import ActorObjective, LossConfig, Normalisers, count_normalisers
+from verl.algorithms.registry import LOSSES
+from verl.engine.training.base import MicroBatch
+from verl.trajectory import Trajectory
+
+
+def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Trajectory]:
+    """Random answers with every column; loss masks leave out some policy tokens and one whole answer."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i, mask in enumerate(masks):
+        size = len(mask)
+        keep = np.array(mask, bool) & (rng.random(size) > 0.25) & (i != 1)
+        row = answer(
+            f"g{i // 2}",
+            mask,
+            1.0,
+            i,
+            old_log_probs=-rng.random(size) * 3,
+            ref_log_probs=-rng.random(size) * 3,
+            advantages=rng.normal(size=size),
+            is_weights=rng.random(size) * 2,
+        )
+        row.loss_mask = keep
+        for name, value in change.items():
+            setattr(row, name, value)
+        rows.append(row)
+    return rows
+
+
+def tokens(rows: list[Trajectory], seed: int) -> torch.Tensor:
+    """Fake log-probs of the policy for all rows, float64 [ΣL], near the old ones."""
+    rng = np.random.default_rng(seed)
+    parts = [row.old_log_probs if row.old_log_probs is not None else -np.ones(row.length) for row in rows]
+    flat = np.concatenate([np.zeros(0), *parts]).astype(np.float64)
+    return torch.tensor(flat + rng.normal(0, 0.4, len(flat)), dtype=torch.float64)
+
+
+def run(
+    cfg: Any,
+    rows: list[Trajectory],
+    flat: torch.Tensor,
+    entropy: torch.Tensor,
+    parts: list[int],
+    horizon: float = 9.0,
+) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Loss, both gradients and reduced metrics when row i goes into micro-batch parts[i]."""
+    leaf, bonus = flat.clone().requires_grad_(), entropy.clone().requires_grad_()
+    objective = ActorObjective(cfg, count_normalisers(rows, horizon))
+    pieces = list(torch.split(leaf, [r.length for r in rows]))
+    bonuses = list(torch.split(bonus, [r.length for r in rows]))
+    total, sums, weights = 0.0, {}, {}
+    for k in sorted(set(parts)):
+        chosen = [i for i, part in enumerate(parts) if part == k]
+        micro = MicroBatch(
+            [rows[i] for i in chosen],
+            torch.cat([pieces[i] for i in chosen]),
+            torch.cat([bonuses[i] for i in chosen]),
+        )
+        loss, metrics = objective(micro)
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+        total += loss.item()
+        for name, (value, weight) in metrics.items():
+            sums[name] = sums.get(name, 0.0) + value
+            weights[name] = weights.get(name, 0.0) + weight
+    reduced = {name: sums[name] / weights[name] if weights[name] else sums[name] for name in sums}
+    gradient = torch.zeros_like(flat) if leaf.grad is None else leaf.grad
+    entropy_gradient = torch.zeros_like(flat) if bonus.grad is None else bonus.grad
+    return total, gradient, entropy_gradient, reduced
+
+
+def token_oracle(d: float, a: float, w: float) -> tuple[float, float]:
+    """Clipped, dually clipped term with default constants, and its derivative."""
+    ratio = math.exp(d)
+    plain, clipped = -a * ratio, -a * min(max(ratio, 0.8), 1.2)
+    x, slope = (clipped, 0.0) if clipped > plain else (plain, plain)
+    if a < 0 and x > -3 * a:
+        x, slope = -3 * a, 0.0
+    return w * x, w * slope
+
+
+def loop_oracle(
+    cfg: Any, rows: list[Trajectory], flat: list[float], entropy: list[float], horizon: float
+) -> Any:
+    """Loss, gradients and metrics, one token at a time."""
+    count = sum(int(r.loss_mask.sum()) for r in rows)
+    answers = sum(bool(r.loss_mask.any()) for r in rows)
+    sums = dict.fromkeys(("pg", "kl", "entropy", "old_kl", "k3clip"), 0.0)
+    gradient, bonus, position = [], [], 0
+    for row in rows:
+        own = int(row.loss_mask.sum())
+        share = {
+            "token-mean": 1 / count,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / answers,
+            "seq-mean-token-mean": 1 / (answers * max(own, 1)),
+            "seq-mean-token-sum-norm": 1 / (answers * horizon),
+        }[cfg.loss_agg_mode]
+        for t in range(row.length):
+            logp, h = flat[position], entropy[position]
+            position += 1
+            if not row.loss_mask[t]:
+                gradient.append(0.0)
+                bonus.append(0.0)
+                continue
+            d = logp - float(row.old_log_probs[t])
+            x, slope = token_oracle(d, float(row.advantages[t]), float(row.is_weights[t]))
+            u = logp - float(row.ref_log_probs[t])
+            sums["pg"] += share * x
+            sums["kl"] += share * u * u / 2
+            sums["entropy"] += share * h
+            sums["old_kl"] -= d / count
+            gradient.append(share * (slope + cfg.kl_loss_coef * u))
+            bonus.append(-share * cfg.entropy_coeff)
+    loss = sums["pg"] - cfg.entropy_coeff * sums["entropy"] + cfg.kl_loss_coef * sums["kl"]
+    return loss, gradient, bonus, sums
+
+
+MASKS = [[1, 1, 0, 1], [1, 1], [], [1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_the_loop(mode: str) -> None:
+    cfg = actor(loss_agg_mode=mode, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.7, kl_loss_type="k2")
+    rows = rows_of(1, MASKS)
+    flat, entropy = tokens(rows, 2), tokens(rows, 3).abs()
+    loss, gradient, bonus, metrics = run(cfg, rows, flat, entropy, [0] * len(rows))
+    expected = loop_oracle(cfg, rows, flat.tolist(), entropy.tolist(), 9.0)
+    assert loss == pytest.approx(expected[0], rel=1e-12)
+    assert gradient.tolist() == pytest.approx(expected[1], rel=1e-9, abs=1e-14)
+    assert bonus.tolist() == pytest.approx(expected[2], rel=1e-12, abs=1e-14)
+    assert metrics["actor/loss"] == pytest.approx(expected[0], rel=1e-12)
+    assert metrics["actor/pg_loss"] == pytest.approx(expected[3]["pg"], rel=1e-12)
+    assert metrics["actor/kl_loss"] == pytest.approx(expected[3]["kl"], rel=1e-12)
+    assert metrics["actor/entropy_loss"] == pytest.approx(expected[3]["entropy"], rel=1e-12)
+    assert metrics["actor/ppo_kl"] == pytest.approx(expected[3]["old_kl"], rel=1e-9)
+    assert metrics["actor/kl_coef"] == pytest.approx(0.7)
+    assert metrics["actor/kl_clipped_ratio"] == 0
+    assert {"actor/pg_clipfrac", "actor/pg_clipfrac_lower"} <= metrics.keys()
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    masks = draw(st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=7))
+    parts = draw(st.lists(st.integers(0, 6), min_size=len(masks), max_size=len(masks)))
+    return masks, parts
+
+
+@settings(max_examples=120, deadline=None)
+@given(splits(), st.sampled_from(MODES), st.integers(0, 99), st.sampled_from(["k3", "k3+", "abs"]))
+def test_micro_batches_never_change_the_answer(
+    split: tuple[list[list[int]], list[int]], mode: str, seed: int, kind: str
+) -> None:
+    masks, parts = split
+    cfg = actor(loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type=kind)
+    rows = rows_of(seed, masks)
+    flat, entropy = tokens(rows, seed + 1), tokens(rows, seed + 2)
+    whole = run(cfg, rows, flat, entropy, [0] * len(rows))
+    single = run(cfg, rows, flat, entropy, list(range(len(rows))))
+    pieces = run(cfg, rows, flat, entropy, parts)
+    for other in (single, pieces):
+        assert other[0] == pytest.approx(whole[0], rel=1e-10, abs=1e-12)
+        torch.testing.assert_close(other[1], whole[1], rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(other[2], whole[2], rtol=1e-10, atol=1e-13)
+        assert other[3] == pytest.approx(whole[3], rel=1e-9, abs=1e-12)
+
+
+def test_normalisers_count_what_is_left_after_drops() -> None:
+    rows = [answer("a", [1, 1, 0]), answer("a", [1]), answer("b", [1, 1]), answer("b", [])]
+    assert count_normalisers(rows, 4) == Normalisers(5, 3, 4)
+    rows[0].loss_mask = np.array([False, True, False])
+    rows[1].loss_mask = np.array([False])
+    assert count_normalisers(rows, 4) == Normalisers(3, 2, 4)
+    info = {"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 4}
+    assert count_normalisers(rows, 4).as_batch_info() == info
+
+
+def test_dr_grpo_gradient_does_not_depend_on_length() -> None:
+    cfg = actor(loss_agg_mode="seq-mean-token-sum-norm")
+    gradients = {}
+    for length in (2, 5):
+        rows = [answer("a", [1] * size, advantages=[1.0] * size) for size in (length, 3)]
+        flat = torch.full((length + 3,), -1.0, dtype=torch.float64)
+        gradients[length] = run(cfg, rows, flat, flat, [0, 1], horizon=8.0)[1]
+    assert gradients[2][:2].tolist() == gradients[5][:2].tolist() == pytest.approx([-1 / 16] * 2)
+
+
+def test_without_old_log_probs_the_policy_is_its_own_old() -> None:
+    rows = rows_of(4, MASKS, old_log_probs=None, is_weights=None)
+    flat = tokens(rows, 5)
+    loss, gradient, _, metrics = run(actor(), rows, flat, flat, [0] * len(rows))
+    mask = np.concatenate([r.loss_mask for r in rows])
+    advantages = np.concatenate([r.advantages for r in rows])
+    assert loss == pytest.approx(-(advantages * mask).sum() / mask.sum())
+    assert gradient.tolist() == pytest.approx((-advantages * mask / mask.sum()).tolist())
+    assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == 0
+
+
+def test_rows_with_and_without_old_log_probs_mix() -> None:
+    rows = rows_of(4, MASKS)
+    flat = tokens(rows, 5)
+    rows[0].old_log_probs = None
+    explicit = rows_of(4, MASKS)
+    explicit[0].old_log_probs = flat[: rows[0].length].numpy()
+    mixed = run(actor(), rows, flat, flat, [0] * len(rows))
+    full = run(actor(), explicit, flat, flat, [0] * len(rows))
+    assert mixed[0] == full[0]
+    assert torch.equal(mixed[1], full[1])
+
+
+def test_what_is_not_asked_for_is_not_logged() -> None:
+    rows = rows_of(4, MASKS, ref_log_probs=None)
+    flat = tokens(rows, 5)
+    micro = MicroBatch(rows, flat.clone().requires_grad_())
+    loss, metrics = ActorObjective(actor(), count_normalisers(rows, None))(micro)
+    names = {"pg_loss", "loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"}
+    assert metrics.keys() == {f"actor/{name}" for name in names}
+    assert metrics["actor/loss"] == (loss.item(), 1.0)
+
+
+def test_what_is_missing_is_named() -> None:
+    rows = rows_of(4, MASKS)
+    flat = tokens(rows, 5)
+    normalisers = count_normalisers(rows, None)
+    with pytest.raises(ValueError, match=r"entropy_coeff=0\.5 needs the engine's entropy"):
+        ActorObjective(actor(entropy_coeff=0.5), normalisers)(MicroBatch(rows, flat))
+    rows[2].ref_log_probs = None
+    with pytest.raises(ValueError, match="use_kl_loss: answer 2 of g1 has no ref_log_probs"):
+        ActorObjective(actor(use_kl_loss=True), normalisers)(MicroBatch(rows, flat))
+    rows[3].advantages = None
+    with pytest.raises(ValueError, match="answer 3 of g1 has no advantages"):
+        ActorObjective(actor(), normalisers)(MicroBatch(rows, flat))
+    with pytest.raises(ValueError, match="log-probs for rows with 17 response tokens"):
+        ActorObjective(actor(), normalisers)(MicroBatch(rows, flat[:-1]))
+    with pytest.raises(ValueError, match="'gspo' is not in this release"):
+        ActorObjective(actor(loss_mode="gspo"), normalisers)
+
+
+def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.algorithms.core_algos import agg_loss
+
+    seen: list[Any] = []
+
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, rollout_is_weights=None):  # type: ignore[no-untyped-def] # fmt: skip
+        seen.append((config, response_mask, rollout_is_weights))
+        share = (log_prob * response_mask).sum() / response_mask.sum().clamp(min=1)
+        terms = -advantages * log_prob * config.my_scale
+        return agg_loss(terms, response_mask, loss_agg_mode, **config.global_batch_info), {
+            "actor/mine": share
+        }
+
+    monkeypatch.setitem(LOSSES.functions, "mine", mine)
+    cfg = actor(loss_mode="mine", my_scale=2.0, loss_agg_mode="seq-mean-token-mean")
+    rows = rows_of(4, MASKS, is_weights=None)
+    flat = tokens(rows, 5)
+    whole = run(cfg, rows, flat, flat, [0] * len(rows))
+    split = run(cfg, rows, flat, flat, [0, 1, 2, 0, 1, 2])
+    assert split[0] == pytest.approx(whole[0])
+    assert split[3]["actor/mine"] == pytest.approx(whole[3]["actor/mine"])
+    config, mask, weights = seen[0]
+    assert config.get("my_scale") == config["my_scale"] == 2.0
+    assert config.get("absent", 3) == 3
+    assert "clip_ratio" in config and "absent" not in config
+    assert config.policy_loss.loss_mode == "mine"
+    assert weights is None
+    assert mask.shape == (6, 7)
+
+
+def test_the_loss_config_survives_copying() -> None:
+    import copy
+
+    config = copy.copy(LossConfig(SimpleNamespace(clip_ratio=0.3), Normalisers(1, 1, 1)))
+    assert config.clip_ratio == 0.3

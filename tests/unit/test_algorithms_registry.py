@@ -1,0 +1,117 @@
+"""Names under which estimators and losses are found, and what happens to names that are not there."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from verl.algorithms import core_algos, correction
+from verl.algorithms.registry import Registry
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registrations of a test go into copies."""
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+
+
+def double(x: float) -> float:
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("register", "get"),
+    [
+        (core_algos.register_adv_est, core_algos.get_adv_estimator_fn),
+        (core_algos.register_policy_loss, core_algos.get_policy_loss_fn),
+    ],
+)
+def test_registering_and_finding(tables: None, register: Any, get: Any) -> None:
+    class Names(Enum):
+        MINE = "mine"
+
+    assert register("mine")(double) is double
+    assert register(Names.MINE)(double) is double
+    assert get("mine") is get(Names.MINE) is double
+    with pytest.raises(ValueError, match=r"'mine' is already registered by .*double"):
+        register("mine")(lambda x: x)
+    with pytest.raises(ValueError, match="simply: Mine"):
+        get("Mine")
+
+
+def test_built_in_names() -> None:
+    grpo = core_algos.get_adv_estimator_fn("grpo")
+    assert grpo is core_algos.compute_grpo_outcome_advantage
+    assert core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator.GRPO_VECTORIZED) is grpo
+    assert core_algos.get_policy_loss_fn("vanilla") is core_algos.compute_policy_loss_vanilla
+
+
+def test_unknown_names_list_what_is_there() -> None:
+    with pytest.raises(
+        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: grpo, grpo_vec"
+    ):
+        core_algos.get_adv_estimator_fn("gprpo")
+    with pytest.raises(ValueError, match=r"Unknown policy loss simply: ppo\. There are: vanilla"):
+        core_algos.get_policy_loss_fn("ppo")
+
+
+@pytest.mark.parametrize("name", ["gae", "rloo", "optimal_token_baseline", core_algos.AdvantageEstimator.OPO])
+def test_known_estimators_of_later_releases(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not in this release\. There are: grpo"):
+        core_algos.get_adv_estimator_fn(name)
+
+
+@pytest.mark.parametrize("name", ["gspo", "kl_cov", "bypass_mode"])
+def test_known_losses_of_later_releases(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not in this release\. There are: vanilla"):
+        core_algos.get_policy_loss_fn(name)
+
+
+def test_a_user_may_fill_a_name_that_is_not_there_yet(tables: None) -> None:
+    core_algos.register_policy_loss("gspo")(double)
+    assert core_algos.get_policy_loss_fn("gspo") is double
+
+
+def test_registrations_reach_the_trainer() -> None:
+    from verl.algorithms.registry import ESTIMATORS
+
+    core_algos.register_adv_est("test_reaches_the_trainer")(double)
+    try:
+        assert ESTIMATORS.get("test_reaches_the_trainer") is double
+    finally:
+        del ESTIMATORS.functions["test_reaches_the_trainer"]
+
+
+def test_every_public_name_can_be_imported_and_the_later_ones_say_so() -> None:
+    losses = "vanilla gspo sapo gpg clip_cov kl_cov geo_mean cispo dppo_tv dppo_kl dro bypass_mode reinforce"
+    estimators = "grpo grpo_vectorized grpo_passk gdpo reinforce_plus_plus reinforce_plus_plus_baseline"
+    estimators += " rloo rloo_vectorized opo remax gpg"
+    names = [f"compute_policy_loss_{n}" for n in losses.split()]
+    names += [f"compute_{n}_outcome_advantage" for n in estimators.split()]
+    names += [
+        "compute_gae_advantage_return",
+        "compute_optimal_token_baseline_advantage",
+        "compute_value_loss",
+    ]
+    names += ["agg_loss", "kl_penalty", "AdaptiveKLController", "FixedKLController", "get_kl_controller"]
+    there = set(core_algos.__all__)
+    for name in names:
+        function = getattr(core_algos, name)
+        if name not in there:
+            with pytest.raises(ValueError, match=f"{name} is not in this release"):
+                function(1, key=2)
+    for name in ("correction_and_rejection_mask", "correction_weights"):
+        with pytest.raises(ValueError, match="not in this release"):
+            getattr(correction, f"compute_rollout_{name}")()
+    for module in (core_algos, correction):
+        with pytest.raises(AttributeError, match="no attribute 'compute_nothing'"):
+            getattr(module, "compute_nothing")  # noqa: B009
+
+
+def test_a_registry_of_ones_own() -> None:
+    registry = Registry("thing", "register_thing", ("later",))
+    with pytest.raises(ValueError, match="thing 'later' is not in this release"):
+        registry.get("later")

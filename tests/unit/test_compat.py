@@ -1,0 +1,185 @@
+"""Import paths that plug-ins of the public system use: served, refused with a reason, and at no cost."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import verl
+from tests.algorithms_rows import answer
+from verl.compat import OWN, PACKAGES, SERVED, install
+from verl.trajectory import Batch
+
+
+def test_importing_verl_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys, verl; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_core_algos_is_one_module_under_both_paths() -> None:
+    import verl.trainer.ppo.core_algos
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.core_algos import agg_loss, register_adv_est
+
+    import verl.algorithms.core_algos
+
+    assert core_algos is verl.algorithms.core_algos is verl.trainer.ppo.core_algos
+    assert core_algos.__name__ == core_algos.__spec__.name == "verl.algorithms.core_algos"
+    assert agg_loss is core_algos.agg_loss
+    assert register_adv_est is core_algos.register_adv_est
+
+
+def test_registry_tables_may_be_replaced_under_the_public_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo import core_algos
+
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", {"gae": lambda x: 2 * x})
+    assert core_algos.get_adv_estimator_fn("gae")(5) == 10
+    core_algos.register_adv_est("new")(abs)
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["new"] is abs
+    monkeypatch.undo()
+    assert "new" not in core_algos.ADV_ESTIMATOR_REGISTRY
+
+
+def test_other_whole_modules() -> None:
+    from verl.experimental.agent_loop import AgentLoopBase
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase as Same
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics, compute_rollout_rejection_mask
+
+    from verl.rollout.agent_loop import AgentLoopBase as Ours
+
+    assert AgentLoopBase is Same is Ours
+    assert "kl" in compute_offpolicy_metrics(-torch.ones(1, 1), -torch.ones(1, 1), torch.ones(1, 1))
+    with pytest.raises(ValueError, match="not in this release"):
+        compute_rollout_rejection_mask()
+
+
+@pytest.mark.parametrize("path", sorted(SERVED))
+def test_every_served_path_imports_and_every_name_resolves_or_says_not_yet(path: str) -> None:
+    entry = SERVED[path]
+    if isinstance(entry, str):
+        assert importlib.import_module(path) is importlib.import_module(entry)
+        return
+    module = importlib.import_module(path)
+    for name, target in entry.items():
+        assert name in dir(module)
+        try:
+            found = getattr(module, name)
+        except ImportError as error:
+            assert "is not in this release" in str(error)
+            continue
+        where, attribute = target.split(":")
+        assert found is getattr(importlib.import_module(where), attribute)
+
+
+def import_from(module: str, name: str | None) -> None:
+    """`import module`, or `from module import name`."""
+    found = __import__(module, fromlist=[name] if name else [])
+    if name:
+        getattr(found, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        ("verl.tools.base_tool", "BaseTool", "not in this release"),
+        ("verl.interactions.base", None, "AgentLoopBase"),
+        ("verl.single_controller.ray", None, "verl.controller"),
+        ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),
+        ("verl.utils.torch_functional", "masked_mean", "verl.algorithms.aggregate"),
+        ("verl.utils.reward_score", "gsm8k", "verl.reward.default_compute_score"),
+        ("verl.workers.reward_manager", "naive", "verl.workers.reward_manager.naive is not offered"),
+        ("verl.utils.nothing", None, "verl.utils.nothing is not offered"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_what_there_is_instead(
+    module: str, name: str | None, words: str
+) -> None:
+    with pytest.raises(ImportError, match=words) as error:
+        import_from(module, name)
+    assert "plug-ins" in str(error.value)
+
+
+def test_everything_else_is_left_to_python() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.no_such_module'"):
+        import_from("verl.no_such_module", None)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'verl\.trainer\.no_such_module'"):
+        import_from("verl.trainer.no_such_module", None)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(verl, "nothing")  # noqa: B009
+    assert not hasattr(importlib.import_module("verl.utils"), "nothing")
+
+
+def test_packages_made_for_the_import_are_not_ours() -> None:
+    root = verl.__path__[0]
+    for package in PACKAGES - OWN:
+        spec = importlib.import_module(package).__spec__
+        assert spec is not None
+        assert spec.origin is None, f"{package} exists under {root}: take it out of verl/compat.py"
+
+
+def test_installing_twice_is_harmless() -> None:
+    before = list(sys.meta_path)
+    install()
+    assert sys.meta_path == before
+
+
+# --------------------------------------------------------------------------------------------------- DataProto
+
+
+@pytest.fixture
+def batch() -> Batch:
+    rows = [
+        answer("a", [1, 1, 0], 1.0, 0, advantages=[1, 1, 0], score_parts={"acc": True}),
+        answer("a", [1], 0.5, 1, advantages=[-1]),
+        answer("b", [], 0.0, 0, advantages=[]),
+    ]
+    rows[1].prompt.ids = np.array([7])
+    rows[0].prompt.ground_truth = "72"
+    return Batch(rows, {"temperature": 0.5})
+
+
+def test_data_proto_is_a_padded_view(batch: Batch) -> None:
+    from verl.protocol import DataProto
+
+    view = DataProto.from_trajectories(batch)
+    assert verl.DataProto is DataProto
+    assert len(view) == 3
+    assert view.meta_info["temperature"] == 0.5
+    assert view.batch["prompts"].tolist() == [[0, 1, 2], [0, 0, 7], [0, 1, 2]]
+    assert view.batch["responses"].tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0]]
+    assert view.batch["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert view.batch["position_ids"][1].tolist()[:4] == [0, 0, 0, 1]
+    assert view.batch["response_mask"].tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert view.batch["token_level_scores"].tolist() == [[0, 1, 0], [0.5, 0, 0], [0, 0, 0]]
+    assert view.batch["advantages"].dtype == torch.float32
+    assert "values" not in view.batch
+    assert view.non_tensor_batch["reward_model"][0]["ground_truth"] == "72"
+    assert list(view.non_tensor_batch["uid"]) == ["a", "a", "b"]
+    assert list(view.non_tensor_batch["acc"]) == [True, None, None]
+
+
+def test_data_proto_indexing(batch: Batch) -> None:
+    view = verl.DataProto.from_trajectories(batch)
+    item = view[-1]
+    assert item.batch["responses"].shape == (3,)
+    assert item.non_tensor_batch["uid"] == "b"
+    assert [len(view[rows]) for rows in (slice(1, None), [0, 2], np.array([True, False, False]))] == [2, 2, 1]
+    assert list(view[torch.tensor([2, 0])].non_tensor_batch["uid"]) == ["b", "a"]
+    assert [item.non_tensor_batch["uid"] for item in view] == ["a", "a", "b"]
+    with pytest.raises(IndexError, match="row 3 of a DataProto with 3 rows"):
+        view[3]
+
+
+def test_data_proto_is_read_only_and_rectangular() -> None:
+    view = verl.DataProto.from_dict({"x": torch.zeros(2, 1)}, {"uid": ["a", "b"]}, {"step": 1})
+    with pytest.raises(TypeError):
+        view.batch["y"] = torch.zeros(2)
+    with pytest.raises(ValueError, match="different lengths"):
+        verl.DataProto.from_dict({"x": torch.zeros(2)}, {"uid": ["a"]})
+    assert len(verl.DataProto()) == 0
