@@ -1,0 +1,301 @@
+"""The embedded sampler: continuous batching in this process, on the trainer's own weights.
+
+`generate` queues a request and waits for its future. One asyncio task runs `step` after `step` while there is
+work: a packed prefill if anything can be prefilled, else one token for every running answer. Steps run inline on
+the event loop's thread, and between two of them every other coroutine has its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.native.cache import Geometry, TilePool
+from verl.engine.rollout.native.memory import default_cache_tokens
+from verl.engine.rollout.native.request import Request
+from verl.engine.rollout.native.runner import Runner
+from verl.engine.rollout.native.sampling import Rows, sample
+from verl.engine.rollout.native.scheduler import Scheduler
+from verl.engine.rollout.native.stopping import Stopper
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KEEP_ASLEEP = (
+    1 << 30
+)  # bytes of cache that a CPU keeps while asleep: touching new pages costs more than it saves
+
+
+class NativeEngine(RolloutEngine):
+    """Samples from a Hugging Face causal language model.
+
+    model: its parameters stay the trainer's; call `weights_updated` after each change of them.
+    eos_token_ids: tokens that end an answer. max_model_len: most tokens of prompt + answer.
+    max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
+    cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, or a quarter of the
+        machine's memory). When it is full, the newest answers wait and are computed again later.
+    dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
+    tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
+        again for each answer of a group (for comparison).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        cache_tokens: int | None = None,
+        dtype: str = "float32",
+        tokenizer: Any | None = None,
+        forbidden_token_ids: Sequence[int] = (),
+        prefill_once: bool = True,
+    ):
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        compute = _DTYPES[dtype]
+        self._eos = frozenset(int(i) for i in eos_token_ids)
+        self._max_model_len = max_model_len
+        self._prefill_once = prefill_once
+        device = next(model.parameters()).device
+        if cache_tokens is None:
+            cache_tokens = default_cache_tokens(model, max_num_seqs, max_model_len, compute)
+        geometry = Geometry.fit(cache_tokens, max_model_len, max_num_seqs)
+        key_dtype = torch.float32 if device.type == "cpu" else compute
+        self._pool = TilePool(geometry, device, key_dtype, compute)
+        self._scheduler = Scheduler(
+            geometry, self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._runner = Runner(model, self._scheduler, compute)
+        self._runner.forbid(forbidden_token_ids)
+        self._stopper = Stopper(tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._submitted = 0
+        self._version = 0
+        self._task: asyncio.Task[None] | None = None
+        self._asleep = False
+        self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
+        self._preempted_before = 0
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        media: dict[str, Any] | None = None,
+    ) -> Completion:
+        """See `RolloutEngine.generate`."""
+        loop = asyncio.get_running_loop()
+        request = self._request(prompt_ids, sampling, request_id, group, media)
+        request.future = loop.create_future()
+        self._scheduler.add(request)
+        self._requests[request_id] = request
+        self._submitted += 1
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._drop_foreign(loop)
+            self._task = loop.create_task(self._run())
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self.abort([request_id])
+            raise
+
+    def _request(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        request_id: str,
+        group: str | None,
+        media: dict[str, Any] | None,
+    ) -> Request:
+        prompt = np.asarray(prompt_ids, np.int64)
+        if self._asleep:
+            raise RuntimeError("the sampler is asleep: call wake() before generate()")
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
+        if media:
+            raise ValueError("the embedded sampler takes text only: use the vllm rollout engine for images")
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise ValueError(f"request {request_id!r}: the prompt must be a non-empty list of token ids")
+        if len(prompt) + 1 > self._max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: a prompt of {len(prompt)} tokens leaves no room for an answer in "
+                f"max_model_len={self._max_model_len}: shorten the prompt or raise max_model_len"
+            )
+        if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(
+                f"request {request_id!r}: max_tokens={sampling.max_tokens} must be ≥ 1, temperature="
+                f"{sampling.temperature} ≥ 0, top_p={sampling.top_p} in (0, 1]"
+            )
+        if not 0 <= sampling.min_p <= 1 or sampling.repetition_penalty <= 0:
+            raise ValueError(
+                f"request {request_id!r}: min_p={sampling.min_p} must be in [0, 1], repetition_penalty="
+                f"{sampling.repetition_penalty} > 0"
+            )
+        self._stopper.check(sampling.stop)
+        shared = group is not None and self._prefill_once
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        return Request(
+            id=request_id,
+            number=self._submitted,
+            group_key=f"group {group}" if shared else f"request {request_id}",
+            prompt=prompt,
+            sampling=sampling,
+            future=None,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            stop_ids=stop_ids,
+        )
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
+        for name in list(self._requests if request_ids is None else request_ids):
+            if name in self._requests:
+                self._finish(self._requests[name], "abort")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.reason = reason
+        self._scheduler.finish(request)
+        del self._requests[request.id]
+        if request.future is not None and not request.future.done():
+            request.future.set_result(request.completion())
+
+    def _drop_foreign(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Forget requests of an event loop that was closed with work under way."""
+        for request in list(self._requests.values()):
+            if request.future is not None and request.future.get_loop() is not loop:
+                self._scheduler.finish(request)
+                del self._requests[request.id]
+
+    # ---- the loop
+
+    async def _run(self) -> None:
+        await asyncio.sleep(0)  # let everybody who is about to submit do so: the first batch is wider
+        try:
+            while self._scheduler.busy:
+                self.step()
+                await asyncio.sleep(0)
+        except Exception as error:
+            failed, self._requests = self._requests, {}
+            for request in failed.values():
+                self._scheduler.finish(request)
+                if request.future is not None and not request.future.done():
+                    request.future.set_exception(error)
+            self._scheduler.forget_cache()
+
+    def step(self) -> None:
+        """One forward pass and what follows from it."""
+        begin = time.monotonic()
+        with self._runner.ready():
+            work = self._scheduler.prefill()
+            if work is not None:
+                self._counters["prompt_tokens"] += work.tokens
+                logits = self._runner.prefill(work)
+                rows = [request for request, _ in work.sampled]
+            else:
+                rows = self._scheduler.decode()
+                logits = self._runner.decode(rows)
+            if rows:
+                self._advance(rows, logits)
+        self._counters["steps"] += 1
+        self._counters["busy_s"] += time.monotonic() - begin
+
+    def _advance(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Draw the next token of each request and see who is done."""
+        rows = Rows.of([r.sampling for r in requests], [len(r.tokens) for r in requests])
+        seen = {
+            i: torch.from_numpy(
+                np.unique(np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64))
+            ).to(logits.device)
+            for i in np.flatnonzero(rows.penalty != 1.0)
+        }
+        tokens, log_probs = sample(logits, rows, seen=seen)
+        for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
+            request.tokens.append(token)
+            request.log_probs.append(log_prob)
+            if not request.versions or request.versions[-1] != self._version:
+                request.versions.append(self._version)
+            reason = self._stopper.reason(request)
+            if reason:
+                self._finish(request, reason)
+        self._counters["tokens"] += len(requests)
+
+    # ---- weights and memory
+
+    def weights_updated(self, version: int) -> None:
+        """The shared parameters have changed: cached prompts are dropped, running answers recompute their cache."""
+        self._version = version
+        self._runner.linears.invalidate()
+        self._scheduler.forget_cache()
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """See `RolloutEngine.load_weights`: copies into this engine's model. Tied weights may be left out."""
+        own = self._runner.model.state_dict(keep_vars=True)
+        missing = set(own)
+        same: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            same.setdefault(tensor.data_ptr(), []).append(name)
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in own:
+                    raise ValueError(
+                        f"load_weights: {name!r} is no weight of {type(self._runner.model).__name__}"
+                    )
+                if own[name].shape != tensor.shape:
+                    raise ValueError(
+                        f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
+                    )
+                own[name].copy_(tensor)
+                missing.difference_update(same[own[name].data_ptr()])
+        if missing:
+            raise ValueError(
+                f"load_weights: no value came for {len(missing)} weights, among them {sorted(missing)[:3]}"
+            )
+        self.weights_updated(version)
+
+    def sleep(self) -> None:
+        """Drop the cache; free its memory, except a small one on a CPU."""
+        self._scheduler.forget_cache()
+        if self._pool.device.type != "cpu" or self._pool.nbytes() > _KEEP_ASLEEP:
+            self._pool.drop()
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens,
+        preempted; and cache_peak, the largest share of the cache in use."""
+        preempted = self._scheduler.preempted
+        out = dict(self._counters)
+        out["preempted"] = float(preempted - self._preempted_before)
+        out["cache_peak"] = self._pool.peak / self._pool.geometry.tiles
+        self._preempted_before = preempted
+        self._counters = dict.fromkeys(self._counters, 0.0)
+        self._pool.peak = self._pool.used_tiles
+        return out
+
+    def close(self) -> None:
+        """Stop everything and free the cache."""
+        self.abort()
+        self._scheduler.forget_cache()
+        self._pool.drop()

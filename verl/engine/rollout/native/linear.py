@@ -1,0 +1,86 @@
+"""Linear layers while sampling: the trainer's weights, laid out for the fastest product of this machine.
+
+On CPU the products go to oneDNN with prepacked weights. Measured on Zen 5, one thread, 256 rows: float32
+230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440, and the cast of the master weight saved).
+Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh.
+
+Only instances of torch.nn.Linear itself are touched, only inside `active()`, and only their `forward`: training
+sees the module as it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
+_ROWS_HINT = 256
+
+
+def _onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class FastLinears:
+    """Replacement forwards for a model's linear layers, refreshed when its weights change."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self._dtype = dtype
+        self._modules = [m for m in model.modules() if type(m) is nn.Linear]
+        self._on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
+        self._copies: dict[nn.Linear, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._stale = True
+
+    def invalidate(self) -> None:
+        """The weights changed: copy them again before the next product."""
+        self._stale = True
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
+        if self._on_cpu and _onednn():
+            self._forwards = [(m, self._packed(m)) for m in self._modules]
+        elif self._dtype != torch.float32:
+            self._forwards = [(m, self._copied(m)) for m in self._modules if m.weight.dtype != self._dtype]
+
+    def _packed(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        dtype = self._dtype
+        weight = torch.ops.mkldnn._reorder_linear_weight(
+            module.weight.detach().to(dtype).contiguous(), _ROWS_HINT
+        )
+        bias = None if module.bias is None else module.bias.detach().to(dtype)
+        product = torch.ops.mkldnn._linear_pointwise.default
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return product(x.to(dtype), weight, bias, "none", [], "")
+
+        return forward
+
+    def _copied(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        if module not in self._copies:
+            bias = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
+            self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), bias)
+        weight, bias = self._copies[module]
+        weight.copy_(module.weight)
+        if bias is not None:
+            bias.copy_(module.bias)
+        return lambda x: F.linear(x.to(weight.dtype), weight, bias)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Use the fast products until the block ends."""
+        self.refresh()
+        try:
+            for module, forward in self._forwards:
+                module.__dict__["forward"] = forward
+            yield
+        finally:
+            for module, _ in self._forwards:
+                module.__dict__.pop("forward", None)

@@ -1,0 +1,104 @@
+"""Runs the Hugging Face model for the sampler: ids and positions in, float32 logits of the wanted rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from verl.engine import attention
+from verl.engine.rollout.native.linear import FastLinears
+from verl.engine.rollout.native.plans import DecodePlan, PrefillPlan
+from verl.engine.rollout.native.request import Request
+from verl.engine.rollout.native.scheduler import Prefill, Scheduler
+
+_ATTENDING = {"full_attention", "sliding_attention"}
+
+
+class Runner:
+    """The model, its fast linear layers, and the two ways to call it."""
+
+    def __init__(self, model: torch.nn.Module, scheduler: Scheduler, dtype: torch.dtype):
+        text = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        others = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+        if others:
+            raise ValueError(
+                f"{type(model).__name__} has layers of kind {sorted(others)}, which the embedded sampler does not know "
+                f"(it knows {sorted(_ATTENDING)}): use another rollout engine"
+            )
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.linears = FastLinears(model, dtype)
+        self._dtype = dtype
+        self._pool = scheduler.answers.pool
+        self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype)
+        self._forbidden: torch.Tensor | None = None
+        attention.register()
+
+    def forbid(self, token_ids: Sequence[int]) -> None:
+        """Tokens that are never sampled."""
+        self._forbidden = torch.tensor(sorted(set(token_ids)), device=self.device) if token_ids else None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The model as the sampler wants it (evaluation mode, our attention, fast products), put back at the end."""
+        model, config = self.model, self.model.config
+        training, before = model.training, config._attn_implementation  # type: ignore[union-attr]
+        if training:
+            model.eval()
+        if before != attention.IMPLEMENTATION:
+            model.set_attn_implementation(attention.IMPLEMENTATION)  # type: ignore[operator]
+        lower = self._dtype != torch.float32
+        cast = torch.autocast(self.device.type, dtype=self._dtype) if lower else nullcontext()
+        try:
+            with torch.no_grad(), self.linears.active(), cast:
+                yield
+        finally:
+            if before != attention.IMPLEMENTATION:
+                model.set_attn_implementation(before)  # type: ignore[operator]
+            if training:
+                model.train()
+
+    def prefill(self, work: Prefill) -> torch.Tensor:
+        """Logits for `work.sampled`, float32 [len(sampled), V]."""
+        ids = np.concatenate([np.asarray(i, np.int64) for i in work.ids])
+        positions = np.concatenate(
+            [np.arange(o, o + len(i)) for i, o in zip(work.ids, work.offsets, strict=True)], dtype=np.int64
+        )
+        rows = np.array([row for _, row in work.sampled], np.int64)
+        # several answers may start from one row: the head runs once for each
+        wanted, back = np.unique(rows, return_inverse=True)
+        plan = PrefillPlan(self._pool, work.segments, self._dtype)
+        keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
+        logits = self._forward(ids, positions, plan, keep)
+        return logits.index_select(0, self._tensor(back)) if len(wanted) != len(rows) else logits[: len(rows)]
+
+    def decode(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
+        ids = np.array([r.tokens[-1] for r in requests], np.int64)
+        slots = np.array([r.slot for r in requests], np.int64)
+        lengths = np.array([len(r.tokens) for r in requests], np.int64)
+        prompt_lengths = np.array([len(r.prompt) for r in requests], np.int64)
+        prompt_slots = np.array([r.group.slot for r in requests if r.group is not None], np.int64)
+        self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
+        return self._forward(ids, prompt_lengths + lengths - 1, self._decode, 0)
+
+    def _forward(
+        self, ids: np.ndarray, positions: np.ndarray, plan: attention.AttentionPlan, keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        with attention.use(plan):
+            out = self.model(
+                input_ids=self._tensor(ids)[None],
+                position_ids=self._tensor(positions)[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
+        logits = out.logits[0].float()
+        if self._forbidden is not None:
+            logits.index_fill_(1, self._forbidden, -torch.inf)
+        return logits
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -1,0 +1,166 @@
+"""Drawing tokens: a whole batch at once, each row by its own settings, seed and position.
+
+The order is that of Hugging Face's warpers: forbidden tokens, repetition penalty, temperature, top-k, top-p
+(on what top-k left), min-p. Log-probs are of the distribution that is drawn from; a greedy row (temperature 0)
+reports them at temperature 1, without truncation. Ties at the border of top-k and top-p are kept, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.engine.rollout.base import SamplingParams
+
+_CHUNK = 64
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1), float64 [N], from seeds and positions (uint64 [N]) alone.
+
+    A counter-based generator: the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+    number generators, 2014) applied to the seed, then to the seed's hash plus the position.
+    """
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        state = mix(seeds.astype(np.uint64) + golden)
+        bits = mix(state + (positions.astype(np.uint64) + np.uint64(1)) * golden)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(slots=True)
+class Rows:
+    """Settings of a batch, one entry per row (float64 or int64 arrays of length N)."""
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    min_p: np.ndarray
+    penalty: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
+        return cls(
+            temperature=np.array([p.temperature for p in params], np.float64),
+            top_p=np.array([p.top_p for p in params], np.float64),
+            top_k=np.array([p.top_k for p in params], np.int64),
+            min_p=np.array([p.min_p for p in params], np.float64),
+            penalty=np.array([p.repetition_penalty for p in params], np.float64),
+            seed=np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], np.uint64),
+            position=np.array(positions, np.uint64),
+        )
+
+
+def sample(
+    logits: torch.Tensor, rows: Rows, *, seen: dict[int, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N].
+
+    seen: for each row with a repetition penalty, the ids (int64) of its prompt and answer so far.
+    """
+    for row, ids in (seen or {}).items():
+        penalty = float(rows.penalty[row])
+        values = logits[row, ids]
+        logits[row, ids] = torch.where(values > 0, values / penalty, values * penalty)
+
+    greedy = rows.temperature == 0.0
+    divisor = np.where(greedy, 1.0, rows.temperature)
+    if (divisor != 1.0).any():
+        logits.div_(_column(divisor, logits))
+    filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
+    if filtered.any():
+        _truncate(logits, rows, np.flatnonzero(filtered))
+
+    probs = logits.softmax(-1)
+    if greedy.all():
+        tokens = probs.argmax(-1)
+    else:
+        draw = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)
+        tokens = _draw(probs, draw)
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy).to(logits.device), probs.argmax(-1), tokens)
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
+
+
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device, torch.float32)[:, None]
+
+
+def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse of the cumulative distribution, in two levels (chunks, then inside one), summed in float64."""
+    count, vocab = probs.shape
+    whole = vocab // _CHUNK * _CHUNK
+    sums = probs[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), 1)
+    cumulative = sums.double().cumsum(-1)
+    target = (uniform * cumulative[:, -1])[:, None]
+    # searchsorted(right) finds the first sum above the target, so a chunk or token of probability 0 is never taken
+    chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
+    ids = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
+    inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double().cumsum(-1)
+    # the chunk's float32 sum and this float64 one may differ by rounding: stay below the last step
+    rest = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
+    return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0]
+
+
+def _truncate(logits: torch.Tensor, rows: Rows, which: np.ndarray) -> None:
+    """Put -inf where top-k, top-p or min-p say so, in the rows `which`."""
+    every = len(which) == len(logits)
+    index = torch.from_numpy(which).to(logits.device)
+    part = logits if every else logits.index_select(0, index)
+    top_k = np.where(rows.top_k[which] > 0, rows.top_k[which], part.shape[1]).clip(max=part.shape[1])
+    if (top_k < part.shape[1]).any():
+        part.masked_fill_(part < _kth_largest(part, top_k), -torch.inf)
+    top_p = rows.top_p[which]
+    if (top_p < 1.0).any():
+        probs = part.softmax(-1)
+        part.masked_fill_(probs < _nucleus(probs, top_p), -torch.inf)
+    min_p = rows.min_p[which]
+    if (min_p > 0.0).any():
+        with np.errstate(divide="ignore"):
+            floor = _column(np.log(min_p), part)
+        part.masked_fill_(part < part.amax(-1, keepdim=True) + floor, -torch.inf)
+    if not every:
+        logits.index_copy_(0, index, part)
+
+
+def _kth_largest(values: torch.Tensor, k: np.ndarray) -> torch.Tensor:
+    """The k[i]-th largest of each row, [N, 1]; -inf where k is the whole row."""
+    vocab = values.shape[1]
+    widest = int(k[k < vocab].max())
+    top = values.topk(widest, dim=-1).values
+    at = torch.from_numpy(np.minimum(k, widest) - 1).to(values.device)[:, None]
+    off = torch.from_numpy(k >= vocab).to(values.device)[:, None]
+    return top.gather(1, at).masked_fill(off, -torch.inf)
+
+
+def _nucleus(probs: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+    """The largest threshold t, [N, 1], such that the tokens with p ≥ t have at least top_p together.
+
+    Sorting a row costs a hundred passes over it on a CPU. Positive floats are ordered like their bit patterns,
+    so bisecting the pattern finds the threshold exactly in at most 31 passes. Rows with top_p ≥ 1 get 0.
+    """
+    off = torch.from_numpy(top_p >= 1.0).to(probs.device)[:, None]
+    wanted = torch.from_numpy(top_p).to(probs.device)[:, None] * probs.double().sum(-1, keepdim=True)
+    bits = probs.contiguous().view(torch.int32)
+    low = torch.zeros_like(bits[:, :1])  # mass(low) ≥ wanted always
+    high = bits.amax(-1, keepdim=True) + 1  # mass(high) = 0
+    while int((high - low).max()) > 1:
+        middle = low + (high - low) // 2
+        mass = probs.masked_fill(bits < middle, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        enough = mass >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low.view(torch.float32).masked_fill(off, 0.0)

@@ -1,0 +1,242 @@
+"""Who is computed next. Decides from the order of submission and the state of the cache alone, never from time.
+
+    waiting ──admit──→ running, not ready ──prefill──→ running, ready ──decode …──→ finished
+       ↑                                                    │
+       └────────────────── preempt (cache full) ────────────┘
+
+Prefill goes before decode, so that the decode batch is as wide as it can be. When the cache is full the newest
+request loses its place: it keeps its tokens, goes back to waiting, and is prefilled again with prompt and tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl.engine.rollout.native.cache import Book, Geometry, TilePool
+from verl.engine.rollout.native.plans import Segment
+from verl.engine.rollout.native.request import Group, Request
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One packed forward pass: the segments, the ids of each, and which output rows give whose next token."""
+
+    segments: list[Segment] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # position of each segment's first token in its sequence
+    sampled: list[tuple[Request, int]] = field(default_factory=list)
+    tokens: int = 0
+
+
+class Scheduler:
+    """State of every unfinished request. Owns both books."""
+
+    def __init__(self, geometry: Geometry, pool: TilePool, *, max_num_seqs: int, max_num_batched_tokens: int):
+        self.prompts = Book(pool, max_num_seqs)
+        self.answers = Book(pool, max_num_seqs)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.groups: dict[str, Group] = {}
+        self.preempted = 0
+        self._budget = max_num_batched_tokens
+        self._idle_kept = geometry.rows
+        self._clock = 0
+        self._hold = False
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
+        for other in self._same_group(request.group_key):
+            if other.prompt is not request.prompt and other.prompt.tolist() != request.prompt.tolist():
+                raise ValueError(
+                    f"request {request.id!r} names group {request.group_key!r}, whose prompt has {len(other.prompt)} tokens "
+                    f"and differs from its own ({len(request.prompt)} tokens): one group, one prompt"
+                )
+            request.prompt = other.prompt
+        self.waiting.append(request)
+
+    def _same_group(self, key: str) -> Iterator[Group | Request]:
+        group = self.groups.get(key)
+        if group is not None and group.users:
+            yield group
+        elif self.waiting and self.waiting[-1].group_key == key:
+            yield self.waiting[-1]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- prefill
+
+    def prefill(self) -> Prefill | None:
+        """The next packed prefill, or None when nothing can be prefilled now."""
+        work = Prefill()
+        last_row: dict[int, int] = {}
+        for request in [r for r in self.running if not r.ready]:
+            self._feed(request, work, last_row)
+        while self.waiting and work.tokens < self._budget and self._admit(self.waiting[0]):
+            self._feed(self.running[-1], work, last_row)
+        return work if work.segments else None
+
+    def _admit(self, request: Request) -> bool:
+        if self._hold and self.running:
+            return False
+        self._hold = False
+        while not self._place(request):
+            if not self._evict_idle(keep=request.group_key):
+                if not self.running:
+                    raise RuntimeError(
+                        f"request {request.id!r} does not fit an empty cache: a bug in Geometry.fit"
+                    )
+                return False
+        self.waiting.pop(0)
+        self.running.append(request)
+        return True
+
+    def _place(self, request: Request) -> bool:
+        """Give the request its slots and first tiles, or change nothing."""
+        group = self.groups.get(request.group_key)
+        if (
+            group is not None
+            and group.prompt is not request.prompt
+            and group.prompt.tolist() != request.prompt.tolist()
+        ):
+            self._evict(group)  # idle by `add`'s check: the key was used before for another prompt
+            group = None
+        slot = self.answers.acquire()
+        if slot is None:
+            return False
+        if not self.answers.reserve(slot, len(request.tokens) + 1):
+            self.answers.release(slot)
+            return False
+        if group is None:
+            prompt_slot = self.prompts.acquire()
+            if prompt_slot is None or not self.prompts.reserve(prompt_slot, len(request.prompt)):
+                if prompt_slot is not None:
+                    self.prompts.release(prompt_slot)
+                self.answers.release(slot)
+                return False
+            group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
+        group.users += 1
+        request.group, request.slot, request.computed, request.ready = group, slot, 0, False
+        return True
+
+    def _feed(self, request: Request, work: Prefill, last_row: dict[int, int]) -> None:
+        """Add what the request still needs to the pass, as far as the token budget goes."""
+        group = request.group
+        assert group is not None
+        if group.computed < group.length:
+            count = min(self._budget - work.tokens, group.length - group.computed)
+            if count <= 0:
+                return
+            ids = group.prompt[group.computed : group.computed + count].tolist()
+            self._segment(work, Segment(self.prompts, group.slot, group.computed, count), ids, group.computed)
+            group.computed += count
+            last_row[id(group)] = work.tokens - 1
+        if group.computed < group.length:
+            return
+        if not request.tokens:
+            if id(group) not in last_row:  # cached earlier: its last token again gives the logits
+                at = group.length - 1
+                self._segment(work, Segment(self.prompts, group.slot, at, 1), [int(group.prompt[at])], at)
+                last_row[id(group)] = work.tokens - 1
+            request.ready = True
+            work.sampled.append((request, last_row[id(group)]))
+            return
+        count = min(self._budget - work.tokens, len(request.tokens) - request.computed)
+        if count <= 0:
+            return
+        start = request.computed
+        segment = Segment(self.answers, request.slot, start, count, (self.prompts, group.slot, group.length))
+        self._segment(work, segment, request.tokens[start : start + count], group.length + start)
+        request.computed += count
+        if request.computed == len(request.tokens):
+            request.ready = True
+            work.sampled.append((request, work.tokens - 1))
+
+    @staticmethod
+    def _segment(work: Prefill, segment: Segment, ids: list[int], offset: int) -> None:
+        work.segments.append(segment)
+        work.ids.append(ids)
+        work.offsets.append(offset)
+        work.tokens += len(ids)
+
+    # ---- decode
+
+    def decode(self) -> list[Request]:
+        """Requests that get one token now, by slot, each with room for it in the cache."""
+        self._tidy(self.answers, 1.25)
+        self._tidy(self.prompts, 1.25)
+        for request in sorted((r for r in self.running if r.ready), key=lambda r: r.number):
+            while request.ready and not self.answers.reserve(request.slot, len(request.tokens)):
+                if self._evict_idle() or self._tidy(self.answers, 1.0) or self._tidy(self.prompts, 1.0):
+                    continue
+                self.preempt(max(self.running, key=lambda r: r.number))
+        return sorted((r for r in self.running if r.ready), key=lambda r: r.slot)
+
+    def _tidy(self, book: Book, factor: float) -> bool:
+        """Repack a book whose tiles are used badly. True if tiles came free."""
+        used, needed = book.waste()
+        if used <= factor * needed:
+            return False
+        moved = book.repack()
+        if book is self.answers:
+            for request in self.running:
+                request.slot = moved[request.slot]
+        else:
+            for group in self.groups.values():
+                group.slot = moved[group.slot]
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take the request's place in the cache away; its tokens stay and are prefilled again later."""
+        self.preempted += 1
+        request.num_preempted += 1
+        self._hold = True  # until one finishes: else it would come back at once and be thrown out again
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        self.running.remove(request)
+        self._leave(request)
+        bisect.insort(self.waiting, request, key=lambda r: r.number)
+
+    def _leave(self, request: Request) -> None:
+        assert request.group is not None
+        self.answers.release(request.slot)
+        self._clock += 1
+        request.group.users -= 1
+        request.group.last_used = self._clock
+        request.group, request.slot, request.computed, request.ready = None, -1, 0, False
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that is waiting or running."""
+        if request.slot < 0:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self._leave(request)
+        self._hold = False
+        idle = [g for g in self.groups.values() if not g.users]
+        if len(idle) > self._idle_kept:
+            self._evict(min(idle, key=lambda g: g.last_used))
+
+    # ---- cached prompts
+
+    def _evict_idle(self, keep: str | None = None) -> bool:
+        idle = [g for g in self.groups.values() if not g.users and g.key != keep]
+        if idle:
+            self._evict(min(idle, key=lambda g: g.last_used))
+        return bool(idle)
+
+    def _evict(self, group: Group) -> None:
+        self.prompts.release(group.slot)
+        del self.groups[group.key]
+
+    def forget_cache(self) -> None:
+        """Nothing in the cache is true any more (new weights): running answers start over from their tokens."""
+        for request in list(self.running):
+            self._requeue(request)
+        for group in list(self.groups.values()):
+            self._evict(group)
+        self._hold = False
