@@ -62,7 +62,9 @@ class TrainingEngine(ABC):
     """A model with (or, for a reference, without) an optimizer."""
 
     @abstractmethod
-    def log_probs(self, rows: Sequence[Trajectory], *, temperature: float, entropy: bool = False) -> TokenStats:
+    def log_probs(
+        self, rows: Sequence[Trajectory], *, temperature: float, entropy: bool = False
+    ) -> TokenStats:
         """Log-probs of the response tokens under softmax(logits / temperature), no gradient."""
 
     @abstractmethod

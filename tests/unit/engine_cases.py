@@ -1,0 +1,83 @@
+"""What the training engine's tests share: rows of any shape, and the obvious reference to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.trajectory import Prompt, Trajectory
+
+
+def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: int = 250) -> list[Trajectory]:
+    """Groups as (prompt length, answer lengths) → rows with random tokens, advantages ±1 in `advantages`."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for g, (length, answers) in enumerate(groups):
+        prompt = Prompt(uid=f"0:{g}@0", ids=rng.integers(0, vocab, length), messages=None)
+        for i, size in enumerate(answers):
+            rows.append(
+                Trajectory(
+                    prompt,
+                    i,
+                    rng.integers(0, vocab, size),
+                    np.ones(size, bool),
+                    advantages=rng.standard_normal(size).astype(np.float32),
+                )
+            )
+    return rows
+
+
+def reference(
+    module: Any, rows: Sequence[Trajectory], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies [ΣL] of the plain way: one padded batch, prompt repeated, all logits."""
+    width = max(len(r.prompt.ids) + r.length for r in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, r in enumerate(rows):
+        both = np.concatenate((r.prompt.ids, r.response_ids))
+        ids[i, : len(both)] = torch.from_numpy(both)
+        mask[i, : len(both)] = 1
+    z = module(input_ids=ids, attention_mask=mask, use_cache=False).logits.float() / temperature
+    logp = torch.log_softmax(z, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    picked = logp[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    spans = [(i, len(r.prompt.ids) - 1, len(r.prompt.ids) - 1 + r.length) for i, r in enumerate(rows)]
+    return (
+        torch.cat([picked[i, a:b] for i, a, b in spans]),
+        torch.cat([entropy[i, a:b] for i, a, b in spans]),
+    )
+
+
+def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
+    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T: the gradient depends on the log-probs too."""
+
+    def loss(batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        parts = [r.advantages for r in batch.rows]
+        advantages = torch.from_numpy(np.concatenate(parts))
+        value = -(advantages * (batch.log_probs + batch.log_probs**2 / 4)).sum() / total
+        if entropy_coeff:
+            value = value - entropy_coeff * batch.entropy.sum() / total
+        metrics = {
+            "sum": (float(value.detach()), 0.0),
+            "mean": (float(batch.log_probs.detach().sum()), len(advantages)),
+        }
+        return value, metrics
+
+    return loss
+
+
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of the gradients in the engine's buffers."""
+    return {n: p.grad.clone() for n, p in engine.module.named_parameters()}
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Each tensor within `tolerance` of the other, relative to its own norm."""
+    assert ours.keys() == theirs.keys()
+    for name, right in theirs.items():
+        scale = max(float(right.norm()), 1e-7)
+        assert float((ours[name] - right).norm()) <= tolerance * scale, name

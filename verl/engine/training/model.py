@@ -1,0 +1,198 @@
+"""Load a causal language model, and find what the engine needs of it: its body, its head, its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.engine import attention
+from verl.engine.packed_attention import PackedPlan, Segment
+from verl.engine.training.log_prob import Head
+from verl.engine.training.settings import read
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def load_model(
+    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
+
+    UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
+    the architecture cannot take another attention function.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    where = check_directory(path)
+    config = load_config(where, model_cfg)
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            trust_remote_code=bool(read(model_cfg, "trust_remote_code", False)),
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: cannot be loaded as a causal language model: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
+            "the files are incomplete or belong to another architecture"
+        )
+    check_supported(module, path)
+    return module.eval()
+
+
+def check_directory(path: str | Path) -> str:
+    """The path as from_pretrained wants it; UserError for a local directory that cannot work."""
+    text = str(Path(str(path)).expanduser()) if str(path).startswith("~") else str(path)
+    folder = Path(text)
+    if not folder.exists():
+        if text.startswith((".", "/")) or text.count("/") != 1:
+            raise UserError(f"model.path={path}: no such directory")
+        return text
+    if not folder.is_dir():
+        raise UserError(
+            f"model.path={path} is a file; give the Hugging Face directory that holds config.json"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path={path}: no config.json in this directory; is it a Hugging Face model?")
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise UserError(
+            f"model.path={path}: no weights in this directory (model.safetensors, its index, or pytorch_model.bin)"
+        )
+    return text
+
+
+def load_config(path: str | Path, model_cfg: Any = None) -> Any:
+    """The model's configuration with `override_config` applied. UserError for an override it does not have."""
+    from transformers import AutoConfig
+
+    source = read(model_cfg, "hf_config_path") or path
+    try:
+        config = AutoConfig.from_pretrained(
+            source, trust_remote_code=bool(read(model_cfg, "trust_remote_code", False))
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
+    overrides = dict(read(model_cfg, "override_config", {}) or {})
+    nested = overrides.pop("model_config", None)
+    if isinstance(nested, Mapping):
+        overrides |= dict(nested)
+    for name, value in overrides.items():
+        if name == "attn_implementation":
+            continue
+        if not hasattr(config, name):
+            raise UserError(f"model.override_config.{name}: a {type(config).__name__} has no such field")
+        setattr(config, name, value)
+    return config
+
+
+def check_supported(module: PreTrainedModel, path: str | Path) -> None:
+    """UserError for architectures whose attention we cannot stand in for."""
+    name = type(module).__name__
+    if not getattr(module, "_supports_attention_backend", False):
+        raise UserError(
+            f"model.path={path}: {name} has its own attention that cannot be replaced; choose another model"
+        )
+    config = module.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(f"model.path={path}: {name} attends in chunks, which this release does not have")
+
+
+def is_recurrent(module: PreTrainedModel) -> bool:
+    """True if some layer carries a state along the row, so that two sequences must not share one."""
+    kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or ())
+    if kinds:
+        return bool(kinds - {"full_attention", "sliding_attention", "attention"})
+    words = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
+    return any(w in type(m).__name__.lower() for m in module.modules() for w in words)
+
+
+def body(module: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: returns `last_hidden_state`."""
+    return module.base_model
+
+
+def find_head(module: PreTrainedModel) -> Head | None:
+    """The head as a formula, or None if the model's own logits say otherwise on a probe."""
+    layer = module.get_output_embeddings()
+    if layer is None or not isinstance(getattr(layer, "weight", None), torch.Tensor):
+        return None
+    config = module.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    softcap = getattr(config, "final_logit_softcapping", None)
+    head = Head(layer.weight, getattr(layer, "bias", None), scale, float(softcap) if softcap else None)
+    return head if _agrees(module, head) else None
+
+
+@torch.no_grad()
+def _agrees(module: PreTrainedModel, head: Head) -> bool:
+    """Compare with the model's logits on four tokens."""
+    device = head.weight.device
+    vocabulary = int(head.weight.shape[0])
+    ids = torch.tensor([[i * 7 % vocabulary for i in range(1, 5)]], device=device)
+    positions = torch.arange(4, device=device)
+    plan = PackedPlan([Segment(0, 4)], positions, 1)
+    inputs = {"input_ids": ids, "position_ids": positions[None], "use_cache": False}
+    with attention.use(plan):
+        theirs = module(**inputs).logits.float()
+        ours = head.logits(body(module)(**inputs).last_hidden_state)
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers that can be recomputed one by one."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def activation_bytes(config: Any, tokens: int) -> int:
+    """Estimate of what a forward pass of a dense or sparse decoder keeps for the backward pass, in bytes.
+
+    Counted on decoder layers under autocast: about 40 bytes per hidden unit, 16 per used intermediate unit and
+    24 per attention unit, for each token and layer (within 20 % of the growth in resident memory).
+    """
+    c = config.get_text_config()
+    heads = int(c.num_attention_heads)
+    width = int(getattr(c, "head_dim", None) or c.hidden_size // heads)
+    attention_units = width * (heads + 2 * int(getattr(c, "num_key_value_heads", None) or heads))
+    used = int(getattr(c, "intermediate_size", None) or 4 * c.hidden_size)
+    if getattr(c, "num_experts_per_tok", None):
+        used = int(getattr(c, "moe_intermediate_size", None) or used) * int(c.num_experts_per_tok)
+    per_token = 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
+    return tokens * int(c.num_hidden_layers) * per_token
+
+
+def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under the names of a Hugging Face checkpoint, one parameter at a time (some architectures hold
+    their experts fused in memory and apart on disk)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in module.state_dict().items():
+        yield from revert_weight_conversion(module, {name: tensor}).items()
+
+
+def save_model(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
+    """A Hugging Face directory with the master weights; config.json names the serving data type."""
+    directory.mkdir(parents=True, exist_ok=True)
+    module.save_pretrained(directory)
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["dtype"] = serving_dtype
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

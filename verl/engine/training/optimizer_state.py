@@ -1,0 +1,71 @@
+"""Optimizer and schedule on disk, through torch.distributed.checkpoint, by parameter name.
+
+Everything is a tensor, so that any number of ranks can read it again; numbers become float64 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.errors import UserError
+
+_STEP = "schedule.step"
+_NUMBER = "#number"
+
+
+def save_state(
+    directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int
+) -> None:
+    """Write the state of every parameter and the schedule's step. `names` maps names to parameters."""
+    import torch.distributed.checkpoint as dcp
+
+    flat: dict[str, torch.Tensor] = {_STEP: torch.tensor(step, dtype=torch.int64)}
+    for name, parameter in names.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                flat[f"{name}/{key}"] = value
+            elif isinstance(value, (int, float)):
+                flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(float(value), dtype=torch.float64)
+            else:
+                raise UserError(f"optimizer state {key!r} of type {type(value).__name__} cannot be saved")
+    directory.mkdir(parents=True, exist_ok=True)
+    dcp.save(flat, checkpoint_id=str(directory), no_dist=True)
+
+
+def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> int:
+    """Read what `save_state` wrote into the optimizer; returns the schedule's step.
+
+    UserError if the directory has no such state, or state of other parameters.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    if not (directory / ".metadata").is_file():
+        raise UserError(
+            f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
+        )
+    described = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+    flat = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in described.items()}
+    unknown = sorted({k.rsplit("/", 1)[0] for k in flat if k != _STEP} - set(names))
+    if unknown:
+        raise UserError(
+            f"{directory}: state of parameters this model does not have, for example {unknown[0]}"
+        )
+    dcp.load(flat, checkpoint_id=str(directory), no_dist=True)
+    step = int(flat.pop(_STEP))
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        name, entry = key.rsplit("/", 1)
+        number = entry.endswith(_NUMBER)
+        found.setdefault(name, {})[entry.removesuffix(_NUMBER)] = float(value) if number else value
+    optimizer.state.clear()
+    for name, state in found.items():
+        parameter = names[name]
+        for entry, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[entry] = value.to(parameter.device)
+        optimizer.state[parameter] = state
+    return step

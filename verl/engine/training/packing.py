@@ -1,0 +1,169 @@
+"""From ragged rows to packs: what one forward pass computes, without padding and with the prompt once per group.
+
+    group of three answers     [prompt 0…P−1][answer 1: P…][answer 2: P…][answer 3: P…]   positions restart
+
+The log-prob of a response token comes from the hidden state of the token before it, so the first token of every
+answer reads the prompt's last position, and an answer's own last token is never computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.engine.packed_attention import PackedPlan, Segment
+from verl.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` answers if that is set.
+
+    share_prompt: None computes the prompt once for the answers of a group that meet in a pack, True says so,
+    False repeats it for each. one_by_one: one answer per pack, for layers that carry a state along the row.
+    """
+
+    tokens: int = 16384
+    rows: int | None = None
+    share_prompt: bool | None = None
+    one_by_one: bool = False
+
+    @property
+    def shared(self) -> bool:
+        return self.share_prompt is not False and not self.one_by_one
+
+
+@dataclass(slots=True)
+class Pack:
+    """One forward pass.
+
+    input_ids, positions   int64 [S]  tokens computed
+    segments               how they see each other
+    source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
+                           that predicts it, and the token
+    """
+
+    rows: Sequence[Trajectory]
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    segments: list[Segment]
+    source: torch.Tensor
+    targets: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def plan(self, heads: int) -> PackedPlan:
+        """The attention plan of this pack, for a model with that many query heads."""
+        return PackedPlan(self.segments, self.positions, heads)
+
+
+def _cost(row: Trajectory) -> int:
+    """Tokens an answer adds to a pack that already holds its prompt."""
+    return max(0, row.length - 1)
+
+
+def _prompt_cost(row: Trajectory) -> int:
+    return len(row.prompt.ids) if row.length else 0
+
+
+def split_rows(rows: Sequence[Trajectory], how: MicroBatching) -> list[list[Trajectory]]:
+    """Cut rows, in order, into micro-batches. An answer longer than the budget gets one of its own.
+
+    A group goes to the next micro-batch as a whole if it fits there and this one is at least half full, since
+    cutting it would compute its prompt twice.
+    """
+    if how.one_by_one or how.rows is not None:
+        size = 1 if how.one_by_one else max(1, int(how.rows or 1))
+        return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+    costs = _group_costs(rows, how)
+    out: list[list[Trajectory]] = []
+    used, inside = 0, None
+    for i, row in enumerate(rows):
+        opens = inside != row.uid or not how.shared
+        need = _cost(row) + (_prompt_cost(row) if opens else 0)
+        new_group = i == 0 or rows[i - 1].uid != row.uid
+        whole = new_group and used * 2 >= how.tokens and used + costs[i] > how.tokens >= costs[i]
+        if not out or whole or used + need > how.tokens:
+            out.append([])
+            used, need = 0, _cost(row) + _prompt_cost(row)
+        out[-1].append(row)
+        used += need
+        inside = row.uid if row.length else inside
+    return out
+
+
+def _group_costs(rows: Sequence[Trajectory], how: MicroBatching) -> list[int]:
+    """For each row the tokens of its whole run of neighbours with the same uid."""
+    costs = [0] * len(rows)
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i < len(rows) and rows[i].uid == rows[start].uid:
+            continue
+        run = rows[start:i]
+        prompts = [_prompt_cost(r) for r in run]
+        total = sum(_cost(r) for r in run) + (max(prompts) if how.shared else sum(prompts))
+        costs[start:i] = [total] * len(run)
+        start = i
+    return costs
+
+
+def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | str = "cpu") -> Pack:
+    """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither."""
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    segments: list[Segment] = []
+    source: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
+    at = 0
+
+    def put(tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        nonlocal at
+        start, at = at, at + len(tokens)
+        ids.append(tokens)
+        positions.append(np.arange(first, first + len(tokens)))
+        segments.append(Segment(start, at, prefix))
+        return start
+
+    for run in _runs([r for r in rows if r.length], how.shared):
+        prompt = run[0].prompt.ids
+        length = len(prompt)
+        if not length:
+            raise ValueError(f"prompt {run[0].uid} has no token; a response needs one before it")
+        if len(run) == 1:
+            start = put(np.concatenate((prompt, run[0].response_ids[:-1])), 0)
+            source.append(np.arange(start + length - 1, start + length - 1 + run[0].length))
+            targets.append(run[0].response_ids)
+            continue
+        first = put(prompt, 0)
+        for row in run:
+            start = put(row.response_ids[:-1], length, (first, first + length))
+            own = np.arange(start - 1, start - 1 + row.length)
+            own[0] = first + length - 1
+            source.append(own)
+            targets.append(row.response_ids)
+
+    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
+        joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
+
+    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), tensor(targets))
+
+
+def _runs(rows: list[Trajectory], shared: bool) -> list[list[Trajectory]]:
+    """Neighbours with the same prompt, or every row alone."""
+    out: list[list[Trajectory]] = []
+    for row in rows:
+        if shared and out and out[-1][0].uid == row.uid and _same_prompt(out[-1][0], row):
+            out[-1].append(row)
+        else:
+            out.append([row])
+    return out
+
+
+def _same_prompt(a: Trajectory, b: Trajectory) -> bool:
+    return a.prompt is b.prompt or np.array_equal(a.prompt.ids, b.prompt.ids)

@@ -1,0 +1,63 @@
+"""What the training engine reads from the configuration, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.engine.training.packing import MicroBatching
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.platform import Platform
+
+
+def read(group: Any, path: str, default: Any = None) -> Any:
+    """`read(actor, "optim.lr")` from typed groups, mappings, or None; None values give the default."""
+    for name in path.split("."):
+        if group is None:
+            return default
+        group = group.get(name) if isinstance(group, Mapping) else getattr(group, name, None)
+    return default if group is None else group
+
+
+def micro_batching(
+    group: Any, prefix: str, platform: Platform, *, share_prompt: bool | None
+) -> MicroBatching:
+    """The micro-batches asked for by `{prefix}_micro_batch_size_per_gpu`, `…_max_token_len_per_gpu` and the
+    dynamic-batch switch. The token budget is a limit: where smaller packs are as fast, they are smaller."""
+    rows = read(group, f"{prefix}_micro_batch_size_per_gpu")
+    switch = "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz"
+    dynamic = read(group, switch)
+    tokens = int(read(group, f"{prefix}_max_token_len_per_gpu", 16384))
+    tokens = min(tokens, platform.preferred_tokens)
+    use_rows = rows is not None and not dynamic
+    return MicroBatching(tokens=tokens, rows=int(rows) if use_rows else None, share_prompt=share_prompt)
+
+
+def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
+    """Data type of the matrix products: `fsdp_config.mixed_precision.param_dtype`, else `fsdp_config.dtype`,
+    else the platform's own choice. UserError for a name that is no floating type."""
+    import torch
+
+    from verl.errors import UserError
+
+    for key in ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype"):
+        name = read(group, key)
+        if name is not None:
+            dtype = DTYPES.get(str(name).removeprefix("torch."))
+            if dtype is None:
+                raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(DTYPES)}")
+            return getattr(torch, dtype)
+    return platform.default_dtype
+
+
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}

@@ -1,0 +1,45 @@
+"""NVIDIA and AMD devices through torch.cuda."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.platform.base import Platform
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def memory(self, index: int = 0) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(index)
+
+    def peak_memory(self, index: int = 0) -> int:
+        return torch.cuda.max_memory_allocated(index)
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        if dtype == torch.bfloat16:
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+        return dtype in (torch.float32, torch.float16)
+
+    def describe(self) -> str:
+        return f"{self.count()} × {torch.cuda.get_device_name(0)}"
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch.cuda.manual_seed_all(seed)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
