@@ -413,7 +413,7 @@ def test_links_are_refused(tmp_path):
 def test_random_states_continue_bit_for_bit(tmp_path):
     import torch
 
-    from verl.checkpoint.rng import load_rng, save_rng
+    from verl.checkpoint import rng
 
     def draw() -> tuple[Any, ...]:
         return (
@@ -427,19 +427,19 @@ def test_random_states_continue_bit_for_bit(tmp_path):
     draw()
     own = torch.Generator().manual_seed(3)
     torch.rand(5, generator=own)
-    save_rng(tmp_path, {"own": own.get_state()})
+    rng.save(tmp_path, {"own": own.get_state()})
     expected = [draw() for _ in range(3)], torch.rand(4, generator=own).tolist()
     for seed in (0, 1):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        extra = load_rng(tmp_path)
+        extra = rng.load(tmp_path)
         other = torch.Generator()
         other.set_state(extra["own"])
         assert ([draw() for _ in range(3)], torch.rand(4, generator=other).tolist()) == expected
     (tmp_path / "rng.json").write_text("{")
     with pytest.raises(CheckpointError, match="random states"):
-        load_rng(tmp_path)
+        rng.load(tmp_path)
 
 
 def test_reading_and_writing_need_no_torch():

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.errors import UserError
+
 FORMAT = 1
 NAME = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -26,7 +28,7 @@ LOOP = "state/loop.json"
 _STEP_NAME = re.compile(r"global_step_(\d+)")
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the path, what is wrong and what to do."""
 
 

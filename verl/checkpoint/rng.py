@@ -23,7 +23,7 @@ _ARRAYS = "rng.safetensors"
 _SCALARS = "rng.json"
 
 
-def save_rng(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> None:
+def save(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write the three global random states, and `extra` uint8 state tensors under their names."""
     import torch
     from safetensors.numpy import save_file
@@ -50,8 +50,8 @@ def save_rng(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -
     (directory / _SCALARS).write_text(json.dumps(scalars, indent=1), "utf-8")
 
 
-def load_rng(directory: Path) -> dict[str, torch.Tensor]:
-    """Restore what `save_rng` wrote; returns the `extra` tensors. CheckpointError if the files do not read."""
+def load(directory: Path) -> dict[str, torch.Tensor]:
+    """Restore what `save` wrote; returns the `extra` tensors. CheckpointError if the files do not read."""
     import torch
     from safetensors.numpy import load_file
 

@@ -42,7 +42,7 @@ def no_event(kind: str, **fields: Any) -> None:
 def save(
     root: Path,
     step: int,
-    parts: Mapping[str, Callable[[Path], None]],
+    parts: Mapping[str, Callable[[Path], Any]],
     *,
     loop_state: Mapping[str, Any],
     keep: int | None = None,
@@ -90,7 +90,7 @@ def _write_and_seal(
     root: Path,
     beside: Path,
     step: int,
-    parts: Mapping[str, Callable[[Path], None]],
+    parts: Mapping[str, Callable[[Path], Any]],
     loop_state: Mapping[str, Any],
 ) -> tuple[Manifest, float]:
     """Fill the unfinished directory and seal it; returns the manifest and the seconds spent hashing."""

@@ -1,0 +1,197 @@
+"""Run folder: JSON lines under kills and full disks, resume, secrets, versions; dumps by thread."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.tracking.dumps import Dumper
+from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
+from verl.tracking.run_folder import RunFolder, mask_secrets, versions
+
+
+def records(path: Path) -> list[dict]:
+    data = path.read_bytes()
+    assert data.endswith(b"\n") or not data
+    return [json.loads(raw) for raw in data.split(b"\n")[:-1]]
+
+
+def never(error: OSError) -> None:
+    raise AssertionError(error)
+
+
+@given(
+    st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"x")), st.integers(0, 3), st.integers(0, 200_000)
+)
+def test_mend_keeps_exactly_the_whole_lines(tmp_path_factory, tail, whole, padding):
+    path = tmp_path_factory.mktemp("m") / "a.jsonl"
+    head = b"".join(line({"n": i, "pad": "x" * padding}) for i in range(whole))
+    torn = tail + b"y" * padding if tail else b""
+    path.write_bytes(head + torn)
+    assert mend(path) == len(torn)
+    assert path.read_bytes() == head
+
+
+def test_appending_goes_on_after_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line({"step": 1}) + b'{"step": 2, "a": 0.')
+    lines = JsonLines(path, never)
+    lines.append({"step": 2, "a": float("nan"), "b": np.float32(0.5), "c": "é\u2028\ud800"})
+    assert records(path) == [{"step": 1}, {"step": 2, "a": None, "b": 0.5, "c": "é\u2028?"}]
+    lines.close()
+    lines.close()
+
+
+def test_a_full_disk_delays_lines_and_loses_none(tmp_path, monkeypatch):
+    heard = []
+    lines = JsonLines(tmp_path / "a.jsonl", heard.append)
+    real, room = os.write, [10]
+
+    def write(handle: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = real(handle, data[: room[0]])
+        room[0] -= done
+        return done
+
+    monkeypatch.setattr(os, "write", write)
+    for n in range(3):
+        lines.append({"n": n, "pad": "x" * 20})
+    assert len(heard) == 1, "told once, not at every line"
+    room[0] = 10_000
+    lines.append({"n": 3})
+    assert [r["n"] for r in records(tmp_path / "a.jsonl")] == [0, 1, 2, 3]
+    room[0] = 0
+    lines.append({"n": 4})
+    assert len(heard) == 2
+    room[0] = 1000
+    lines.close()
+    assert [r["n"] for r in records(tmp_path / "a.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_jsonable():
+    import torch
+
+    value = {
+        1: (np.arange(2), {"x"}),
+        "t": torch.ones(1),
+        "n": float("inf"),
+        "p": Path("a"),
+        "b": np.bool_(True),
+    }
+    assert jsonable(value) == {"1": [[0, 1], ["x"]], "t": [1.0], "n": None, "p": "a", "b": True}
+
+
+def fill(folder: RunFolder, steps) -> None:
+    for step in steps:
+        folder.metrics(step, {"a": step / 2})
+        write_lines(folder.root / "trajectories" / f"{step}.jsonl", [{"step": step}])
+
+
+def test_resume_keeps_each_step_once(tmp_path):
+    warned = []
+    folder = RunFolder(tmp_path, warned.append)
+    folder.begin(None)
+    fill(folder, range(6))
+    folder.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "a"')
+    again = RunFolder(tmp_path, warned.append)
+    assert again.begin(3) == 2
+    fill(again, [4])
+    again.close()
+    found = records(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in found if "event" not in r] == [0, 1, 2, 3, 4]
+    (mark,) = [r for r in found if "event" in r]
+    assert (mark["event"], mark["step"]) == ("resume", 3)
+    assert found.index(mark) == 4
+    aside = records(tmp_path / "superseded" / "metrics.jsonl")
+    assert [r.get("step") for r in aside] == [None, 4, 5]
+    assert sorted(p.stem for p in (tmp_path / "trajectories").iterdir()) == ["0", "1", "2", "3", "4"]
+    assert sorted(p.stem for p in (tmp_path / "superseded/trajectories").iterdir()) == ["4", "5"]
+    third = RunFolder(tmp_path, warned.append)
+    assert third.begin(4) == 0
+    third.close()
+    assert [r.get("event") for r in records(tmp_path / "metrics.jsonl")] == [None] * 4 + [
+        "resume",
+        None,
+        "resume",
+    ]
+    assert warned == []
+
+
+def test_fresh_start_in_a_used_folder_moves_the_old_records(tmp_path):
+    folder = RunFolder(tmp_path, print)
+    folder.begin(None)
+    fill(folder, range(3))
+    folder.close()
+    again = RunFolder(tmp_path, print)
+    again.metrics(1, {"a": 9})
+    again.close()
+    assert [(r["step"], r["a"]) for r in records(tmp_path / "metrics.jsonl")] == [(1, 9)]
+    assert len(records(tmp_path / "superseded" / "metrics.jsonl")) == 4
+    assert list((tmp_path / "trajectories").iterdir()) == []
+
+
+def test_config_and_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["main", "trainer.x=1", "+env.WANDB_API_KEY=abc", "data.max_token_len=5"])
+    folder = RunFolder(tmp_path, print)
+    folder.write_static(
+        {"a": {"hf_token": "abc", "max_token_len": 5, "path": Path("/x"), "none": None, "l": (1,)}}
+    )
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert config == {"a": {"hf_token": "***", "max_token_len": 5, "path": "/x", "none": None, "l": [1]}}
+    found = json.loads((tmp_path / "versions.json").read_text())
+    assert "abc" not in (tmp_path / "versions.json").read_text()
+    assert found["command"][1:] == ["main", "trainer.x=1", "+env.WANDB_API_KEY=***", "data.max_token_len=5"]
+    assert found["packages"]["numpy"] == np.__version__
+
+
+def test_commit_of_this_tree():
+    commit = versions()["git_commit"]
+    if commit is None:
+        pytest.skip("the package does not run from a git tree")
+    assert len(commit.removesuffix("-dirty")) == 40
+
+
+def test_secret_names():
+    masked = mask_secrets({"wandb_api_key": "x", "password": None, "tokenizer": "t", "max_tokens": 3})
+    assert masked == {"wandb_api_key": "***", "password": None, "tokenizer": "t", "max_tokens": 3}
+
+
+def test_dumper_writes_whole_files_and_reports_failures(tmp_path):
+    events = []
+    dumper = Dumper(lambda kind, **fields: events.append((kind, fields)))
+    (tmp_path / "file").write_text("in the way")
+    for step in range(20):
+        dumper.submit(tmp_path / "out" / f"{step}.jsonl", lambda step=step: [{"step": step}] * 3)
+    dumper.submit(tmp_path / "file" / "1.jsonl", lambda: [{"a": 1}])
+
+    def bad():
+        raise RuntimeError("no rows")
+
+    dumper.submit(tmp_path / "x.jsonl", bad)
+    dumper.close()
+    dumper.close()
+    assert [len(records(tmp_path / "out" / f"{s}.jsonl")) for s in range(20)] == [3] * 20
+    assert [kind for kind, _ in events] == ["dump_failed", "dump_failed"]
+    assert "no rows" in events[1][1]["error"]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_half_written_file_never_gets_its_name(tmp_path):
+    def rows():
+        yield {"a": 1}
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_lines(tmp_path / "a.jsonl", rows())
+    assert list(tmp_path.iterdir()) == []

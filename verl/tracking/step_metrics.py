@@ -1,0 +1,271 @@
+"""The numbers of a training step that follow from its batch, its timings and counters (metrics.md §2 to §6).
+
+Pure functions: a `Batch` and facts in, names and plain Python numbers out. What the losses report comes from the
+training engine, the comparison of sampler and trainer from `verl.algorithms.correction`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from verl.tracking.names import Number, plain, spread
+from verl.trajectory import Batch, Trajectory
+
+LOST = "lost"
+_AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
+_PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
+_BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start of the run; they travel with its checkpoints."""
+
+    skipped_updates: int = 0
+    refused_steps: int = 0
+
+    def state(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return asdict(self)
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Inverse of `state`; counts that a checkpoint does not have keep their value."""
+        for name in asdict(self):
+            setattr(self, name, int(state.get(name, getattr(self, name))))
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """What the loop knows about a step besides its batch.
+
+    timings: seconds by phase, "step" and "gen" among them. sampler: the engine's `stats()` since the step began
+    (`busy_s`). sync_bytes: bytes moved to the sampler. busy_s: seconds in which devices computed (None: estimated
+    from the phases). prompt_sharing_saved: tokens not computed ÷ tokens, None without sharing. memory: further
+    `perf/…` numbers of the platform.
+    """
+
+    step: int
+    epoch: int
+    timings: Mapping[str, float]
+    weight_version: int
+    max_prompt_length: int
+    max_response_length: int
+    sampler: Mapping[str, float] = field(default_factory=dict)
+    sync_bytes: int = 0
+    devices: int = 1
+    busy_s: float | None = None
+    prompt_sharing_saved: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+
+def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str, Number]:
+    """All names of metrics.md §2 to §6 that follow from the arguments."""
+    out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
+    out |= entropy_metrics(batch)
+    out["training/skipped_updates"] = counters.skipped_updates
+    out["training/refused_steps"] = counters.refused_steps
+    out |= score_metrics(batch) | reward_metrics(batch)
+    out |= length_metrics(batch, facts.max_prompt_length, facts.max_response_length)
+    out |= time_metrics(batch, facts) | agent_metrics(batch) | perf_metrics(batch, facts)
+    out |= agreement_metrics(batch)
+    out |= staleness_metrics(batch, facts.weight_version)
+    return out
+
+
+def entropy_metrics(batch: Batch) -> dict[str, Number]:
+    """actor/entropy: mean over policy tokens of the answers whose entropy was computed."""
+    rows = [t for t in batch if t.entropy is not None]
+    return {"actor/entropy": _mean(_tokens(rows, "entropy", "response_mask"))}
+
+
+def score_metrics(batch: Batch) -> dict[str, Number]:
+    """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty answers with a valid score."""
+    rows = [t for t in batch if t.length > 0 and _valid(t)]
+    scores = [float(t.score) for t in rows if t.score is not None]
+    rewards = [
+        float(t.score or 0.0) if t.token_rewards is None else float(np.sum(t.token_rewards, dtype=np.float64))
+        for t in rows
+    ]
+    out = spread("critic/score", scores) | spread("critic/rewards", rewards)
+    for column in ("advantages", "returns"):
+        out |= spread(f"critic/{column}", _tokens(rows, column, "loss_mask"))
+    if rows and all(t.values is not None for t in rows):
+        out |= spread("critic/values", _tokens(rows, "values", "response_mask"))
+    for key, values in numeric_parts(rows).items():
+        out |= spread(f"reward_extra/{key}", values)
+    return out
+
+
+def reward_metrics(batch: Batch) -> dict[str, Number]:
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per answer.
+
+    Answers the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
+    """
+    lost = [t for t in batch if t.finish_reason == LOST]
+    asked = [t for t in batch if t.finish_reason != LOST]
+    failed = [t for t in asked if not _valid(t)]
+    out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
+    out |= {
+        "reward/errors": len(failed),
+        "reward/timeouts": sum(timed_out(t) for t in failed),
+        "reward/error_ratio": len(failed) / len(asked) if asked else math.nan,
+    }
+    latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
+    return out | spread("reward/latency_s", latency, ("mean", "max"))
+
+
+def timed_out(trajectory: Trajectory) -> bool:
+    """True if scoring ended at a time limit; the runner notes the kind of failure in `extra`."""
+    return trajectory.extra.get("score_failure", {}).get("kind") == "timeout"
+
+
+def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
+    """Lengths of answers and prompts, shares at their limits, empty answers, turns."""
+    lengths, prompts = batch.lengths, batch.prompt_lengths
+    turns = [t.num_turns for t in batch]
+    return {
+        **_lengths("response_length", lengths, max_response_length),
+        **_lengths("response_length_non_aborted", lengths[lengths > 0], max_response_length),
+        "response/aborted_ratio": _mean(lengths == 0),
+        **_lengths("prompt_length", prompts, max_prompt_length),
+        **spread("num_turns", turns),
+        **spread("training/num_turns", turns),
+    }
+
+
+def _lengths(name: str, lengths: np.ndarray, limit: int) -> dict[str, Number]:
+    return spread(name, lengths) | {f"{name}/clip_ratio": _mean(lengths >= limit)}
+
+
+def time_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
+    """timing_s/* of the phases and their second spellings, timing_per_token_ms/*."""
+    timings = facts.timings
+    out: dict[str, Number] = {f"timing_s/{name}": float(seconds) for name, seconds in timings.items()}
+    if "update_weights" in timings:
+        out["timing_s/reshard"] = float(timings["update_weights"])
+    if "gen" in timings:
+        running = min(_generating(facts), float(timings["gen"]))
+        out["timing_s/generate_sequences"] = out["timing_s/generate_sequence"] = running
+        out["timing_per_token_ms/gen"] = _ratio(1000 * timings["gen"], int(batch.lengths.sum()))
+    total = total_tokens(batch)
+    for name in _PER_TOKEN:
+        if name in timings:
+            out[f"timing_per_token_ms/{name}"] = _ratio(1000 * timings[name], total)
+    return out
+
+
+def _generating(facts: StepFacts) -> float:
+    """Seconds in which the engine had requests running; an engine that does not count them: all of gen."""
+    return float(facts.sampler.get("busy_s", facts.timings.get("gen", 0.0)))
+
+
+def agent_metrics(batch: Batch) -> dict[str, Number]:
+    """timing_s/agent_loop/*: per answer, and of the answer that took longest from prompt to score."""
+    if not len(batch):
+        return {}
+    out: dict[str, Number] = {}
+    columns = {
+        name: np.array([float(t.timing.get(name, missing)) for t in batch])
+        for name, missing in _AGENT_TIMES.items()
+    }
+    for name, values in columns.items():
+        out |= spread(f"timing_s/agent_loop/{name}", values, ("min", "max", "mean"))
+    whole = columns["generate_sequences"] + columns["tool_calls"] + columns["compute_score"]
+    slowest = int(whole.argmax())
+    prefix = "timing_s/agent_loop/slowest"
+    out |= {f"{prefix}/{name}": float(values[slowest]) for name, values in columns.items()}
+    out[f"{prefix}/prompt_length"] = int(batch.prompt_lengths[slowest])
+    out[f"{prefix}/response_length"] = int(batch.lengths[slowest])
+    return out
+
+
+def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
+    """perf/*: tokens, throughput, memory, how busy the devices were."""
+    import psutil
+
+    timings, total = facts.timings, total_tokens(batch)
+    step = float(timings.get("step", math.nan))
+    busy = facts.busy_s
+    if busy is None:
+        sampling = min(_generating(facts), float(timings.get("gen", 0.0)))
+        busy = sampling + sum(timings.get(name, 0.0) for name in _BUSY_PHASES)
+    out: dict[str, Number] = {
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": step,
+        "perf/throughput": _ratio(total, step * facts.devices),
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+        "perf/device_busy_ratio": min(1.0, _ratio(busy, step)) if step > 0 else math.nan,
+        "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
+    }
+    if facts.prompt_sharing_saved is not None:
+        out["perf/prompt_sharing_saved_ratio"] = float(facts.prompt_sharing_saved)
+    return out | {name: float(value) for name, value in facts.memory.items()}
+
+
+def agreement_metrics(batch: Batch) -> dict[str, Number]:
+    """Sampler against trainer, where the sampler's log-probs were kept; {} without them."""
+    if not any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
+        return {}
+    from verl.algorithms.correction import sampler_metrics
+
+    found = {name: plain(value) for name, value in sampler_metrics(batch).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
+    """training/weight_version and training/off_policy/*, over answers that were sampled.
+
+    `version`: what the trainer holds after the step; answers of a synchronous step were written with the one
+    before, and the versions behind are counted against `version − 1`, the one that was trained.
+    """
+    written = [t.versions for t in batch if t.versions and t.length > 0]
+    base = "training/off_policy/trajectory"
+    trained = version - 1
+    return {
+        "training/weight_version": version,
+        **spread(f"{base}_spans", [len(v) for v in written]),
+        **spread(f"{base}_staleness", [trained - v[-1] for v in written]),
+        **spread(f"{base}_staleness_worst", [trained - v[0] for v in written]),
+    }
+
+
+def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
+    """Numeric keys the reward function returned besides the score: key → finite values of the answers."""
+    found: dict[str, list[float]] = {}
+    for t in rows:
+        for key, value in t.score_parts.items():
+            number = plain(value)
+            if number is not None and math.isfinite(number) and key != "score":
+                found.setdefault(str(key), []).append(float(number))
+    return found
+
+
+def total_tokens(batch: Batch) -> int:
+    """Prompt and answer tokens, each answer with its prompt."""
+    return int(batch.lengths.sum() + batch.prompt_lengths.sum())
+
+
+def _valid(t: Trajectory) -> bool:
+    return t.score is not None and math.isfinite(t.score)
+
+
+def _tokens(rows: Iterable[Trajectory], column: str, mask: str) -> np.ndarray:
+    """Values of a token-level column where the mask is True (`loss_mask` not set yet: the response mask)."""
+    parts = []
+    for t in rows:
+        values, chosen = getattr(t, column), getattr(t, mask)
+        if values is not None:
+            parts.append(np.asarray(values, dtype=np.float64)[t.response_mask if chosen is None else chosen])
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values, dtype=np.float64)) if len(values) else math.nan
+
+
+def _ratio(above: float, below: float) -> float:
+    return float(above / below) if below else math.nan

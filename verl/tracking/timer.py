@@ -1,0 +1,85 @@
+"""Where the time of a step goes, and what the loop is doing right now (the watchdog reads it from its thread)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase in progress. `since` is time.monotonic() at its start."""
+
+    name: str
+    since: float
+    waits_for: str
+
+
+class Phases:
+    """Collects `timing_s/*`: `with phases("gen", waits_for="128 answers"): …`.
+
+    Phases nest ("step" around all others); the time of a name that comes several times in a step adds up. Only
+    the loop's thread enters phases; reading `current`, `stack` and `idle` is safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stack: tuple[Phase, ...] = ()
+        self._progress = time.monotonic()
+
+    def start_step(self) -> None:
+        """Forget the timings of the step before."""
+        self._seconds = {}
+        self.beat()
+
+    @contextmanager
+    def __call__(self, name: str, waits_for: str = "") -> Iterator[None]:
+        """Time a phase; counts also when it ends by an exception."""
+        self._stack = (*self._stack, Phase(name, time.monotonic(), waits_for))
+        self.beat()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - started)
+            self._stack = self._stack[:-1]
+            self.beat()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def timings(self) -> dict[str, float]:
+        """Seconds by phase since `start_step`, a copy."""
+        return dict(self._seconds)
+
+    def beat(self, count: int = 1) -> None:
+        """Something moved on (an answer came back, a mini-batch is done): the watchdog starts counting anew.
+
+        Takes and ignores a count, so that it can be a progress callback.
+        """
+        self._progress = time.monotonic()
+
+    def waiting_for(self, text: str) -> None:
+        """Say more exactly what the innermost phase waits for. Not progress by itself."""
+        if self._stack:
+            inner = self._stack[-1]
+            self._stack = (*self._stack[:-1], Phase(inner.name, inner.since, text))
+
+    @property
+    def current(self) -> Phase | None:
+        """The innermost phase in progress."""
+        stack = self._stack
+        return stack[-1] if stack else None
+
+    @property
+    def stack(self) -> tuple[Phase, ...]:
+        """All phases in progress, outermost first."""
+        return self._stack
+
+    @property
+    def idle(self) -> float:
+        """Seconds since anything moved."""
+        return time.monotonic() - self._progress

@@ -1,0 +1,180 @@
+"""Validation metrics (metrics.md §7): per prompt first, then the mean over the prompts of a source.
+
+`{val-core|val-aux}/{data_source}/{variable}/{metric}` with the variables `reward` (the score) and every numeric
+key the reward function returned. An answer whose scoring failed counts as acc 0 and is left out of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from verl.tracking.names import Number, plain, spread
+from verl.trajectory import Trajectory
+
+DRAWS = 1000
+SEED = 42
+ACC = "acc"
+REWARD = "reward"
+SUCCESS_ONLY = "acc_success_only"
+
+Group = list[Trajectory]
+
+
+def validation_metrics(answers: Iterable[Trajectory], n: int | None = None) -> dict[str, Number]:
+    """All validation metrics of the answers; {} without answers.
+
+    `n`: answers per prompt (`val_kwargs.n`), which names the metrics (mean@n); by default the largest group's
+    size. `val/accuracy` and `val/multimodal_score` are among them.
+    """
+    every = list(answers)
+    if not every:
+        return {}
+    sources: dict[str, dict[str, Group]] = {}
+    for t in every:
+        sources.setdefault(t.prompt.data_source, {}).setdefault(t.uid, []).append(t)
+    n = n or max(len(group) for groups in sources.values() for group in groups.values())
+    out: dict[str, Number] = {}
+    accuracy: list[float] = []
+    pictures: list[float] = []
+    for source, by_uid in sources.items():
+        groups = list(by_uid.values())
+        out |= _source_metrics(source, groups, n)
+        for group, value in zip(groups, _accuracies(groups), strict=True):
+            accuracy.append(value)
+            if group[0].prompt.media:
+                pictures.append(value)
+    out |= spread("val-aux/num_turns", [t.num_turns for t in every], ("min", "max", "mean"))
+    out["val/accuracy"] = _mean(accuracy)
+    if pictures:
+        out["val/multimodal_score"] = _mean(pictures)
+    return out
+
+
+def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, Number]:
+    out: dict[str, Number] = {}
+    failed = sum(not valid(t) for group in groups for t in group)
+    for variable in _variables(groups):
+        for metric, value in _variable_metrics(groups, variable, n).items():
+            core = variable in (ACC, REWARD) and metric.startswith((f"mean@{n}", f"best@{n}/", f"maj@{n}/"))
+            out[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{metric}"] = value
+    if failed:
+        out[f"val-aux/{source}/errors"] = failed
+        if _has_acc(groups):
+            per_prompt = [_mean(_values(group, ACC, zero_failed=False)) for group in groups]
+            out[f"val-aux/{source}/{SUCCESS_ONLY}/mean@{n}"] = _mean(per_prompt)
+    return out
+
+
+def _variables(groups: Sequence[Group]) -> list[str]:
+    """`reward`, `acc` if there is one, then the other numeric keys in the order they first come."""
+    keys: dict[str, None] = {}
+    for group in groups:
+        for t in group:
+            if valid(t):
+                keys |= {str(k): None for k, v in t.score_parts.items() if plain(v) is not None}
+    first = [REWARD, ACC] if _has_acc(groups) else [REWARD]
+    return [*first, *(key for key in keys if key not in (REWARD, ACC, "score"))]
+
+
+def _has_acc(groups: Sequence[Group]) -> bool:
+    """True if answers have `acc`: the function returned it, or a plain number, or every answer failed."""
+    scored = [t for group in groups for t in group if valid(t)]
+    return not scored or any(_value(t, ACC) is not None for t in scored)
+
+
+def valid(t: Trajectory) -> bool:
+    """True if the answer has a finite score."""
+    return t.score is not None and math.isfinite(t.score)
+
+
+def _value(t: Trajectory, variable: str) -> float | None:
+    """A variable of an answer that was scored. A function that returned a number has `acc` = that number."""
+    if variable == REWARD or (variable == ACC and not t.score_parts):
+        return float(t.score) if t.score is not None else None
+    number = plain(t.score_parts.get(variable))
+    return None if number is None else float(number)
+
+
+def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
+    """Values of a prompt's answers in order; failed ones are 0 for `acc` and left out of the rest."""
+    found = [
+        _value(t, variable) if valid(t) else (0.0 if variable == ACC and zero_failed else None) for t in group
+    ]
+    return [value for value in found if value is not None]
+
+
+def _variable_metrics(groups: Sequence[Group], variable: str, n: int) -> dict[str, float]:
+    per_prompt: dict[str, list[float]] = {}
+    votes = all("pred" in t.score_parts for group in groups for t in group)
+    for group in groups:
+        values = np.array(_values(group, variable), dtype=np.float64)
+        found = _prompt_metrics(values, n) if len(values) else {}
+        if votes and len(values) == len(group) and n > 1:
+            found |= _majority_metrics(values, [str(t.score_parts["pred"]) for t in group], n)
+        for name, value in found.items():
+            per_prompt.setdefault(name, []).append(value)
+    return {name: _mean(values) for name, values in per_prompt.items()} or {f"mean@{n}": math.nan}
+
+
+def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
+    """mean, std, best and worst of one prompt's values [≤ n]."""
+    out = {f"mean@{n}": float(values.mean())}
+    if n > 1:
+        out[f"std@{n}"] = float(values.std())
+        for k in subset_sizes(n):
+            drawn = values[draws(len(values), k)]
+            for name, extremes in (("best", drawn.max(axis=1)), ("worst", drawn.min(axis=1))):
+                out[f"{name}@{k}/mean"] = float(extremes.mean())
+                out[f"{name}@{k}/std"] = float(extremes.std())
+    return out
+
+
+def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[str, float]:
+    """maj@k: in each draw the value of the first answer that gives the draw's most frequent `pred`.
+
+    Between equally frequent ones the one drawn first wins.
+    """
+    kinds, codes = np.unique(np.array(preds, dtype=str), return_inverse=True)
+    row = np.arange(DRAWS)[:, None]
+    out: dict[str, float] = {}
+    for k in subset_sizes(n):
+        chosen = draws(len(values), k)
+        drawn = codes[chosen]
+        counts = np.bincount((row * len(kinds) + drawn).ravel(), minlength=DRAWS * len(kinds))
+        votes = counts.reshape(DRAWS, len(kinds))[row, drawn]
+        winners = values[chosen[row[:, 0], votes.argmax(axis=1)]]
+        out[f"maj@{k}/mean"] = float(winners.mean())
+        out[f"maj@{k}/std"] = float(winners.std())
+    return out
+
+
+def subset_sizes(n: int) -> list[int]:
+    """2, 4, 8 … below n, and n."""
+    return [*(2**i for i in range(1, n.bit_length()) if 2**i < n), n]
+
+
+@lru_cache(maxsize=256)
+def draws(size: int, k: int) -> np.ndarray:
+    """int64 [1000, k]: numbers of answers drawn with replacement from `size`, the same for every prompt.
+
+    The legacy generator seeded with 42 for each (size, k): the figures then equal those of published runs.
+    """
+    drawn = np.random.RandomState(SEED).choice(size, size=(DRAWS, k), replace=True)
+    drawn.setflags(write=False)
+    return drawn
+
+
+def _accuracies(groups: Sequence[Group]) -> list[float]:
+    """Per prompt the mean of `acc`, or of `reward` for a source whose function gives no `acc`."""
+    variable = ACC if _has_acc(groups) else REWARD
+    return [_mean(_values(group, variable)) for group in groups]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Mean of the values that are there; NaN entries are prompts with nothing to average."""
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan
