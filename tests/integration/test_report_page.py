@@ -1,0 +1,203 @@
+"""The report in a real browser: charts and rows exist, interaction works, model output stays text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_run import make_run
+from tests.integration import chromium
+from verl.report import write_report
+
+pytestmark = pytest.mark.skipif(
+    chromium.find() is None, reason="no chromium or chrome binary on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    """One browser for all tests of this file; each opens its own report."""
+    with chromium.Page(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def hostile_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Report of a finished run of 130 steps whose last step holds a hostile answer."""
+    return write_report(make_run(tmp_path_factory.mktemp("run"), 130, every=26, hostile=True))
+
+
+def no_errors(page: chromium.Page) -> None:
+    """Nothing threw, nothing was fetched, no injected script ran."""
+    assert page.exceptions == []
+    assert page.eval("document.documentElement.dataset.errors || ''") == ""
+    assert page.eval("document.documentElement.dataset.pwned || ''") == ""
+    assert [url for url in page.requests if not url.startswith(("file:", "about:", "data:"))] == []
+
+
+def drawn_pixels(page: chromium.Page, selector: str) -> int:
+    """Opaque pixels on a chart's canvas."""
+    script = f"""(() => {{ const c = document.querySelector('{selector} canvas');
+      const p = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+      let n = 0; for (let i = 3; i < p.length; i += 4) n += p[i] > 0; return n; }})()"""
+    return page.eval(script)
+
+
+def test_charts_and_rows_are_drawn(page: chromium.Page, hostile_report: Path, tmp_path: Path) -> None:
+    page.open(hostile_report)
+    shown = page.eval("[...document.querySelectorAll('.chart')].map(n => n.dataset.chart)")
+    for name in (
+        "reward",
+        "kl",
+        "entropy",
+        "length",
+        "clip",
+        "grad",
+        "timing",
+        "throughput",
+        "sampler",
+        "memory",
+    ):
+        assert name in shown
+    assert not {"loss", "critic", "stale", "filter"} & set(shown), "charts without metrics must not appear"
+    for name in ("reward", "timing", "entropy"):
+        assert drawn_pixels(page, f"[data-chart={name}]") > 500
+    assert page.eval("document.querySelectorAll('table.answers tbody tr').length") == 24
+    assert page.eval("document.querySelector('h1').textContent") == "grpo-tiny-seed1"
+    assert "finished" in page.eval("document.getElementById('status').textContent")
+    assert page.eval("document.querySelectorAll('.figure-card').length") == 4
+    assert page.eval("document.querySelectorAll('.events > li').length") > 3
+    assert "sk-do-not-show" not in page.eval("document.documentElement.outerHTML")
+    # A blank picture of this size compresses to a few kilobytes.
+    assert page.screenshot(tmp_path / "page.png").stat().st_size > 40_000
+    no_errors(page)
+
+
+def test_hostile_text_is_inert_and_visible(page: chromium.Page, hostile_report: Path) -> None:
+    page.open(hostile_report)
+    page.eval("R.openAnswer(R.data.answers.rows.findIndex(r => r.u === '<b>uid</b>'))")
+    panel = "document.getElementById('panel')"
+    assert page.eval(f"{panel}.querySelectorAll('script, img, b:not(.inspector b)').length") == 0
+    text = page.eval(f"{panel}.textContent")
+    assert "<img src=x onerror=alert(1)>" in text
+    for code in ("U+202E", "U+200B", "U+0000", "U+001B", "U+D800"):
+        assert code in text
+    assert "\u202e" not in text and "\u200b" not in text
+    assert page.eval(f"{panel}.querySelectorAll('.tok.other').length") == 2
+    assert "Scoring failed" in text
+    assert page.eval("document.scripts.length") == 2
+    no_errors(page)
+
+
+def test_token_view_colours_and_keys(page: chromium.Page, hostile_report: Path) -> None:
+    page.open(hostile_report)
+    page.eval("document.querySelectorAll('a.open')[2].focus()")
+    page.key("Enter", 13)
+    page.wait("document.getElementById('panel').open")
+    painted = "[...document.querySelectorAll('.tok')].filter(t => t.style.backgroundColor).length"
+    assert page.eval(painted) > 5
+    page.key("ArrowRight", 39)
+    page.key("ArrowRight", 39)
+    page.wait("document.querySelector('#inspector').textContent.includes('2 of')")
+    before = page.eval("document.querySelector('.tok.at').style.backgroundColor")
+    for mode in ("diff", "adv", "plain"):
+        page.eval(f"document.querySelector('.segments [data-key={mode}]').click()")
+        assert page.eval("document.querySelector('.segments [aria-pressed=true]').dataset.key") == mode
+    assert page.eval(painted) == 0 and before is not None
+    link = page.eval("window.location.hash")
+    page.key("Escape", 27)
+    page.wait("!document.getElementById('panel').open")
+    assert page.eval("document.activeElement.className") == "open", "focus goes back to where it came from"
+    page.open(hostile_report, link)
+    assert page.eval("document.getElementById('panel').open"), "an answer's address opens it"
+    no_errors(page)
+
+
+def test_filters_and_sorting(page: chromium.Page, hostile_report: Path) -> None:
+    page.open(hostile_report)
+
+    def put(key: str, value: str) -> None:
+        page.eval(
+            f"(() => {{ const n = document.querySelector('[data-filter={key}]'); n.value = {json.dumps(value)};"
+            "n.dispatchEvent(new Event('input')); n.dispatchEvent(new Event('change')); })()"
+        )
+
+    put("step", "all")
+    put("finish", "length")
+    ends = page.eval("[...document.querySelectorAll('td.c-end')].map(n => n.textContent)")
+    assert ends and set(ends) == {"length"}
+    put("finish", "")
+    put("high", "0.5")
+    assert set(page.eval("R.visibleAnswers.map(i => R.data.answers.rows[i].sc)")) == {0}
+    put("high", "")
+    put("text", "NO SUCH TEXT")
+    assert "No answer matches" in page.eval("document.getElementById('answers-body').textContent")
+    put("text", "")
+    page.eval("document.querySelector('[data-sort=n]').click()")
+    lengths = page.eval("R.visibleAnswers.map(i => R.data.answers.rows[i].n)")
+    assert lengths == sorted(lengths, reverse=True)
+    put("step", "newest")
+    no_errors(page)
+
+
+def test_smoothing_crosshair_and_explorer(page: chromium.Page, hostile_report: Path) -> None:
+    page.open(hostile_report)
+    page.eval(
+        "(() => { const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input')); })()"
+    )
+    assert page.eval("document.getElementById('smooth-out').textContent") == "off"
+    first = page.eval("document.querySelector('[data-chart=entropy] .legend b').textContent")
+    page.eval("document.querySelector('[data-chart=reward]').focus()")
+    for _ in range(3):
+        page.key("PageUp", 33)
+    page.wait(f"document.querySelector('[data-chart=entropy] .legend b').textContent !== {json.dumps(first)}")
+    page.eval(
+        "(() => { document.getElementById('explore-name').value = 'actor/pg_loss'; document.getElementById('explore-add').click(); })()"
+    )
+    assert page.eval("document.querySelectorAll('[data-chart=\"own-actor/pg_loss\"] canvas').length") == 1
+    no_errors(page)
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_fits_the_window(page: chromium.Page, hostile_report: Path, width: int) -> None:
+    page.size(width, 800)
+    page.open(hostile_report)
+    assert page.eval("document.documentElement.scrollWidth") <= width
+    page.eval("R.openAnswer(0)")
+    assert page.eval("document.getElementById('panel').getBoundingClientRect().left") >= 0
+    page.size(1280, 900)
+    no_errors(page)
+
+
+def test_dark_follows_the_system(page: chromium.Page, hostile_report: Path) -> None:
+    page.theme(True)
+    page.open(hostile_report)
+    dark = page.eval("getComputedStyle(document.body).backgroundColor")
+    page.theme(False)
+    assert dark != page.eval("getComputedStyle(document.body).backgroundColor")
+    no_errors(page)
+
+
+def test_empty_and_young_runs(page: chromium.Page, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    page.open(write_report(empty))
+    assert page.eval("document.querySelectorAll('.empty').length") == 4
+    assert "starting" in page.eval("document.getElementById('status').textContent")
+    no_errors(page)
+
+    young = make_run(tmp_path / "young", 1, finished=False)
+    config = (young / "config.yaml").read_text()
+    (young / "config.yaml").write_text(
+        config.replace('"total_training_steps": 1', '"total_training_steps": 50')
+    )
+    events = (young / "events.jsonl").read_text().replace('"total_steps": 1', '"total_steps": 50')
+    (young / "events.jsonl").write_text(events)
+    page.open(write_report(young))
+    assert page.eval("document.getElementById('live-box').hidden") is False
+    assert "step 1 of 50" in page.eval("document.getElementById('status').textContent")
+    assert drawn_pixels(page, "[data-chart=reward]") > 100
+    no_errors(page)

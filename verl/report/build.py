@@ -1,0 +1,215 @@
+"""Build a run's report: one HTML file that needs no network, from the files of the run folder.
+
+Model output is hostile by assumption. It reaches the page only as JSON inside a data block whose
+`<`, `>` and `&` are escaped, the page's script writes it as text nodes only, and a content security
+policy with hashes lets no script or style run but the ones built in here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from verl.report import summary
+from verl.report.answers import Limits, Packed, pack_answers
+from verl.report.read import Metrics, Record, Run, kind_of, number, read_run
+
+SCRIPTS = ("core.js", "charts.js", "chart_list.js", "answers.js", "tokens.js", "lists.js", "app.js")
+SERIES_BYTES = 2_000_000
+POINTS = 1_500
+
+_UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+
+
+def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
+    """Write `run_dir/report.html`, whole or not at all, and return its path.
+
+    Raises FileNotFoundError if the folder is absent, OSError if it cannot be written. Files that are
+    missing or torn only make the page shorter; it says what could not be read.
+    """
+    run_dir = Path(run_dir)
+    page = build_page(read_run(run_dir), limits)
+    target = run_dir / "report.html"
+    beside = run_dir / f".report.html.{os.getpid()}.tmp"
+    try:
+        beside.write_bytes(page.encode("utf-8"))
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
+
+
+def build_page(run: Run, limits: Limits | None = None) -> str:
+    """The page's text for a run that was read."""
+    answers = pack_answers(run.answer_files, run.unreadable, limits)
+    data = escape_json(page_data(run, answers))
+    style = _part("vendor/uPlot.min.css") + _part("style.css")
+    script = _part("vendor/uPlot.iife.min.js") + "\n" + "\n".join(_part(name) for name in SCRIPTS)
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    project, experiment = names(run)
+    slots = {
+        "title": html.escape(f"{experiment} · {project}"),
+        "policy": html.escape(policy),
+        "style": style,
+        "script": script,
+        "data": data,
+    }
+    # One pass over the template: text that was put in is never searched for slots again.
+    return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
+
+
+def page_data(run: Run, answers: Packed) -> Record:
+    """The object the page's script reads; plain JSON types only."""
+    project, experiment = names(run)
+    total = summary.total_steps(run)
+    steps = run.metrics.steps
+    series = thin(run.metrics)
+    return {
+        "built": time.time(),
+        "project": project,
+        "experiment": experiment,
+        "folder": str(run.path),
+        "status": summary.status(run),
+        "lastStep": steps[-1] if steps else None,
+        "totalSteps": total,
+        "elapsed": summary.elapsed(run.metrics),
+        "times": _life(run.metrics),
+        "model": summary.model_name(run),
+        "device": summary.device_name(run),
+        "facts": summary.facts(run),
+        "headline": summary.headline(run.metrics),
+        "accuracy": summary.accuracy_name(run.metrics),
+        "series": series,
+        "marks": [{"kind": kind_of(m), "step": m.get("step")} for m in run.metrics.marks][-50:],
+        "events": [_event(e) for e in run.events.shown],
+        "eventCounts": dict(run.events.counts.most_common(60)),
+        "eventTotal": run.events.total,
+        "config": summary.flatten(run.config) if run.config else [],
+        "versions": summary.flatten(run.versions) if run.versions else [],
+        "unreadable": dict(run.unreadable),
+        "answers": {
+            "rows": answers.rows,
+            "prompts": answers.prompts,
+            "tokens": answers.tokens,
+            "steps": answers.steps,
+            "stepsOnDisk": answers.steps_on_disk,
+        },
+    }
+
+
+def names(run: Run) -> tuple[str, str]:
+    """(project, experiment) from the config, else from the folders' names."""
+    folder = run.path.resolve()
+    project = summary.lookup(run.config, "trainer.project_name") or folder.parent.name
+    experiment = summary.lookup(run.config, "trainer.experiment_name") or folder.name
+    return str(project), str(experiment)
+
+
+def escape_json(value: Any) -> str:
+    """JSON that can stand in a script element: no markup characters, no lone surrogates, no NaN."""
+    style: Record = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    try:
+        text = json.dumps(value, **style)
+    except (ValueError, TypeError):
+        # Something from a user's file that JSON lacks; rare, and the slow walk finds it.
+        text = json.dumps(_plain(value), **style)
+    return _UNSAFE.sub(lambda m: f"\\u{ord(m.group()):04x}", text)
+
+
+def thin(metrics: Metrics) -> Record:
+    """Columns for the page, at most `POINTS` points each and about `SERIES_BYTES` bytes in all.
+
+    `every` consecutive steps become one point: maximum, minimum or mean of what is there, by the rule
+    that a name with `max` takes the maximum and one with `min` the minimum. The point's step is the last.
+    """
+    count = len(metrics.steps)
+    room = max(50, SERIES_BYTES // (8 * max(1, len(metrics.columns))))
+    every = max(1, math.ceil(count / min(POINTS, room)))
+    columns = {
+        name: [_digits(v) for v in (column if every == 1 else _buckets(column, every, name))]
+        for name, column in metrics.columns.items()
+    }
+    ends = range(every - 1, count + every - 1, every)
+    return {"steps": [metrics.steps[min(e, count - 1)] for e in ends], "columns": columns, "every": every}
+
+
+def _buckets(column: list[float | None], every: int, name: str) -> list[float | None]:
+    out: list[float | None] = []
+    for start in range(0, len(column), every):
+        values = [v for v in column[start : start + every] if v is not None]
+        if not values:
+            out.append(None)
+        elif "max" in name:
+            out.append(max(values))
+        elif "min" in name:
+            out.append(min(values))
+        else:
+            out.append(sum(values) / len(values))
+    return out
+
+
+def _digits(value: float | None) -> float | int | None:
+    if value is None:
+        return None
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.5g}")
+
+
+def _life(metrics: Metrics) -> Record:
+    times = [t for t in metrics.times if t is not None]
+    return {"first": times[0] if times else None, "last": times[-1] if times else None}
+
+
+def _event(event: Record) -> Record:
+    kind = kind_of(event)
+    known = {"time", "step", "level", "message", "text", "event", "kind", "type"}
+    rest = {k: v for k, v in event.items() if k not in known or (k in ("kind", "type") and v != kind)}
+    message = event.get("message", event.get("text"))
+    return {
+        "time": number(event.get("time")),
+        "step": event.get("step") if isinstance(event.get("step"), int) else None,
+        "level": str(event.get("level") or ""),
+        "kind": kind,
+        "message": _text(message) if message is not None else "",
+        "rest": {str(k): _text(v) for k, v in list(rest.items())[:20]},
+    }
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 2000 else text[:2000] + " …"
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON types; numbers that JSON lacks become null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)
+
+
+def _part(name: str) -> str:
+    return (resources.files("verl.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")

@@ -1,0 +1,198 @@
+"""Read a run folder for the report: metrics, events, config, versions, sampled answers.
+
+A run may be going on while we read, so every file may end in the middle of a line. Such a line is
+skipped and counted, never guessed at; the page shows the count. No torch, no numpy: the trainer
+calls this between steps and `verl report` starts in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Record = dict[str, Any]
+
+EVENTS_SHOWN = 400
+"""Newest events kept in full; older ones only count."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """`metrics.jsonl` by column. All lists have the length of `steps`; None where a step lacks the name."""
+
+    steps: list[int] = field(default_factory=list)
+    times: list[float | None] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    marks: list[Record] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Events:
+    """`events.jsonl`: the newest `EVENTS_SHOWN` records, oldest first, and how many there were by kind."""
+
+    shown: list[Record] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    marks: list[Record] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Number of events in the file."""
+        return sum(self.counts.values())
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything of a run folder but the sampled answers, which are read one step at a time."""
+
+    path: Path
+    metrics: Metrics
+    events: Events
+    config: Record
+    versions: Record
+    answer_files: dict[int, Path]
+    unreadable: Counter[str]
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None for everything else (null, NaN, infinity, text)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def parse_line(line: bytes) -> Record | None:
+    """One JSON object, or None if the line is torn, not JSON or not an object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -> Iterator[Record]:
+    """Objects of a JSON-lines file in order; lines that are none are counted under the file's name.
+
+    `limit`: stop after this many bytes (the line that crosses it is still read).
+    """
+    if not path.is_file():
+        return
+    done = 0
+    with path.open("rb") as file:
+        for line in file:
+            done += len(line)
+            if line.strip():
+                record = parse_line(line)
+                if record is None:
+                    unreadable[path.name] += 1
+                else:
+                    yield record
+            if limit is not None and done >= limit:
+                return
+
+
+def kind_of(event: Record) -> str:
+    """The event's kind, whichever of the usual keys holds it."""
+    for key in ("event", "kind", "type"):
+        if isinstance(event.get(key), str):
+            return event[key]
+    return "event"
+
+
+def read_metrics(path: Path, unreadable: Counter[str]) -> Metrics:
+    """Columns of `metrics.jsonl`. The last record of a step wins.
+
+    A resume marker `{"event": "resume", "step": k}` drops what an earlier life logged after step k:
+    those steps are computed again.
+    """
+    rows: dict[int, Record] = {}
+    marks: list[Record] = []
+    for record in json_lines(path, unreadable):
+        found = record.get("step")
+        step = found if isinstance(found, int) and not isinstance(found, bool) else None
+        if "event" in record:
+            marks.append(record)
+            if kind_of(record) == "resume" and step is not None:
+                rows = {s: r for s, r in rows.items() if s <= step}
+        elif step is not None:
+            rows[step] = record
+        else:
+            unreadable[path.name] += 1
+    return _columns(rows, marks)
+
+
+def _columns(rows: dict[int, Record], marks: list[Record]) -> Metrics:
+    steps = sorted(rows)
+    columns: dict[str, list[float | None]] = {}
+    for at, step in enumerate(steps):
+        for name, value in rows[step].items():
+            if name in ("step", "time"):
+                continue
+            found = number(value)
+            if found is None:
+                continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = [None] * len(steps)
+            column[at] = found
+    times = [number(rows[step].get("time")) for step in steps]
+    return Metrics(steps, times, dict(sorted(columns.items())), marks)
+
+
+def read_events(path: Path, unreadable: Counter[str]) -> Events:
+    """The newest events, counts of all, and those that mark the run's life (start, plan, resume, end)."""
+    shown: deque[Record] = deque(maxlen=EVENTS_SHOWN)
+    events = Events()
+    for record in json_lines(path, unreadable):
+        kind = kind_of(record)
+        shown.append(record)
+        events.counts[kind] += 1
+        if kind.startswith("run_") or kind in ("resume", "plan"):
+            events.marks.append(record)
+    events.shown = list(shown)
+    return events
+
+
+def read_mapping(path: Path, unreadable: Counter[str]) -> Record:
+    """A YAML or JSON file that holds a mapping; an empty one if the file is absent or cannot be read."""
+    if not path.is_file():
+        return {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        unreadable[path.name] += 1
+        return {}
+    if not isinstance(loaded, dict):
+        unreadable[path.name] += 1
+        return {}
+    return loaded
+
+
+def answer_files(run_dir: Path) -> dict[int, Path]:
+    """Files `trajectories/{step}.jsonl` by step, in order; other names are ignored."""
+    found = {int(p.stem): p for p in (run_dir / "trajectories").glob("*.jsonl") if p.stem.isdecimal()}
+    return dict(sorted(found.items()))
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read the folder. Absent files give empty parts; FileNotFoundError if the folder itself is absent."""
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"no run folder at {run_dir}")
+    unreadable: Counter[str] = Counter()
+    return Run(
+        path=run_dir,
+        metrics=read_metrics(run_dir / "metrics.jsonl", unreadable),
+        events=read_events(run_dir / "events.jsonl", unreadable),
+        config=read_mapping(run_dir / "config.yaml", unreadable),
+        versions=read_mapping(run_dir / "versions.json", unreadable),
+        answer_files=answer_files(run_dir),
+        unreadable=unreadable,
+    )

@@ -1,0 +1,192 @@
+"""What the top of the report says: is the run going, how far, what came of it, and with what settings."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from typing import Any
+
+from verl.report.read import Metrics, Record, Run, kind_of, number
+
+ACCURACY = re.compile(r"^val-core/.+/acc/mean@\d+$")
+REWARD = re.compile(r"^val-core/.+/reward/mean@\d+$")
+SECRET = re.compile(
+    r"(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$", re.IGNORECASE
+)
+
+FACTS = (
+    ("Algorithm", "algorithm.adv_estimator"),
+    ("Prompts per step", "data.train_batch_size"),
+    ("Answers per prompt", "actor_rollout_ref.rollout.n"),
+    ("Learning rate", "actor_rollout_ref.actor.optim.lr"),
+    ("Mini-batch", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    ("KL loss", "actor_rollout_ref.actor.use_kl_loss"),
+    ("Prompt limit", "data.max_prompt_length"),
+    ("Answer limit", "data.max_response_length"),
+    ("Sampler", "actor_rollout_ref.rollout.name"),
+    ("Temperature", "actor_rollout_ref.rollout.temperature"),
+    ("Seed", "data.seed"),
+)
+
+
+def lookup(config: Record, path: str) -> Any:
+    """Value at a dotted path, None where the path ends early."""
+    found: Any = config
+    for key in path.split("."):
+        if not isinstance(found, dict):
+            return None
+        found = found.get(key)
+    return found
+
+
+def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, value as text) in the file's order; values of keys that look like secrets are hidden."""
+    if isinstance(config, dict) and config:
+        return [row for k, v in config.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
+    if config is not None and SECRET.search(prefix):
+        return [(prefix, "hidden")]
+    if config is None or isinstance(config, bool):
+        return [(prefix, {None: "null", True: "true", False: "false"}[config])]
+    return [(prefix, str(config))]
+
+
+def present(metrics: Metrics, name: str) -> list[tuple[int, float]]:
+    """(step, value) where the step has the name."""
+    column = metrics.columns.get(name, [])
+    return [(s, v) for s, v in zip(metrics.steps, column, strict=False) if v is not None]
+
+
+def accuracy_name(metrics: Metrics) -> str | None:
+    """The metric that stands for validation: the overall accuracy, else the only or first source's."""
+    if "val/accuracy" in metrics.columns:
+        return "val/accuracy"
+    for pattern in (ACCURACY, REWARD):
+        for name in metrics.columns:
+            if pattern.match(name):
+                return name
+    return "val/loss" if "val/loss" in metrics.columns else None
+
+
+def total_steps(run: Run) -> int | None:
+    """Planned number of steps: from the start event, else the config."""
+    for event in reversed(run.events.marks + run.metrics.marks):
+        for key in ("total_training_steps", "total_steps"):
+            if isinstance(event.get(key), int):
+                return event[key]
+    planned = lookup(run.config, "trainer.total_training_steps")
+    return planned if isinstance(planned, int) and planned > 0 else None
+
+
+def status(run: Run) -> Record:
+    """`state` (waiting, running, finished, failed), the `word` to show for it, and `why` it failed. From the end event or the steps done.
+
+    Whether a run without an end still lives is for the page to say: it knows the time when it is read.
+    """
+    lives = [e for e in run.events.marks if kind_of(e) in ("run_start", "resume", "run_end")]
+    if lives and kind_of(lives[-1]) == "run_end":
+        state = str(lives[-1].get("status", "finished"))
+        why = str(lives[-1].get("text") or lives[-1].get("message") or "")
+        return {"state": "finished" if state == "finished" else "failed", "word": state, "why": why}
+    steps, total = run.metrics.steps, total_steps(run)
+    if steps and total is not None and steps[-1] >= total:
+        return {"state": "finished", "word": "finished", "why": ""}
+    state = "running" if steps else "waiting"
+    return {"state": state, "word": "running" if steps else "starting", "why": ""}
+
+
+def elapsed(metrics: Metrics) -> float | None:
+    """Seconds of work: the steps' own times, so that the pause before a resume does not count."""
+    for name in ("timing_s/step", "train/time"):
+        if name in metrics.columns:
+            return sum(v for v in metrics.columns[name] if v is not None)
+    times = [t for t in metrics.times if t is not None]
+    return times[-1] - times[0] if len(times) > 1 else None
+
+
+def headline(metrics: Metrics) -> list[Record]:
+    """The figures on top: `{label, name, from, to, value, better, note}`, only those the run has."""
+    figures: list[Record] = []
+    name = accuracy_name(metrics)
+    if name:
+        points = present(metrics, name)
+        label = "Validation loss" if name == "val/loss" else "Validation accuracy"
+        if REWARD.match(name):
+            label = "Validation reward"
+        figures.append(_change(label, name, points, window=1, up=name != "val/loss"))
+    for label, key, up in (("Mean score", "critic/score/mean", True), ("Training loss", "train/loss", False)):
+        points = present(metrics, key)
+        if points:
+            figures.append(_change(label, key, points, window=max(1, len(points) // 20), up=up))
+    for label, keys, unit in (
+        ("Throughput", ("perf/throughput",), "tokens/s per device"),
+        ("Step time", ("timing_s/step", "train/time"), "s"),
+    ):
+        for key in keys:
+            values = [v for _, v in present(metrics, key)]
+            if values:
+                recent = values[-50:]
+                note = "median of the last " + (f"{len(recent)} steps" if len(recent) > 1 else "step")
+                median = statistics.median(recent)
+                figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
+                break
+    return figures
+
+
+def _change(label: str, name: str, points: list[tuple[int, float]], window: int, up: bool) -> Record:
+    if len(points) == 1:
+        return {
+            "label": label,
+            "name": name,
+            "value": points[0][1],
+            "unit": "",
+            "note": f"at step {points[0][0]}",
+        }
+    first = statistics.fmean(v for _, v in points[:window])
+    last = statistics.fmean(v for _, v in points[-window:])
+    pick = max if up else min
+    best_step, best = pick(points, key=lambda p: p[1])
+    if window > 1:
+        note = f"means of the first and last {window} steps"
+    else:
+        note = f"best {best:.4g} at step {best_step}"
+    return {"label": label, "name": name, "from": first, "to": last, "up": up, "note": note}
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """Key settings as (label, text); those the config lacks are left out."""
+    out = []
+    for label, path in FACTS:
+        value = lookup(run.config, path)
+        if value is not None:
+            out.append(
+                (
+                    label,
+                    {True: "on", False: "off"}.get(value, str(value))
+                    if isinstance(value, bool)
+                    else str(value),
+                )
+            )
+    return out
+
+
+def model_name(run: Run) -> str:
+    """Last two parts of the model's path, as a person would say it."""
+    for path in ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain"):
+        value = lookup(run.config, path)
+        if isinstance(value, str) and value:
+            return "/".join(value.rstrip("/").split("/")[-2:])
+    return ""
+
+
+def device_name(run: Run) -> str:
+    """What the run computed on: what its start or plan event says, else the config."""
+    for event in reversed(run.events.marks):
+        if isinstance(event.get("device"), str):
+            return event["device"]
+    device = lookup(run.config, "trainer.device")
+    count = number(lookup(run.config, "trainer.n_gpus_per_node"))
+    nodes = number(lookup(run.config, "trainer.nnodes"))
+    if not device:
+        return ""
+    many = int((count or 1) * (nodes or 1))
+    return f"{many} × {device}" if many > 1 else str(device)
