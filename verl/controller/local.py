@@ -40,24 +40,24 @@ def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> 
     return sorted(set(found))
 
 
-def build_roles(config: Config, tokenizer: Any, device: str, total_steps: int) -> Roles:
-    """Load the model and place every role on `device`. UserError for a model that cannot be used."""
+def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
+    """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
-    rollout, seed = arr.rollout, config.trainer.seed
-    engine = LocalEngine(arr.model.path, model_cfg=arr.model, role_cfg=arr.actor, device=device, trainable=True, seed=seed)
+    rollout, seed, device = arr.rollout, config.trainer.seed, config.trainer.device
+    common = {"model_cfg": arr.model, "device": device, "seed": seed}
+    engine = LocalEngine(arr.model.path, role_cfg=arr.actor, log_prob_cfg=rollout, **common)
     engine.schedule(total_steps)
-    horizon = int(arr.actor.loss_scale_factor or config.data.max_response_length)
     actor = Actor(
         engine,
         arr.actor,
         temperature=rollout.temperature,
-        horizon=horizon,
+        horizon=int(arr.actor.loss_scale_factor or config.data.max_response_length),
         batch_prompts=config.data.train_batch_size,
     )
     reference = None
     if arr.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         path = arr.ref.model.path or arr.model.path
-        frozen = LocalEngine(path, model_cfg=arr.model, role_cfg=arr.ref, device=device, trainable=False, seed=seed)
+        frozen = LocalEngine(path, role_cfg=arr.ref, trainable=False, role="ref", **common)
         reference = Reference(frozen, temperature=rollout.temperature)
     sampler = NativeEngine(
         engine.module,
@@ -65,7 +65,7 @@ def build_roles(config: Config, tokenizer: Any, device: str, total_steps: int) -
         max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        dtype=engine.compute_dtype,
+        dtype=str(engine.compute_dtype).removeprefix("torch."),
         tokenizer=tokenizer,
     )
     return Roles(actor, reference, sampler, InProcessSync(engine, sampler))

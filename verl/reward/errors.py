@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from verl.errors import UserError
+
 
 class RewardError(Exception):
     """Base of all errors of this package."""
 
 
-class RewardLoadError(RewardError, ValueError):
+class RewardLoadError(UserError, RewardError, ValueError):
     """The reward function cannot be used as configured: no such file, no such name, wrong arguments."""
 
 
@@ -23,9 +25,16 @@ class VerifyFailed(RewardError, RuntimeError):
     """math-verify could not decide (time limit, crash, an error of its own): the answer is failed, not wrong."""
 
 
-class RewardPrecheckError(RewardError, ValueError):
+class RewardPrecheckError(UserError, RewardError, ValueError):
     """The reward function failed on the first rows, before the run."""
 
 
-class RewardErrorLimit(RewardError, RuntimeError):
-    """More answers of a step failed to score than `reward_model.max_error_ratio` allows."""
+class RewardErrorLimit(RewardError, UserError, RuntimeError):
+    """More answers of a step failed to score than `reward_model.max_error_ratio` allows.
+
+    `metrics` are the step's reward metrics, for whoever still wants to log them.
+    """
+
+    def __init__(self, message: str, metrics: dict[str, float] | None = None):
+        super().__init__(message)
+        self.metrics = dict(metrics or {})

@@ -141,6 +141,7 @@ class Rollouts:
             "data_source": prompt.data_source,
             "extra_info": prompt.extra_info,
             "uid": prompt.uid,
+            "sample_index": index,
         }
         started = time.monotonic()
         try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from verl.rollout.rollouts import Rollouts
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
+    from verl.trainer.live_report import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.trainer.validation import Validator
     from verl.trajectory import Batch
@@ -54,6 +55,7 @@ class Parts:
     checkpoints: Checkpoints
     tracking: Tracking
     phases: Phases
+    report: LiveReport
     loop: asyncio.Runner
     counters: Counters = field(default_factory=Counters)
 
@@ -66,6 +68,7 @@ class PPOTrainer:
         self.parts = parts
         self.total_steps = total_steps
         self.step = 0
+        self.last_batch: Batch | None = None
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking)
 
     def fit(self) -> None:
@@ -73,6 +76,7 @@ class PPOTrainer:
         parts, trainer = self.parts, self.config.trainer
         self.step = parts.checkpoints.resume(self)
         parts.weight_sync.push(self.step)
+        parts.tracking.start_progress(self.total_steps, self.step)
         if trainer.val_before_train and self.step == 0 or trainer.val_only:
             self._validate(first=True)
         if not trainer.val_only:
@@ -91,6 +95,7 @@ class PPOTrainer:
         phases.start_step()
         with phases("step"):
             batch = self._sample()
+            sampler_stats = parts.sampler.stats()
             metrics = self._score(batch)
             metrics |= self._train(step, batch)
             with phases("update_weights"):
@@ -103,7 +108,7 @@ class PPOTrainer:
             step=step,
             epoch=parts.stream.epoch,
             timings=phases.timings(),
-            sampler=parts.sampler.stats(),
+            sampler=sampler_stats,
             sync_bytes=sync.bytes,
             weight_version=step,
             max_prompt_length=self.config.data.max_prompt_length,
@@ -111,23 +116,34 @@ class PPOTrainer:
             devices=1,
         )
         metrics |= step_metrics(batch, facts, parts.counters)
+        self.last_batch = batch
         parts.tracking.log(step, metrics | validation)
         parts.tracking.dump_trajectories(step, batch)
+        parts.report.write(last=step == self.total_steps)
         self._limit_disagreement(metrics)
 
     def _sample(self) -> Batch:
         parts, size = self.parts, self.config.data.train_batch_size
+        answers = size * self.config.actor_rollout_ref.rollout.n
         prompts = parts.stream.take(size)
-        with parts.phases("gen", waits_for=f"{size * self.config.actor_rollout_ref.rollout.n} answers"):
-            return parts.loop.run(parts.rollouts.take(prompts, parts.tracking.progress("gen")))
+        show = parts.tracking.progress("answers", total=answers)
+
+        def advance(count: int) -> None:
+            parts.phases.beat()
+            show(count)
+
+        with parts.phases("gen", waits_for=f"{answers} answers of the sampler"):
+            return parts.loop.run(parts.rollouts.take(prompts, advance))
 
     def _score(self, batch: Batch) -> dict[str, float]:
         parts = self.parts
         with parts.phases("reward", waits_for="scores of the last answers"):
             parts.loop.run(parts.rollouts.scored())
+            parts.loop.run(parts.rewards.score_batch(batch))
             return parts.rewards.check_errors(batch)
 
     def _train(self, step: int, batch: Batch) -> dict[str, float]:
+        """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, algorithm = self.parts, self.parts.phases, self.config.algorithm
         if self._needs_old_log_probs:
             with phases("old_log_prob"):
@@ -136,13 +152,14 @@ class PPOTrainer:
             with phases("ref"):
                 parts.reference.log_probs(batch)
         with phases("adv"):
-            metrics = compute_advantages(
-                batch, algorithm, rollout_n=self.config.actor_rollout_ref.rollout.n, kl_controller=parts.kl_controller
-            )
+            beta = parts.kl_controller.value if parts.kl_controller is not None else None
+            metrics = compute_advantages(batch, algorithm, self.config.actor_rollout_ref.rollout.n, beta)
         with phases("update_actor"):
             update = parts.actor.update(batch, step=step)
         parts.counters.skipped_updates += update.skipped
         parts.counters.refused_steps += len(update.refused)
+        if parts.kl_controller is not None:
+            parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         self._refused.note(step, update)
         return metrics | update.metrics
 

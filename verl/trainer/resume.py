@@ -112,21 +112,14 @@ class Checkpoints:
         if found is None:
             return 0
         state, parts = found.loop_state, trainer.parts
-        missing = [name for name in ("actor", "state/actor_optim") if not (found.path / name).is_dir()]
-        if missing:
-            raise UserError(
-                f"{found.path} cannot be resumed: it lacks {', '.join(missing)} (saved with other save_contents). "
-                f"Start from its weights instead: actor_rollout_ref.model.path={found.path / 'actor'}"
-            )
         refuse_other_data(state.get("data_identity", {}), data_identity(self._config), found.path)
-        parts.actor.engine.load_weights(found.path / "actor")
-        parts.actor.engine.load_optimizer(found.path / "state/actor_optim")
+        parts.actor.engine.load_weights(found.part("actor"))
+        parts.actor.engine.load_optimizer(found.part("state/actor_optim"))
         parts.stream.load_state(state["data_position"])
         parts.counters.load(state["counters"])
         if parts.kl_controller is not None and state.get("kl_controller"):
             parts.kl_controller.load_state_dict(state["kl_controller"])
-        if (found.path / "state/rng").is_dir():
-            rng.load(found.path / "state/rng")
+        rng.load(found.part("state/rng"))
         self._event("resume", step=found.step, path=str(found.path))
         self._notice(f"resuming from {found.path}, step {found.step}")
         return found.step

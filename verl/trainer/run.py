@@ -73,13 +73,15 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 
 def _train(config: Config, tracking: Any) -> None:
+    from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
     with asyncio.Runner() as loop:
         parts, total_steps = build_parts(config, tracking, loop)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
-            PPOTrainer(config, parts, total_steps).fit()
+            with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event):
+                PPOTrainer(config, parts, total_steps).fit()
         finally:
             parts.rewards.close()
             parts.sampler.close()
@@ -87,33 +89,32 @@ def _train(config: Config, tracking: Any) -> None:
 
 def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
-    from verl import platform
     from verl.controller.local import build_roles
-    from verl.data.stream import PromptStream
+    from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
+    from verl.platform.memory import tune_allocator
     from verl.reward import RewardRunner
     from verl.rollout.rollouts import Rollouts
     from verl.tracking.timer import Phases
+    from verl.trainer.live_report import LiveReport
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
 
-    platform.tune_allocator()
-    device = platform.resolve_device(config.trainer.device)
-    platform.seed_everything(config.trainer.seed)
+    tune_allocator()
+    quiet_libraries()
     model = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(
+    tokenizer = tracking.tokenizer = load_tokenizer(
         model.path,
         tokenizer_path=config.data.tokenizer or model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
     train, validation = open_data(config, tokenizer, tracking)
-    stream = PromptStream(
-        train, batch_size=config.data.train_batch_size, seed=data_seed(config), shuffle=config.data.shuffle
-    )
+    stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = RewardRunner(config, events=tracking.event)
-    roles = build_roles(config, tokenizer, device, total_steps)
+    rewards = RewardRunner(config, events=lambda kind, fields: tracking.event(kind, **fields))
+    check_reward(rewards, train, loop)
+    roles = build_roles(config, tokenizer, total_steps)
     rollouts = Rollouts(
         roles.sampler,
         rollout_settings(config),
@@ -132,13 +133,25 @@ def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Pa
         kl_controller=kl_controller(config),
         weight_sync=roles.weight_sync,
         sampler=roles.sampler,
-        validator=build_validator(config, validation, rollouts, tracking),
+        validator=build_validator(config, validation, rollouts, rewards, tracking),
         checkpoints=Checkpoints(tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice),
         tracking=tracking,
         phases=Phases(),
+        report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
     )
+    print(f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}")
     return parts, total_steps
+
+
+def quiet_libraries() -> None:
+    """The run has its own progress display; the libraries' bars would tear it apart."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
 
 
 def data_seed(config: Config) -> int:
@@ -151,15 +164,27 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     from verl.data.dataset import PromptDataset
 
     data = config.data
-    train = PromptDataset(data.train_files, config, tokenizer, split="train")
+    from verl.reward.registry import unsupported
+
+    def known(source: str) -> bool:
+        return not unsupported([source])
+
+    train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known)
     if len(train) < data.train_batch_size:
         raise UserError(
             f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
             "lower the batch size or add data"
         )
-    validation = PromptDataset(data.val_files, config, tokenizer, split="val") if data.val_files else None
+    validation = PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known) if data.val_files else None
     tracking.data_report(train, validation)
     return train, validation
+
+
+def check_reward(rewards: Any, train: Any, loop: asyncio.Runner, rows: int = 8) -> None:
+    """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
+    from verl.reward.precheck import precheck
+
+    loop.run(precheck(rewards, [train.prompt(row) for row in range(min(rows, len(train)))]))
 
 
 def rollout_settings(config: Config) -> Any:
@@ -190,7 +215,7 @@ def kl_controller(config: Config) -> Any:
     return get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
 
 
-def build_validator(config: Config, data: Any, rollouts: Any, tracking: Any) -> Any:
+def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:
     """The validator, or None without validation data."""
     from dataclasses import replace
 
@@ -209,4 +234,4 @@ def build_validator(config: Config, data: Any, rollouts: Any, tracking: Any) -> 
     )
     order = data.order(seed=data_seed(config), shuffle=config.data.validation_shuffle)
     prompts = [data.prompt(row, epoch=0) for row in order]
-    return Validator(prompts, sampling, val.n, rollouts, tracking)
+    return Validator(prompts, sampling, val.n, rollouts, rewards.score_batch, tracking)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.tracking.validation_metrics import validation_metrics
@@ -15,15 +15,25 @@ if TYPE_CHECKING:
 
 
 class Validator:
-    """Samples `n` answers to each prompt with `sampling`, in file order, and computes metrics.md §7."""
+    """Samples `n` answers to each prompt with `sampling`, in file order, and computes metrics.md §7.
+
+    `score_rest` scores what was not scored while sampling (a manager that wants the whole batch at once).
+    """
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, rollouts: Rollouts, tracking: Tracking
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        n: int,
+        rollouts: Rollouts,
+        score_rest: Callable[[Batch], Awaitable[None]],
+        tracking: Tracking,
     ):
         self._prompts = prompts
         self._sampling = sampling
         self._n = n
         self._rollouts = rollouts
+        self._score_rest = score_rest
         self._tracking = tracking
 
     async def run(self, step: int, *, first: bool = False) -> dict[str, Any]:
@@ -31,6 +41,7 @@ class Validator:
         progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
         batch = await self._rollouts.sample(self._prompts, self._sampling, self._n, progress)
         await self._rollouts.scored()
+        await self._score_rest(batch)
         metrics = validation_metrics(batch)
         if first:
             self._show(batch)

@@ -1,0 +1,149 @@
+"""One GRPO step, us against TRL's GRPOTrainer, on the same work, alternating; prints ratios of medians.
+
+    python benchmarks/grpo_step.py [--precision default|fp32] [--lengths exact|geometric] [--threads 1] [--repeats 3]
+
+Same random model, prompts, answers per prompt, exact answer lengths, one optimizer step. TRL is installed by this
+script in an environment of its own (--trl-python names an existing one). The first step of each side warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+TRL = ["torch==2.13.0", "trl==1.16.*", "transformers>=5.16,<5.20", "datasets"]
+
+
+class Side:
+    """A worker process that does one step when asked."""
+
+    def __init__(self, name: str, command: list[str], threads: int):
+        self.name = name
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+        )
+        self.records: list[dict] = []
+        self._read()
+
+    def _read(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.flush()
+            tail = Path(self._log.name).read_text()[-3000:]
+            raise SystemExit(f"{self.name} ended:\n{tail}")
+        return json.loads(line)
+
+    def step(self) -> dict:
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        record = self._read()
+        self.records.append(record)
+        return record
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def median(self, key: str) -> float:
+        """Median without the first, warming step."""
+        return statistics.median(record[key] for record in self.records[1:])
+
+
+def trl_python(given: str | None, folder: Path) -> str:
+    if given:
+        return given
+    python = folder / "trl-venv/bin/python"
+    if not python.exists():
+        print("installing TRL in an environment of its own …", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "trl-venv")], check=True)
+        for packages in (TRL[:1], TRL[1:]):
+            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
+    return str(python)
+
+
+def matmul_gflops(threads: int, precision: str) -> float:
+    """Measured product rate at the model's main shape, GFLOP/s: the limit that the step is held against."""
+    code = (
+        "import torch,time;torch.set_num_threads(%d);d=torch.%s;a=torch.randn(2048,512).to(d);b=torch.randn(1536,512).to(d)\n"
+        "for _ in range(5): a@b.T\n"
+        "n=40;t=time.perf_counter()\nfor _ in range(n): a@b.T\nprint(n*2*2048*512*1536/(time.perf_counter()-t)/1e9)"
+    ) % (threads, "float32" if precision == "fp32" else "bfloat16")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    import work
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--precision", choices=["default", "fp32"], default="default")
+    parser.add_argument("--lengths", choices=["exact", "geometric"], default="exact")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl; synthetic prompts without it")
+    parser.add_argument("--trl-python")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/verl/bench")
+    parser.add_argument("--only", choices=["verl", "trl"])
+    parser.add_argument("--json", type=Path)
+    args, extra = parser.parse_known_args()
+    folder = args.folder / f"work_{args.lengths}"
+    content = work.build(folder, work.Shape(lengths=args.lengths), args.data)
+    common = [str(folder), "--precision", args.precision, "--threads", str(args.threads)]
+    sides = []
+    if args.only != "trl":
+        sides.append(Side("verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads))
+    if args.only != "verl":
+        python = trl_python(args.trl_python, args.folder)
+        sides.append(Side("trl", [python, str(HERE / "workers/trl_worker.py"), *common], args.threads))
+    rates = [matmul_gflops(args.threads, args.precision)]
+    for number in range(args.repeats + 1):
+        for side in sides:
+            record = side.step()
+            print(
+                f"{side.name:5} step {number} {record['step']:7.2f} s  sampling {record['sampling']:7.2f}  "
+                f"training {record['training']:7.2f}  cpu {record['cpu']:7.2f}  peak {record['peak_gib']:.2f} GiB",
+                flush=True,
+            )
+        rates.append(matmul_gflops(args.threads, args.precision))
+    for side in sides:
+        side.close()
+    report(args, content, sides, statistics.median(rates))
+
+
+def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: float) -> None:
+    import work
+
+    by_name = {side.name: side for side in sides}
+    flops = work.least_flops(content)
+    least = sum(flops.values()) / rate / 1e9
+    result = {"date": time.strftime("%Y-%m-%d"), "precision": args.precision, "lengths": args.lengths}
+    result |= {"threads": args.threads, "matmul_gflops": round(rate, 1), "least_work_s": round(least, 2)}
+    for side in sides:
+        result[side.name] = {k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")}
+    if len(sides) == 2:
+        ratio = {k: round(by_name["trl"].median(k) / by_name["verl"].median(k), 2) for k in ("step", "sampling", "training", "cpu")}
+        result["ratio_trl_over_verl"] = ratio
+    if "verl" in by_name:
+        result["verl_share_of_matmul_limit"] = round(least / by_name["verl"].median("step"), 3)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Sampling alone: the same prompts, answers and lengths through each engine, interleaved, ratio of medians.
+
+    python benchmarks/rollout.py --engine native,generate --threads 1 --dtype float32,bfloat16
+
+The model is a 26 M parameter Qwen3 with random weights; every answer has exactly --tokens tokens. Times are CPU
+seconds of this process (the machine may be shared), so tokens per CPU second of all threads together.
+An engine is one function in ENGINES: (setting, model) → a function that samples everything once and returns
+the number of tokens written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Run = Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The work, the same for every engine."""
+
+    prompts: list[list[int]]
+    answers: int
+    tokens: int
+    dtype: str
+    spread: bool
+
+    def length(self, number: int) -> int:
+        """Tokens of an answer: all the same, or geometric-like with mean tokens / 2 (quantiles, no randomness)."""
+        if not self.spread:
+            return self.tokens
+        import math
+
+        share = ((number * 37) % 64 + 0.5) / 64
+        return max(1, min(self.tokens, round(-math.log(1 - share) * self.tokens / 4)))
+
+
+def build_model(vocab: int) -> Any:
+    """26 M parameters: 8 layers, hidden 512, 8 heads of 64 with 4 key/value heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def native(setting: Setting, model: Any) -> Run:
+    from verl.engine.rollout.base import SamplingParams
+    from verl.engine.rollout.native import NativeEngine
+
+    engine = NativeEngine(
+        model,
+        eos_token_ids=[],
+        max_model_len=max(map(len, setting.prompts)) + setting.tokens,
+        max_num_seqs=len(setting.prompts) * setting.answers,
+        dtype=setting.dtype,
+    )
+
+    async def sample() -> int:
+        calls = [
+            engine.generate(
+                prompt,
+                SamplingParams(max_tokens=setting.length(i * setting.answers + j), seed=i * 1000 + j),
+                request_id=f"{i}.{j}",
+                group=str(i),
+            )
+            for i, prompt in enumerate(setting.prompts)
+            for j in range(setting.answers)
+        ]
+        return sum(len(c.token_ids) for c in await asyncio.gather(*calls))
+
+    def run() -> int:
+        engine.weights_updated(engine.version + 1)  # a training step lies between two rollouts
+        return asyncio.run(sample())
+
+    return run
+
+
+def generate(setting: Setting, model: Any) -> Run:
+    """transformers' own generate: one left-padded batch; with spread lengths every row runs to the longest."""
+    longest = max(map(len, setting.prompts))
+    rows = [p for p in setting.prompts for _ in range(setting.answers)]
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in rows])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows])
+    lengths = [setting.length(i) for i in range(len(rows))]
+
+    @torch.no_grad()
+    def run() -> int:
+        lower = setting.dtype != "float32"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lower):
+            model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=max(lengths),
+                max_new_tokens=max(lengths),
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        return sum(lengths)
+
+    return run
+
+
+ENGINES: dict[str, Callable[[Setting, Any], Run]] = {"native": native, "generate": generate}
+
+
+def measure(runs: dict[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Tokens per CPU second of each engine, taking turns."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            begin = time.process_time()
+            tokens = run()
+            rates[name].append(tokens / (time.process_time() - begin))
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--spread", action="store_true", help="answers of very different lengths")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    try:
+        from verl.platform.memory import tune_allocator
+
+        tune_allocator()
+    except ImportError:
+        print("allocator not tuned: verl.platform.memory is missing")
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(40, 143, (args.prompts,), generator=generator).tolist()
+    prompts = [torch.randint(0, args.vocab, (n,), generator=generator).tolist() for n in lengths]
+    model = build_model(args.vocab)
+    for dtype in args.dtype.split(","):
+        setting = Setting(prompts, args.answers, args.tokens, dtype, args.spread)
+        runs = {name: ENGINES[name](setting, model) for name in args.engine.split(",")}
+        medians = {name: statistics.median(r) for name, r in measure(runs, args.repeats).items()}
+        base = medians.get("native", next(iter(medians.values())))
+        for name, rate in medians.items():
+            line = {
+                "engine": name,
+                "dtype": dtype,
+                "threads": args.threads,
+                "answers": args.prompts * args.answers,
+                "tokens_per_cpu_s": round(rate),
+                "native_ratio": round(base / rate, 2),
+                "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
