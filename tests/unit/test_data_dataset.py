@@ -50,7 +50,9 @@ def config(path: str, *more: str) -> Any:
     return load([f"data.train_files={path}", "data.val_files=null", "actor_rollout_ref.model.path=x", *more])
 
 
-def open_rows(tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any) -> PromptDataset:
+def open_rows(
+    tmp_path: Path, rows: list[dict[str, Any]], tokenizer: Any, *more: str, **kw: Any
+) -> PromptDataset:
     path = save(tmp_path / kw.pop("name", "x.jsonl"), rows)
     return PromptDataset(path, config(path, *more), tokenizer, **kw)
 
@@ -87,7 +89,11 @@ def test_prompt_key_source_key_and_template_options(tmp_path: Path, tokenizer: A
 
 
 def test_content_parts_and_null_keys(tmp_path: Path, tokenizer: Any) -> None:
-    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "name": None,
+    }
     prompt = open_rows(tmp_path, [chat([message])], tokenizer).prompt(0)
     assert prompt.messages == [{"role": "user", "content": "ab"}]
 
@@ -105,18 +111,29 @@ def test_plain_format(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixt
 
 
 def test_plain_format_with_own_function_keeps_whole_response(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"prompt": "p", "response": "yes", "reward": 1.0}, {"prompt": "q", "response": None, "reward": None}]
+    rows = [
+        {"prompt": "p", "response": "yes", "reward": 1.0},
+        {"prompt": "q", "response": None, "reward": None},
+    ]
     data = open_rows(tmp_path, rows, tokenizer, "custom_reward_function.path=f.py")
     assert [data.prompt(i).ground_truth for i in (0, 1)] == ["yes", None]
 
 
 @pytest.mark.parametrize("response", [None, "", "no number here"])
-def test_plain_format_without_ground_truth_is_refused(tmp_path: Path, tokenizer: Any, response: str | None) -> None:
+def test_plain_format_without_ground_truth_is_refused(
+    tmp_path: Path, tokenizer: Any, response: str | None
+) -> None:
     rows = [{"prompt": "p", "response": response, "reward": 1.0}] * 3
     with pytest.raises(DataError) as caught:
         open_rows(tmp_path, rows, tokenizer)
     text = str(caught.value)
-    for word in ("3 rows", "'response'", "verl prepare gsm8k", "--local_dataset_path", "custom_reward_function.path"):
+    for word in (
+        "3 rows",
+        "'response'",
+        "verl prepare gsm8k",
+        "--local_dataset_path",
+        "custom_reward_function.path",
+    ):
         assert word in text
 
 
@@ -127,8 +144,14 @@ def test_plain_format_without_ground_truth_is_refused(tmp_path: Path, tokenizer:
         ({"prompt": "p", "Response": "#### 1", "reward": 1.0}, ["'response'", "'Response'"]),
         ({"promt": "p", "response": "#### 1", "reward": 1.0}, ["'prompt'", "'promt'", "data.prompt_key"]),
         (chat() | {"data_source": None, "datasource": "x"}, None),
-        ({"prompt": [{"role": "user", "content": "a"}], "reward_modle": {}, "data_source": "x"}, ["'reward_modle'"]),
-        ({"prompt": [{"role": "user", "content": "a"}], "answer": "x"}, ["'data_source'", "data.reward_fn_key"]),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "reward_modle": {}, "data_source": "x"},
+            ["'reward_modle'"],
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "answer": "x"},
+            ["'data_source'", "data.reward_fn_key"],
+        ),
     ],
 )
 def test_absent_columns_are_named_with_the_nearest(
@@ -201,7 +224,9 @@ def test_bad_rows_are_left_out_counted_and_named(
     assert record["file"].endswith("x.jsonl") and record["detail"]
     assert any(f"1 × {problem}" in line for line in data.describe())
     write_data_report(tmp_path / "run" / "data_report.jsonl", data)
-    assert [json.loads(s) for s in (tmp_path / "run" / "data_report.jsonl").read_text().splitlines()] == [record]
+    assert [json.loads(s) for s in (tmp_path / "run" / "data_report.jsonl").read_text().splitlines()] == [
+        record
+    ]
 
 
 def test_too_many_bad_rows_refuse_the_run(tmp_path: Path, tokenizer: Any) -> None:
@@ -216,7 +241,9 @@ def test_too_many_bad_rows_refuse_the_run(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"data_source": "mine", "prompt": "p"}]
-    data = open_rows(tmp_path, rows, tokenizer, "custom_reward_function.path=f.py", score_known=lambda s: False)
+    data = open_rows(
+        tmp_path, rows, tokenizer, "custom_reward_function.path=f.py", score_known=lambda s: False
+    )
     assert data.prompt(0).data_source == "mine" and data.prompt(0).ground_truth is None
 
 
@@ -272,7 +299,9 @@ def test_truncate_keeps_at_most_limit_tokens_in_order(size: int, limit: int, mod
     assert mode == "right" or cut[-1] == size - 1
 
 
-def test_scan_in_processes_equals_scan_here(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_in_processes_equals_scan_here(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
     monkeypatch.setattr(scan, "WORTH_PROCESSES", 1)
@@ -295,7 +324,9 @@ def test_max_samples(tmp_path: Path, tokenizer: Any) -> None:
         for seed in (1, 1, 2)
         for p in [open_rows(tmp_path, rows, tokenizer, "data.train_max_samples=5", f"data.seed={seed}")]
     ]
-    assert drawn[0] == drawn[1] != drawn[2] and all(len(d) == 5 for d in drawn) and drawn[0] != [0, 1, 2, 3, 4]
+    assert (
+        drawn[0] == drawn[1] != drawn[2] and all(len(d) == 5 for d in drawn) and drawn[0] != [0, 1, 2, 3, 4]
+    )
     val = open_rows(tmp_path, rows, tokenizer, "data.val_max_samples=4", split="val")
     assert [val.prompt(i).row for i in range(len(val))] == [0, 1, 2, 3]
 

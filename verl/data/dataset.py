@@ -16,7 +16,7 @@ import numpy as np
 
 from verl.data.chat import BadRow, ChatRenderer, as_messages
 from verl.data.files import DataError, RowFiles
-from verl.data.rows import GSM8K, PLAIN, RowRules, check_columns, check_plain_truth
+from verl.data.rows import GSM8K, RowRules, check_columns, check_plain_truth
 from verl.data.scan import Scan, Scanner, scan_all
 from verl.trajectory import Prompt
 
@@ -55,7 +55,7 @@ class PromptDataset:
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
     files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: not checked here.) With data.custom_cls the rows come from the user's
+    reward function for it? (None: ask `verl.reward`.) With data.custom_cls the rows come from the user's
     class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
 
@@ -107,16 +107,20 @@ class PromptDataset:
         scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
         if not self.rules.needs_truth:
             return scan
-        verdicts: dict[str, bool] = {}
+        unknown = self._unscored({source for source in scan.sources if source})
         for row, source in enumerate(scan.sources):
-            if not source or row in scan.bad:
-                continue
-            if source not in verdicts:
-                verdicts[source] = source != PLAIN if self._score_known is None else self._score_known(source)
-            if not verdicts[source]:
-                detail = f"no built-in reward function for {source!r}; set custom_reward_function.path"
-                scan.bad[row], scan.lengths[row] = ("data_source without a function", detail), -1
+            if source in unknown and row not in scan.bad:
+                scan.bad[row], scan.lengths[row] = ("data_source without a function", unknown[source]), -1
         return scan
+
+    def _unscored(self, sources: set[str]) -> dict[str, str]:
+        """Sources that no built-in function scores, each with what to say about it."""
+        if self._score_known is None:
+            from verl.reward.registry import unsupported
+
+            return unsupported(sorted(sources))
+        message = "no built-in reward function for {!r}; set custom_reward_function.path"
+        return {source: message.format(source) for source in sources if not self._score_known(source)}
 
     def _bad_records(self) -> list[dict[str, Any]]:
         out = []
