@@ -70,6 +70,8 @@ class SFTDataset:
         self.bad_rows = self._bad_records()
         self._check_bad_ratio()
         self._rows = self._choose(max_samples)
+        if len(self._rows) == 0:
+            raise DataError(f"{', '.join(self.paths)}: no usable row is left", self.bad_rows)
 
     def _end_tokens(self) -> frozenset[int]:
         """Special tokens that may end a turn."""

@@ -142,11 +142,8 @@ class TurnFinder:
 def _content_end(text: str, start: int, message: Mapping[str, Any]) -> int | None:
     """Where the turn's content ends in `text`: at once, or after a think block that the template wrote."""
     content = str(message["content"]).strip()
-    for lead, visible in (
-        (_BLANKS, content),
-        (_THOUGHT, content),
-        (_THOUGHT, content.split("</think>")[-1].strip()),
-    ):
+    answer = content.split("</think>")[-1].strip()
+    for lead, visible in ((_BLANKS, content), (_THOUGHT, content), (_THOUGHT, answer), (_BLANKS, answer)):
         found = lead.match(text, start)
         if found is not None and text.startswith(visible, found.end()):
             return found.end() + len(visible)
