@@ -22,14 +22,22 @@ EXIT_FAILED = 1
 
 
 def run_ppo(config: Config) -> int:
-    """Train; returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted."""
+    """Train by reinforcement; returns the exit status of `run_guarded`."""
+    return run_guarded(config, _train)
+
+
+def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
+    """Call train(config, tracking) in an opened run folder and explain how it ended.
+
+    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
+    """
     from verl.tracking.tracker import Tracking
 
     import_plugins(config)
     tracking = Tracking(config, Path(config.trainer.default_local_dir).expanduser())
     restore = _terminate_as_interrupt()
     try:
-        _train(config, tracking)
+        train(config, tracking)
         return 0
     except UserError as error:
         return _stopped(tracking, "refused", str(error), EXIT_USER)
@@ -47,9 +55,10 @@ def run_ppo(config: Config) -> int:
         tracking.close()
 
 
-def import_plugins(config: Config) -> None:
+def import_plugins(config: Any) -> None:
     """Import `model.external_lib` and VERL_USE_EXTERNAL_MODULES, which register estimators, losses and the like."""
-    named = config.actor_rollout_ref.model.external_lib or []
+    model = config.model if config.entry == "sft" else config.actor_rollout_ref.model
+    named = model.external_lib or []
     modules = [named] if isinstance(named, str) else list(named)
     modules += [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     for module in modules:
