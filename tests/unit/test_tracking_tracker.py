@@ -1,0 +1,434 @@
+"""Tracking as a whole: where a record goes, trackers that fail, resume, answers, validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from verl.tracking import backend, console
+from verl.tracking.tracker import Tracking
+from verl.trajectory import Batch, Prompt, Trajectory
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(**trainer) -> SimpleNamespace:
+    settings = {"project_name": "proj", "experiment_name": "exp", "logger": ["console"], **trainer}
+    return SimpleNamespace(trainer=SimpleNamespace(**settings), to_dict=lambda: {"trainer": settings})
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(raw) for raw in path.read_bytes().split(b"\n")[:-1]]
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [e for e in records(run / "events.jsonl") if e["event"] == kind]
+
+
+class Tokenizer:
+    """Token 7 is "<7>"."""
+
+    calls = 0
+
+    def decode(self, ids, **kwargs) -> str:
+        Tokenizer.calls += 1
+        return "".join(f"<{i}>" for i in ids)
+
+
+def answers(groups: int = 3, n: int = 4, length: int = 3) -> Batch:
+    rows = []
+    for i in range(n):
+        for g in range(groups):
+            prompt = Prompt(
+                f"0:{g}@0", np.array([g, g]), [{"role": "user", "content": f"q{g}"}], "src", f"gt{g}"
+            )
+            t = Trajectory(
+                prompt,
+                i,
+                np.arange(length) + 5,
+                np.array([True] * (length - 1) + [False]),
+                np.full(length, -0.1234567, np.float32),
+            )
+            t.text, t.score, t.score_parts = f"a{g}.{i}", float(i), {"acc": i % 2 == 0, "input": "not ours"}
+            t.advantages = np.full(length, 0.5, np.float32)
+            t.loss_mask = t.response_mask.copy()
+            rows.append(t)
+    rows[1].score, rows[1].score_error, rows[1].score_parts = None, "it raised", {}
+    return Batch(rows)
+
+
+class Memory:
+    """A tracker in memory; `fail_at` makes it raise at that step."""
+
+    made: ClassVar[list[Memory]] = []
+
+    def __init__(self, session: backend.Session, fail_at: int | None = None):
+        self.session, self.fail_at = session, fail_at
+        self.logged: dict[int, dict] = {}
+        self.tables: list = []
+        self.closed = False
+        Memory.made.append(self)
+
+    def log(self, step, metrics):
+        if step == self.fail_at:
+            raise ConnectionError("server gone")
+        self.logged[step] = dict(metrics)
+
+    def table(self, step, rows):
+        self.tables += rows
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    Memory.made = []
+    fails: dict[str, int] = {}
+
+    def opened(name, session, say):
+        if name == "broken":
+            raise RuntimeError("cannot start")
+        if name == "absent":
+            raise backend.Unavailable("not installed")
+        return Memory(session, fails.get(name))
+
+    monkeypatch.setattr("verl.tracking.tracker.open_backend", opened)
+    return fails
+
+
+def test_a_record_goes_everywhere(tmp_path, capsys, memory):
+    tracking = Tracking(config(logger=["console", "mem"]), tmp_path)
+    metrics = {
+        "critic/rewards/mean": np.float32(0.5),
+        "actor/kl_loss": float("nan"),
+        "actor/lr": 1e-6,
+        "x": "text",
+    }
+    tracking.log(1, metrics)
+    tracking.log(2, metrics | {"actor/kl_loss": 0.25})
+    tracking.close()
+    tracking.close()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0] == "step:1 - actor/kl_loss:nan - actor/lr:1e-06 - critic/rewards/mean:0.5"
+    assert console.parse_step_line(lines[1])["actor/kl_loss"] == 0.25
+    first, second = records(tmp_path / "metrics.jsonl")
+    assert first["step"] == 1 and first["actor/kl_loss"] is None and first["actor/kl_divergence"] is None
+    assert first["actor/reward_mean"] == 0.5 and "x" not in first
+    assert abs(first["time"] - time.time()) < 60
+    assert second["actor/kl_divergence"] == 0.25
+    (mem,) = Memory.made
+    assert mem.logged[1] == {"actor/lr": 1e-6, "critic/rewards/mean": 0.5, "actor/reward_mean": 0.5}
+    assert mem.closed
+    assert err.count("metric x is no number") == 1
+
+
+def test_without_console_no_line(tmp_path, capsys):
+    tracking = Tracking(config(logger=[]), tmp_path)
+    tracking.log(1, {"a": 1})
+    tracking.close()
+    assert capsys.readouterr().out == ""
+    assert records(tmp_path / "metrics.jsonl")[0]["a"] == 1
+
+
+def test_trackers_that_fail_are_told_once_and_dropped(tmp_path, capsys, memory):
+    memory["flaky"] = 2
+    tracking = Tracking(config(logger=["broken", "flaky", "absent", "good"]), tmp_path)
+    for step in (1, 2, 3):
+        tracking.log(step, {"a": step})
+    tracking.close()
+    err = capsys.readouterr().err
+    assert err.count("tracker broken does not start (RuntimeError: cannot start)") == 1
+    assert err.count("tracker flaky failed (ConnectionError: server gone)") == 1
+    assert err.count("tracker absent: not installed") == 1
+    assert [m.logged.keys() for m in Memory.made] == [{1}, {1, 2, 3}] or [
+        sorted(m.logged) for m in Memory.made
+    ] == [
+        [1],
+        [1, 2, 3],
+    ]
+    assert len(records(tmp_path / "metrics.jsonl")) == 3
+    assert len(events(tmp_path, "notice")) == 3
+
+
+@pytest.mark.parametrize("name", ["swanlab", "mlflow", "clearml", "trackio", "vemlp_wandb"])
+def test_trackers_of_later_releases(tmp_path, capsys, name):
+    tracking = Tracking(config(logger=["console", name]), tmp_path)
+    tracking.log(1, {"a": 1})
+    tracking.log(2, {"a": 1})
+    tracking.close()
+    out, err = capsys.readouterr()
+    assert (
+        err.count(f"tracker {name}: not in this release; metrics.jsonl in the run folder has everything") == 1
+    )
+    assert len(out.splitlines()) == 2
+
+
+def test_resume_by_event(tmp_path, memory):
+    tracking = Tracking(config(logger=["mem"]), tmp_path)
+    for step in range(1, 6):
+        tracking.log(step, {"a": step})
+    tracking.close()
+    tracking = Tracking(config(logger=["mem"]), tmp_path)
+    tracking.event("resume", step=3, path="x")
+    tracking.log(4, {"a": 40})
+    tracking.close()
+    found = records(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r.get("a")) for r in found] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 40)]
+    assert found[3]["event"] == "resume"
+    assert Memory.made[1].session.resume_step == 3
+    assert len(events(tmp_path, "run_start")) == 2
+    again = Tracking(config(logger=[]), tmp_path / "b", resume_step=7)
+    assert again.run_dir == tmp_path / "b"
+    again.close()
+    assert records(tmp_path / "b" / "metrics.jsonl")[0]["step"] == 7
+
+
+def test_events_from_threads_and_with_records(tmp_path, capsys):
+    import threading
+
+    tracking = Tracking(config(), tmp_path)
+    workers = [
+        threading.Thread(target=lambda i=i: [tracking.event("tick", n=i, pad="x" * 500) for _ in range(50)])
+        for i in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    tracking.event("reward_failed", {"kind": "timeout", "time": "theirs", "message": "look here"})
+    tracking.close()
+    assert len(events(tmp_path, "tick")) == 200
+    (failed,) = events(tmp_path, "reward_failed")
+    assert failed["kind"] == "timeout" and isinstance(failed["time"], float)
+    assert "verl: look here" in capsys.readouterr().err
+
+
+def test_trajectories_and_dumps(tmp_path):
+    tracking = Tracking(
+        config(rollout_data_dir=str(tmp_path / "all")), tmp_path / "run", tokenizer=Tokenizer()
+    )
+    batch = answers(groups=20)
+    batch[0].old_log_probs = np.full(3, -0.5, np.float32)
+    tracking.dump_trajectories(12, batch)
+    tracking.close()
+    rows = records(tmp_path / "run/trajectories/12.jsonl")
+    assert len(rows) == 64, "sixteen whole groups of four"
+    assert [r["uid"] for r in rows[:5]] == ["0:0@0"] * 4 + ["0:1@0"]
+    assert rows[0] == {
+        "step": 12,
+        "uid": "0:0@0",
+        "index": 0,
+        "data_source": "src",
+        "input": "<0><0>",
+        "output": "a0.0",
+        "gts": "gt0",
+        "score": 0.0,
+        "score_error": None,
+        "parts": {"acc": True, "input": "not ours"},
+        "advantage": 0.5,
+        "length": 3,
+        "finish_reason": "stop",
+        "versions": [0],
+        "tokens": ["<5>", "<6>", "<7>"],
+        "mask": [1, 1, 0],
+        "log_probs": [-0.5, -0.5, None],
+        "rollout_log_probs": [-0.123457, -0.123457, None],
+        "advantages": [0.5, 0.5, 0.5],
+    }
+    assert rows[1]["log_probs"] is None
+    every = records(tmp_path / "all/12.jsonl")
+    assert len(every) == 80
+    assert list(every[0]) == ["input", "output", "gts", "score", "step", "uid", "acc"]
+    assert every[0]["input"] == "<0><0>" and every[0]["acc"] is True
+    assert [r["uid"] for r in every] == [f"0:{g}@0" for g in range(20) for _ in range(4)]
+    (failed,) = [r for r in every if "score_error" in r]
+    assert failed["score"] is None
+
+
+def test_tokens_are_decoded_once(tmp_path):
+    tracking = Tracking(config(), tmp_path, tokenizer=Tokenizer())
+    Tokenizer.calls = 0
+    for step in range(5):
+        tracking.dump_trajectories(step, answers())
+    tracking.close()
+    assert Tokenizer.calls == 3 + 5 * 3, "three different tokens once, three prompts per step"
+
+
+def test_a_group_larger_than_the_limit_is_cut(tmp_path):
+    tracking = Tracking(config(), tmp_path)
+    tracking.dump_trajectories(1, answers(groups=1, n=100))
+    tracking.close()
+    rows = records(tmp_path / "trajectories/1.jsonl")
+    assert len(rows) == 64 and rows[0]["input"] == "q0" and rows[0]["tokens"] == ["5", "6", "7"]
+
+
+def test_validation(tmp_path, capsys, memory):
+    settings = config(
+        logger=["console", "mem"], validation_data_dir=str(tmp_path / "val"), log_val_generations=2
+    )
+    tracking = Tracking(settings, tmp_path / "run")
+    metrics = {"val-core/src/acc/mean@1": 0.5, "val/accuracy": 0.5, "val-aux/src/x/mean@1": math.nan}
+    tracking.validation(0, answers(), metrics)
+    tracking.log(0, metrics)
+    tracking.validation(5, answers(), metrics | {"val-core/src/acc/mean@1": 0.75})
+    tracking.finish("finished")
+    tracking.finish("failed", "too late")
+    tracking.close()
+    out = capsys.readouterr().out.splitlines()
+    assert (
+        out[0] == "Initial validation metrics: {'val-core/src/acc/mean@1': 0.5, 'val-aux/src/x/mean@1': nan}"
+    )
+    assert out[1] == "step:0 - val-core/src/acc/mean@1:0.5 - val-aux/src/x/mean@1:nan"
+    assert (
+        out[2] == "Final validation metrics: {'val-core/src/acc/mean@1': 0.75, 'val-aux/src/x/mean@1': nan}"
+    )
+    assert records(tmp_path / "run/metrics.jsonl")[0]["val/accuracy"] == 0.5
+    assert len(records(tmp_path / "val/0.jsonl")) == len(records(tmp_path / "val/5.jsonl")) == 12
+    (mem,) = Memory.made
+    assert [row[0] for row in mem.tables] == [0, 0, 5, 5]
+    assert [row[1:3] for row in mem.tables[:2]] == [row[1:3] for row in mem.tables[2:]], (
+        "always the same answers"
+    )
+    (end,) = events(tmp_path / "run", "run_end")
+    assert end["status"] == "finished"
+
+
+def test_data_report(tmp_path, capsys):
+    bad = {"file": "a.parquet", "row": 3, "problem": "empty prompt", "detail": "x"}
+    data = SimpleNamespace(
+        bad_rows=[bad], report={"rows": 5, "used": 4}, describe=lambda: ["train: 4 of 5 rows"]
+    )
+    tracking = Tracking(config(), tmp_path)
+    tracking.data_report(data, None)
+    tracking.close()
+    assert records(tmp_path / "data_report.jsonl") == [bad]
+    assert events(tmp_path, "data")[0]["used"] == 4
+    assert "train: 4 of 5 rows" in capsys.readouterr().err
+
+
+def test_progress_counts_answers(tmp_path, capsys):
+    tracking = Tracking(config(), tmp_path)
+    tracking.progress("gen", 8)(1)
+    tracking.start_progress(2, 0)
+    advance = tracking.progress("gen", 8)
+    advance(1)
+    tracking.log(1, {"a": 1})
+    tracking.log(2, {"a": 1})
+    tracking.close()
+    err = capsys.readouterr().err
+    assert "Training Progress: 1/2 (50%)" in err and "Training Progress: 2/2 (100%)" in err
+
+
+def test_file_tracker(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+    tracking = Tracking(config(logger=["file"]), tmp_path / "run")
+    tracking.log(3, {"a": 0.5, "b": math.nan})
+    tracking.close()
+    assert records(tmp_path / "logs/proj/exp.jsonl") == [{"step": 3, "data": {"a": 0.5}}]
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
+    tracking = Tracking(config(logger=["file"]), tmp_path / "run2")
+    tracking.log(3, {"a": 0.5})
+    tracking.close()
+    assert "set VERL_FILE_LOGGER_PATH" in capsys.readouterr().err
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tb"))
+    tracking = Tracking(config(logger=["tensorboard"]), tmp_path / "run")
+    for step in (1, 2, 3):
+        tracking.log(step, {"actor/lr": step * 0.5, "nan": math.nan})
+    tracking.close()
+    tracking = Tracking(config(logger=["tensorboard"]), tmp_path / "run", resume_step=2)
+    tracking.log(3, {"actor/lr": 30.0})
+    tracking.close()
+    found = EventAccumulator(str(tmp_path / "tb"))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["actor/lr"]
+    assert [(e.step, e.value) for e in found.Scalars("actor/lr")] == [(1, 0.5), (2, 1.0), (3, 30.0)]
+
+
+WANDB = """
+import sys, math
+from types import SimpleNamespace
+from typing import ClassVar
+from verl.tracking.tracker import Tracking
+if sys.argv[2] == "absent":
+    sys.modules["wandb"] = None
+settings = dict(project_name="p", experiment_name="e", logger=["console", sys.argv[3]], log_val_generations=1)
+config = SimpleNamespace(trainer=SimpleNamespace(**settings), to_dict=lambda: {"trainer": settings})
+for resume in (None, 1):
+    tracking = Tracking(config, sys.argv[1], resume_step=resume)
+    tracking.log(2 if resume else 1, {"a": 0.5, "b": math.nan})
+    tracking.close()
+"""
+
+
+def run_wandb(tmp_path: Path, mode: str, name: str = "wandb", **env: str) -> tuple[str, float]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB, str(tmp_path / "run"), mode, name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        env={**clean, "HOME": str(tmp_path), "WANDB_SILENT": "true", **env},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step:")]) == 2, done.stdout
+    return done.stderr, time.monotonic() - started
+
+
+@pytest.mark.parametrize("name", ["wandb", "tracking"])
+def test_wandb_absent(tmp_path, name):
+    err, _ = run_wandb(tmp_path, "absent", name)
+    assert err.count("tracker wandb: the wandb package is not installed") == 2
+    assert "Traceback" not in err
+
+
+def test_wandb_not_logged_in(tmp_path):
+    pytest.importorskip("wandb")
+    err, seconds = run_wandb(tmp_path, "here")
+    assert "tracker wandb: not logged in; run `wandb login` or set WANDB_API_KEY" in err
+    assert "Traceback" not in err and seconds < 30
+
+
+def test_wandb_offline(tmp_path):
+    pytest.importorskip("wandb")
+    err, _ = run_wandb(tmp_path, "here", WANDB_MODE="offline")
+    assert "wandb: offline; `wandb sync" in err and "Traceback" not in err, err
+    runs = list((tmp_path / "run").glob("wandb/offline-run-*"))
+    assert len(runs) == 2
+    assert len({r.name.rsplit("-", 1)[1] for r in runs}) == 1, "resumed under the same id"
+
+
+def test_wandb_login_is_found_in_netrc(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from verl.tracking.wandb import logged_in
+
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    assert not logged_in(wandb)
+    (tmp_path / "netrc").write_text("machine wandb.example.com login user password " + "x" * 40 + "\n")
+    assert logged_in(wandb)
+    (tmp_path / "netrc").write_text("nonsense\n")
+    assert not logged_in(wandb)
