@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -44,10 +43,15 @@ class Field:
         return declared.default if declared.default is not MISSING else declared.default_factory()  # type: ignore[misc]
 
 
-@functools.cache
+_FIELDS: dict[type[Group], dict[str, Field]] = {}
+_LEAVES: dict[type[Root], dict[str, Field]] = {}
+
+
 def fields_of(cls: type[Group]) -> dict[str, Field]:
     """The keys of a group, in the schema's order."""
-    return {f.name: _field(f, cls) for f in fields(cls) if not f.name.startswith("_")}
+    if cls not in _FIELDS:
+        _FIELDS[cls] = {f.name: _field(f, cls) for f in fields(cls) if not f.name.startswith("_")}
+    return _FIELDS[cls]
 
 
 def _field(declared: Any, cls: type[Group]) -> Field:
@@ -96,10 +100,11 @@ def walk(cls: type[Group], prefix: str = "") -> Iterator[tuple[str, Field]]:
             yield prefix + name, known
 
 
-@functools.cache
 def leaves(cls: type[Root]) -> dict[str, Field]:
     """All keys of an entry point by dotted path."""
-    return dict(walk(cls))
+    if cls not in _LEAVES:
+        _LEAVES[cls] = dict(walk(cls))
+    return _LEAVES[cls]
 
 
 def type_name(known: Field) -> str:

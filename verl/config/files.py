@@ -111,7 +111,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
     )
     Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)  # noqa: S506 (derived from SafeLoader)
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise _error(f"{file}: cannot be read as YAML: {error}") from error
     if tree is not None and not isinstance(tree, dict):

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.errors import UserError
+
 Kind = Literal["configuration", "machine"]
 
 
@@ -24,7 +26,7 @@ class Problem:
         return f"{self.key}: {self.message}" if self.key else self.message
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """The configuration cannot be used. `problems` holds every reason, the text shows them all."""
 
     def __init__(self, problems: Iterable[Problem]):

@@ -60,7 +60,10 @@ class Group:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The key's value (None included), or `default` if there is no such key."""
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def __getitem__(self, key: str) -> Any:
         if key in self:
@@ -95,8 +98,6 @@ class Group:
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.to_dict() == other.to_dict()  # type: ignore[attr-defined]
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()!r})"

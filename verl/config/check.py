@@ -1,0 +1,21 @@
+"""Checking a configuration as a whole: every rule, all problems in one report, without torch."""
+
+from __future__ import annotations
+
+from verl.config.report import Report
+from verl.config.rules import algorithm, data, machine, sizes, values
+from verl.config.rules.context import Check
+from verl.config.schema.base import Root
+
+
+def check(cfg: Root) -> Report:
+    """All problems and notices of a configuration, and its plan of batches.
+
+    Reads the model's config.json, the data files' schema and reward columns, /dev and the environment. Loads nothing,
+    fetches nothing.
+    """
+    c = Check(cfg)
+    for rules in (values, algorithm, sizes, machine, data):
+        rules.check(c)
+    c.report.plan = sizes.plan(c)
+    return c.report

@@ -1,0 +1,70 @@
+"""Which devices this machine has, found without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices found. `cuda_build` is False if torch is there and was built without CUDA."""
+
+    cuda: int
+    npu: int
+    cuda_build: bool
+
+    def count(self, kind: str) -> int:
+        """Devices of a kind; one for the cpu."""
+        return {"cuda": self.cuda, "npu": self.npu}.get(kind, 1)
+
+    @property
+    def best(self) -> str:
+        """What `trainer.device=auto` means here."""
+        if self.cuda and self.cuda_build:
+            return "cuda"
+        return "npu" if self.npu else "cpu"
+
+
+def find() -> Devices:
+    """Look at /dev and /proc, and at which devices the environment leaves visible."""
+    cuda = _visible("CUDA_VISIBLE_DEVICES", len(_nodes("nvidia")) or len(list(_proc_gpus())))
+    npu = _visible("ASCEND_RT_VISIBLE_DEVICES", len(_nodes("davinci")))
+    return Devices(cuda, npu, _torch_has_cuda())
+
+
+def _nodes(name: str) -> list[str]:
+    try:
+        return [entry for entry in os.listdir("/dev") if re.fullmatch(rf"{name}\d+", entry)]
+    except OSError:
+        return []
+
+
+def _proc_gpus() -> list[str]:
+    try:
+        return os.listdir("/proc/driver/nvidia/gpus")
+    except OSError:
+        return []
+
+
+def _visible(variable: str, found: int) -> int:
+    listed = os.environ.get(variable)
+    if listed is None:
+        return found
+    names = [n for n in listed.split(",") if n.strip() and n.strip() != "-1"]
+    return min(found, len(names))
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return True
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
+    except OSError:
+        return True
+    found = re.search(r"^cuda\b.*=\s*(.+)$", text, re.M)
+    return not (found and found[1].strip() == "None")

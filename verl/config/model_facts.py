@@ -1,0 +1,176 @@
+"""What a model's directory says about it, read as JSON: no torch, no transformers, no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's config.json with overrides applied; `text` is its language model's part."""
+
+    folder: Path
+    config: dict[str, Any]
+    text: dict[str, Any]
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence in tokens, rope scaling included, or None if the config does not say."""
+        length = self.text.get("max_position_embeddings")
+        scaling = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
+        if not isinstance(length, int):
+            return None
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+        factor = scaling.get("factor", 1.0) if kind in ("yarn", "linear", "dynamic") else 1.0
+        original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
+        return max(length, int((original or length) * factor))
+
+    @property
+    def heads(self) -> int | None:
+        """Attention heads."""
+        return self._int("num_attention_heads", "n_head")
+
+    @property
+    def layers(self) -> int | None:
+        """Decoder layers."""
+        return self._int("num_hidden_layers", "n_layer")
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer; 0 for a dense model."""
+        return self._int("num_experts", "num_local_experts", "n_routed_experts") or 0
+
+    @property
+    def vision(self) -> bool:
+        """True for a model that sees images."""
+        return "vision_config" in self.config
+
+    @property
+    def name(self) -> str:
+        """The architecture's name."""
+        return str(self.config.get("model_type", "unknown"))
+
+    @property
+    def classifier(self) -> bool:
+        """True for a sequence or token classifier."""
+        return any("Classification" in a for a in self.config.get("architectures") or ())
+
+    @property
+    def remote_code(self) -> bool:
+        """True if the model can only be built by code that is shipped with it."""
+        return "auto_map" in self.config and not _native(self.name)
+
+    def missing_weights(self) -> str | None:
+        """What is wrong with the weight files, or None."""
+        for index in sorted(self.folder.glob("*.index.json")):
+            try:
+                shards = set(json.loads(index.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError):
+                return f"{index.name} cannot be read"
+            gone = sorted(s for s in shards if not (self.folder / s).exists())
+            return f"{index.name} names {', '.join(gone[:3])}, which is not there" if gone else None
+        patterns = (
+            "*.safetensors",
+            "pytorch_model*.bin",
+            "../model_world_size_*.pt",
+            "model_world_size_*.pt",
+        )
+        if any(next(self.folder.glob(p), None) for p in patterns[:2] + patterns[3:]):
+            return None
+        if next(self.folder.parent.glob(patterns[3]), None):
+            return None
+        present = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+        return f"no *.safetensors there (it holds {present}); name a directory with weights"
+
+    def _int(self, *names: str) -> int | None:
+        return next((self.text[n] for n in names if isinstance(self.text.get(n), int)), None)
+
+
+class ModelTrouble(ValueError):
+    """The model cannot be used. `kind` as in Problem; `download` if a run could fetch it."""
+
+    def __init__(self, message: str, kind: str = "configuration", download: bool = False):
+        super().__init__(message)
+        self.kind = kind
+        self.download = download
+
+
+def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | None = None) -> ModelFacts:
+    """Facts of a model on disk: a directory, or an id in the hub's cache. Raises ModelTrouble."""
+    folder = find(path)
+    file = (find(config_path) if config_path and config_path != path else folder) / "config.json"
+    if not file.is_file():
+        public = folder / "huggingface" / "config.json"
+        if not public.is_file():
+            present = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+            raise ModelTrouble(
+                f"{file} does not exist (the directory holds {present}); name a model's directory"
+            )
+        file = public
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelTrouble(f"{file}: holds no JSON object")
+    given = dict(overrides or {})
+    nested = given.pop("model_config", None) or {}
+    config = {**config, **given, **nested}
+    text = config.get("text_config") or config.get("llm_config") or config
+    if text is not config:
+        text = {**text, **{k: v for k, v in {**given, **nested}.items() if k in text}}
+    return ModelFacts(file.parent, config, text)
+
+
+def find(path: str) -> Path:
+    """The directory of a model on this disk. Raises ModelTrouble with class "machine" if it is not here."""
+    if "://" in path:
+        raise ModelTrouble(f"{path} is remote; it would be copied first", "machine", download=True)
+    local = Path(path)
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise ModelTrouble(f"{path} is a file; name the directory that holds config.json")
+    cached = _hub_folder(path)
+    if cached is not None:
+        return cached
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelTrouble(f"{path}: no such directory on this disk", "machine")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    why = "HF_HUB_OFFLINE is set" if offline else f"`hf download {path}` fetches it"
+    message = f"the model {path} is not on this disk ({why}; or name a directory)"
+    raise ModelTrouble(message, "machine", download=not offline)
+
+
+def _hub_folder(name: str) -> Path | None:
+    """The snapshot of a hub id in the cache, or None."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    cache = (
+        os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    )
+    root = Path(cache) / f"models--{name.replace('/', '--')}"
+    head = root / "refs" / "main"
+    if head.is_file():
+        snapshot = root / "snapshots" / head.read_text().strip()
+        if (snapshot / "config.json").exists():
+            return snapshot
+    found = sorted((root / "snapshots").glob("*/config.json")) if root.is_dir() else []
+    return found[-1].parent if found else None
+
+
+def _native(model_type: str) -> bool:
+    """True if the installed transformers has the architecture itself."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    folder = (
+        Path(spec.submodule_search_locations[0]) / "models" / model_type.replace("-", "_").replace(".", "_")
+    )
+    return folder.is_dir()

@@ -1,0 +1,100 @@
+"""What every rule gets: the configuration, where its parts are, what is known of model and machine, the report."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from verl.config import devices
+from verl.config.model_facts import ModelFacts, ModelTrouble, look
+from verl.config.problems import Problem
+from verl.config.report import Report
+from verl.config.schema.base import Root
+
+
+class Check:
+    """One check in progress."""
+
+    def __init__(self, cfg: Root):
+        self.cfg: Any = cfg
+        self.report = Report(notices=list(cfg.notices))
+        ppo = cfg.entry == "ppo"
+        self.model_key = "actor_rollout_ref.model" if ppo else "model"
+        self.rollout_key = "actor_rollout_ref.rollout" if ppo else "rollout"
+        self.model: Any = cfg.select(self.model_key)
+        self.rollout: Any = cfg.select(self.rollout_key)
+        self.trainer: Any = cfg.get("trainer")
+        self.rows: dict[str, int] = {}
+
+    @property
+    def ppo(self) -> bool:
+        """True for the configuration of main_ppo."""
+        return bool(self.cfg.entry == "ppo")
+
+    def refuse(self, key: str, message: str) -> None:
+        """The configuration is wrong."""
+        self._add(Problem(key, message))
+
+    def lacks(self, key: str, message: str, download: bool = False) -> None:
+        """This machine lacks something; `download` if a run could fetch it."""
+        problem = Problem(key, message, "machine")
+        if self._add(problem) and download:
+            self.report.downloads.append(problem)
+
+    def notice(self, text: str) -> None:
+        """Say it, then go on."""
+        if text not in self.report.notices:
+            self.report.notices.append(text)
+
+    def _add(self, problem: Problem) -> bool:
+        if problem in self.report.problems:
+            return False
+        self.report.problems.append(problem)
+        return True
+
+    def was_set(self, path: str) -> bool:
+        """True if the user gave the key."""
+        return bool(self.cfg.was_set(path))
+
+    @functools.cached_property
+    def devices(self) -> devices.Devices:
+        """The machine's devices."""
+        return devices.find()
+
+    @functools.cached_property
+    def facts(self) -> ModelFacts | None:
+        """The model's config, or None if it is not to be had (which is reported once)."""
+        if self.model is None:
+            return None
+        key = f"{self.model_key}.path"
+        if not self.model.path:
+            self.refuse(
+                key, f"is required: a Hugging Face id or a directory, for example {key}=Qwen/Qwen3-0.6B"
+            )
+            return None
+        try:
+            return look(self.model.path, self.model.override_config, self.model.hf_config_path)
+        except ModelTrouble as trouble:
+            if trouble.kind == "machine":
+                self.lacks(key, str(trouble), download=trouble.download)
+            else:
+                self.refuse(key, str(trouble))
+            return None
+
+    @property
+    def world(self) -> int:
+        """Training devices over all nodes."""
+        return int(self.trainer.nnodes * self.trainer.n_gpus_per_node) if self.trainer else 1
+
+
+def nearest(name: str, options: Sequence[str]) -> str:
+    """Text that names the most similar option, or ""."""
+    found = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
+    return f"; nearest: {found[0]}" if found else ""
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, as text."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

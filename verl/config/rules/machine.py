@@ -1,0 +1,111 @@
+"""What the machine must have: devices, engines, trackers, the model's weights. Most of it is "this machine lacks"."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from verl.config import release
+from verl.config.rules.context import Check
+
+
+def check(c: Check) -> None:
+    """Rules 17, 21 to 24, and what this release does on one machine only."""
+    if c.trainer is not None:
+        _devices(c)
+    if c.rollout is not None:
+        _engine(c)
+    if c.model is not None:
+        _model(c)
+    if c.ppo or c.cfg.entry == "sft":
+        _trackers(c)
+        _resume(c)
+
+
+def _devices(c: Check) -> None:
+    wanted, found = c.trainer.device, c.devices
+    kind = found.best if wanted == "auto" else wanted
+    here = found.count(kind)
+    if kind == "cuda" and here and not found.cuda_build:
+        c.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
+    elif wanted in ("cuda", "npu") and not here:
+        c.lacks(
+            f"trainer.device={wanted}", f"no {wanted} device is found here; set trainer.device=cpu or auto"
+        )
+    world = c.world
+    sizes = f"trainer.nnodes={c.trainer.nnodes}, trainer.n_gpus_per_node={c.trainer.n_gpus_per_node}"
+    cluster = bool(os.environ.get("RAY_ADDRESS"))
+    if world > release.MAX_DEVICES:
+        limit = f"this release trains on {release.MAX_DEVICES} device"
+        c.lacks(sizes, f"{world} devices; {limit}, and here is {here} {kind}; set both to 1")
+    elif world > here and not cluster:
+        c.lacks(sizes, f"{world} devices asked for, found {here} {kind}; lower it, or set RAY_ADDRESS")
+
+
+def _engine(c: Check) -> None:
+    name, key = c.rollout.name, f"{c.rollout_key}.name"
+    if name in ("vllm", "sglang"):
+        installed = importlib.util.find_spec(name) is not None
+        where = "installed here, but " if installed else "not installed here, and "
+        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}=native")
+    elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
+        c.notice(
+            f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, the engine is {name}"
+        )
+
+
+def _model(c: Check) -> None:
+    facts, key = c.facts, f"{c.model_key}.path"
+    if facts is None:
+        return
+    if trouble := facts.missing_weights():
+        c.refuse(f"{key}={c.model.path}", trouble)
+    if facts.remote_code and not c.model.trust_remote_code:
+        c.refuse(
+            f"{c.model_key}.trust_remote_code=False",
+            f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code",
+        )
+    if facts.vision and not release.VISION:
+        c.lacks(
+            f"{key}={c.model.path}", f"vision models ({facts.name}) are not in this release; use a text model"
+        )
+    rank = c.model.lora_rank
+    if rank > 512 and c.rollout is not None and c.rollout.name == "vllm":
+        c.refuse(f"{c.model_key}.lora_rank={rank}", "vllm takes at most 512")
+    if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:
+        c.refuse("reward_model.model.path", "reward_model.enable=True needs it")
+
+
+def _trackers(c: Check) -> None:
+    packages = {"wandb": "wandb", "tensorboard": "tensorboard"}
+    for name in c.trainer.logger:
+        package = packages.get(name)
+        if package and importlib.util.find_spec(package) is None:
+            c.notice(f"trainer.logger={name}: {package} is not installed; left out (pip install {package})")
+        elif package is None and name not in release.LOGGERS:
+            c.notice(f"trainer.logger={name}: not in this release, left out; metrics.jsonl has everything")
+    offline = not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists()
+    if "wandb" in c.trainer.logger and offline and "WANDB_MODE" not in os.environ:
+        c.notice("trainer.logger=wandb: not logged in here (WANDB_API_KEY); recorded offline")
+
+
+def _resume(c: Check) -> None:
+    """Rule 21: the checkpoint of resume_path is there."""
+    if c.trainer.resume_mode != "resume_path":
+        return
+    given = c.trainer.resume_from_path
+    if not given:
+        c.refuse("trainer.resume_mode=resume_path", "needs trainer.resume_from_path=…/global_step_N")
+        return
+    folder = Path(given)
+    complete = ("manifest.json", "latest_checkpointed_iteration.txt", "data.pt")
+    if not folder.is_dir():
+        c.refuse(
+            f"trainer.resume_from_path={given}",
+            "no such directory; to start afresh set trainer.resume_mode=auto",
+        )
+    elif not any((folder / name).exists() for name in complete) and not any(folder.glob("global_step_*")):
+        c.refuse(
+            f"trainer.resume_from_path={given}", "holds no checkpoint (no manifest.json, no global_step_N)"
+        )

@@ -1,0 +1,101 @@
+"""Single values: bounds, lists of names (with registered ones), what this release does not have."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from verl.config import release
+from verl.config.fields import Field, leaves
+from verl.config.rules.context import Check, nearest
+from verl.config.tables import REFUSED_VALUES
+
+IMPLEMENTED = {
+    "algorithm.adv_estimator": release.ESTIMATORS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": release.POLICY_LOSSES,
+}
+
+
+def check(c: Check) -> None:
+    """Bounds and names of every key, then the features that are not in this release."""
+    for path, known in leaves(type(c.cfg)).items():
+        value = c.cfg.select(path)
+        if value is None:
+            if known.about.get("required") and path != f"{c.model_key}.path":
+                c.refuse(path, "is required")
+            continue
+        _bounds(c, path, value, known)
+        if "options" in known.about:
+            _names(c, path, value, known)
+    for feature in release.FEATURES:
+        value = c.cfg.select(feature.key)
+        if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
+            c.refuse(f"{feature.key}={value}", f"{feature.what} is not in this release; {feature.instead}")
+
+
+def _bounds(c: Check, path: str, value: Any, known: Field) -> None:
+    """Rules 13 and 14, and every other range of a single number."""
+    low, high, above = (known.about.get(name) for name in ("low", "high", "above"))
+    for number in value if isinstance(value, list) else [value]:
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            continue
+        wrong = (low is not None and number < low) or (high is not None and number > high)
+        if wrong or (above is not None and number <= above):
+            c.refuse(f"{path}={number}", f"out of range; {_range(low, high, above)}")
+
+
+def _range(low: Any, high: Any, above: Any) -> str:
+    parts = [f"at least {low}" if low is not None else "", f"above {above}" if above is not None else ""]
+    parts.append(f"at most {high}" if high is not None else "")
+    return " and ".join(p for p in parts if p)
+
+
+def _names(c: Check, path: str, value: Any, known: Field) -> None:
+    """Rule 2: a name outside its list."""
+    options: tuple[str, ...] = known.about["options"]
+    for name in value if isinstance(value, list) else [value]:
+        if path in IMPLEMENTED:
+            _registered(c, path, str(name), options, known)
+        elif name in options:
+            if path.endswith("strategy") and name not in release.STRATEGIES:
+                c.refuse(f"{path}={name}", f"not in this release; use {' or '.join(release.STRATEGIES)}")
+        else:
+            c.refuse(f"{path}={name}", _unknown(path, str(name), options, known))
+
+
+def _unknown(path: str, name: str, options: tuple[str, ...], known: Field) -> str:
+    foreign = REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
+    if foreign:
+        return f"{foreign[0]} is not in this release; closest: {foreign[1]}"
+    more = f"; register your own with {known.about['registry']}" if known.about.get("registry") else ""
+    return f"none of {', '.join(options)}{nearest(name, options)}{more}"
+
+
+def _registered(c: Check, path: str, name: str, options: tuple[str, ...], known: Field) -> None:
+    """Estimators and losses: this release's, or a plug-in's."""
+    if name in IMPLEMENTED[path] or name in _plugins(c, path):
+        return
+    if name not in options:
+        c.refuse(f"{path}={name}", _unknown(path, name, options, known))
+        return
+    here = " or ".join(IMPLEMENTED[path])
+    default = "" if c.was_set(path) else " (it is the default)"
+    needs = ", which needs a critic," if name == "gae" else ""
+    c.refuse(f"{path}={name}", f"{name}{needs} is not in this release{default}; set {path}={here}")
+
+
+def _plugins(c: Check, path: str) -> set[str]:
+    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
+    modules = list(c.model.external_lib or ()) if c.model is not None else []
+    modules += [m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m.strip()]
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            c.refuse(
+                f"{c.model_key}.external_lib", f"importing {module} failed: {type(error).__name__}: {error}"
+            )
+    from verl.algorithms.registry import ESTIMATORS, LOSSES
+
+    return set((ESTIMATORS if path.endswith("adv_estimator") else LOSSES).functions)
