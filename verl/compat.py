@@ -40,7 +40,9 @@ SERVED: dict[str, str | dict[str, str]] = {
         "RLHFDataset": "verl.data.plugins:RLHFDataset",
         "collate_fn": "verl.data.plugins:collate_fn",
     },
-    "verl.utils.dataset.multiturn_sft_dataset": {"MultiTurnSFTDataset": "verl.data.sft:MultiTurnSFTDataset"},
+    "verl.utils.dataset.multiturn_sft_dataset": {
+        "MultiTurnSFTDataset": "verl.data.plugins:MultiTurnSFTDataset"
+    },
     "verl.experimental.dataset.sampler": {
         "AbstractSampler": "verl.data.plugins:AbstractSampler",
         "AbstractCurriculumSampler": "verl.data.plugins:AbstractCurriculumSampler",

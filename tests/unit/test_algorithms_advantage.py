@@ -74,11 +74,12 @@ def test_grpo_equals_the_loop(
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("score", [0.0, 0.1, 1 / 3, -7.7])
 def test_equal_scores_give_exactly_zero(normalise: bool, score: float) -> None:
-    rewards = torch.full((7, 1), score)
+    # In float64 the mean of ten equal numbers is not always that number: 0.1 is such a one.
+    rewards = torch.full((10, 1), score, dtype=torch.float64)
     advantages, _ = compute_grpo_outcome_advantage(
-        rewards, torch.ones(7, 1), ["a"] * 7, norm_adv_by_std_in_grpo=normalise
+        rewards, torch.ones(10, 1), ["a"] * 10, norm_adv_by_std_in_grpo=normalise
     )
-    assert torch.equal(advantages, torch.zeros(7, 1))
+    assert torch.equal(advantages, torch.zeros(10, 1, dtype=torch.float64))
 
 
 def test_group_of_one_keeps_its_score() -> None:
@@ -125,6 +126,7 @@ def test_keys_may_be_a_tensor_and_must_match_the_answers() -> None:
     from_tensor = group_statistics(scores, torch.tensor([4, 4, 9]))
     from_names = group_statistics(scores, ["x", "x", "y"])
     assert torch.equal(from_tensor.mean, from_names.mean)
+    assert from_names.mean.dtype == from_names.std.dtype == torch.float64
     with pytest.raises(ValueError, match="3 answers but 2 group keys"):
         group_statistics(scores, ["x", "y"])
 

@@ -77,7 +77,7 @@ def register_adv_est(name: Name) -> Callable[[F], F]:
     """Decorator: an advantage estimator under `name`, for `algorithm.adv_estimator=name`.
 
     The function is called with keywords and receives those it names among token_level_rewards,
-    response_mask, index, config, … (docs/algorithms.md); it returns (advantages, returns), both [N, L].
+    response_mask, index, config, … (verl.algorithms.driver); it returns (advantages, returns), both [N, L].
     ValueError if another function has the name.
     """
     return ESTIMATORS.register(name, ADV_ESTIMATOR_REGISTRY)
