@@ -42,6 +42,8 @@ class SFTDataset:
     Raises DataError for files, columns or lengths that cannot be used.
     """
 
+    split = "train"
+
     def __init__(
         self,
         files: str | Sequence[str],
@@ -257,18 +259,31 @@ class SFTDataset:
         """Row numbers int64 [len] in the order of an epoch."""
         return epoch_order(len(self), seed, epoch) if shuffle else np.arange(len(self))
 
-    def describe(self, split: str = "train") -> list[str]:
+    @property
+    def report(self) -> dict[str, Any]:
+        """Counts for the run folder."""
+        lengths, limit = self._lengths[self._rows], int(self.config.max_length)
+        return {
+            "split": self.split,
+            "files": list(self.paths),
+            "rows": len(self._source),
+            "used": len(self),
+            "bad": dict(Counter(record["problem"] for record in self.bad_rows)),
+            "cut": int((lengths > limit).sum()),
+            "tokens_mean": float(np.minimum(lengths, limit).mean()),
+            "tokens_max": int(lengths.max()),
+        }
+
+    def describe(self) -> list[str]:
         """Lines for the console."""
-        lengths = self._lengths[self._rows]
-        cut = int((lengths > int(self.config.max_length)).sum())
+        facts, split = self.report, self.split
         lines = [
-            f"{split}: {len(self)} of {len(self._source)} rows from {', '.join(self.paths)}; {lengths.mean():.0f} tokens "
-            f"on average, at most {lengths.max()}"
+            f"{split}: {facts['used']} of {facts['rows']} rows from {', '.join(self.paths)}; "
+            f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
         ]
-        if cut:
-            lines.append(
-                f"{split}: {cut} rows are cut to {self.config.max_length} tokens ({self.config.truncation})"
-            )
+        if facts["cut"]:
+            cut = f"{facts['cut']} rows are cut to {self.config.max_length} tokens"
+            lines.append(f"{split}: {cut} (data.truncation={self.config.truncation})")
         return lines + [f"{split}: left out {text}" for text in by_problem(self.bad_rows)]
 
 

@@ -1,0 +1,295 @@
+"""Supervised fine-tuning: `python3 -m verl.trainer.sft_trainer key=value …`.
+
+    rows (ids, mask) → order = f(seed, epoch) → a batch of rows → engine.step(−Σ mask·log p / T) → tracking
+
+The same engine, packing, checkpoints, tracking and resume as the reinforcement-learning loop. A row travels as a
+trajectory: what comes before the first learned token is the prompt, the rest the response.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.config.command_line import resolve
+from verl.errors import UserError
+from verl.trainer.sft_objective import CrossEntropy, as_trajectory
+from verl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from verl.config import SFTConfig
+    from verl.data.sft import SFTDataset
+    from verl.engine.training.base import StepResult, TrainingEngine
+
+
+class SFTTrainer:
+    """The loop: whole batches of an epoch's order, one optimizer step each. A step number fixes its rows."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        engine: TrainingEngine,
+        train: SFTDataset,
+        validation: SFTDataset | None,
+        tracking: Any,
+        tokenizer: Any,
+    ):
+        self.config, self.engine, self.train, self.validation = config, engine, train, validation
+        self.tracking, self.tokenizer = tracking, tokenizer
+        self.batch_size: int = config.data.train_batch_size
+        if len(train) < self.batch_size:
+            raise UserError(
+                f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={self.batch_size}; "
+                "lower the batch size or add data"
+            )
+        self.steps_per_epoch = len(train) // self.batch_size
+        trainer = config.trainer
+        self.total_steps: int = trainer.total_training_steps or trainer.total_epochs * self.steps_per_epoch
+        self.step = 0
+        self.total_tokens = 0
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        from verl.tracking.timer import Phases
+        from verl.tracking.watchdog import Watchdog
+        from verl.trainer.live_report import LiveReport
+        from verl.trainer.refused import RefusedSteps
+
+        trainer, tracking = self.config.trainer, self.tracking
+        self.engine.schedule(self.total_steps)
+        self.step = self._resume()
+        print(f"Total training steps: {self.total_steps}", flush=True)
+        tracking.start_progress(self.total_steps, done=self.step)
+        self.phases, refused = Phases(), RefusedSteps(trainer.max_refused_steps, tracking)
+        report = LiveReport(tracking.run_dir, tracking.flush, tracking.event)
+        with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event):
+            if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
+                tracking.log(self.step, self._validate())
+            while self.step < self.total_steps and not trainer.val_only:
+                self.step += 1
+                metrics, update = self._train_step()
+                refused.note(self.step, update)
+                if self.validation is not None and self._due(trainer.test_freq):
+                    metrics |= self._validate()
+                if self._due(trainer.save_freq):
+                    self._save()
+                tracking.log(self.step, metrics)
+                report.write()
+        tracking.finish("finished")
+        report.write(last=True)
+
+    def rows(self, step: int) -> list[Trajectory]:
+        """The batch of a step (counted from 1): a function of data, seed and step alone."""
+        data = self.config.data
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        seed = data.seed if data.seed is not None else self.config.trainer.seed
+        order = self.train.order(seed=int(seed), shuffle=data.shuffle, epoch=epoch)
+        chosen = order[place * self.batch_size : (place + 1) * self.batch_size]
+        return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
+
+    def _train_step(self) -> tuple[dict[str, float], Any]:
+        from verl.worker.actor import Refusal, UpdateResult
+
+        started = time.perf_counter()
+        self.phases.start_step()
+        with self.phases("update"):
+            rows = self.rows(self.step)
+            loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
+            result: StepResult = self.engine.step(rows, loss, temperature=1.0)
+            rate = self.engine.advance()
+        tokens = sum(len(row.prompt.ids) + row.length for row in rows)
+        self.total_tokens += tokens
+        metrics = {
+            "training/epoch": (self.step - 1) // self.steps_per_epoch,
+            **result.metrics,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": rate,
+            "train/lr(1e-3)": rate * 1000,
+            "train/global_tokens": tokens,
+            "train/total_tokens(B)": self.total_tokens / 1e9,
+            "train/time": time.perf_counter() - started,
+        }
+        refusals = [Refusal(result.refused, rows)] if result.refused else []
+        return metrics, UpdateResult(result.metrics, updates=int(not refusals), refused=refusals)
+
+    def _validate(self) -> dict[str, float]:
+        """Mean loss over the learned tokens of the validation rows."""
+        if self.validation is None:
+            raise UserError("trainer.val_only=True needs data.val_files")
+        total, tokens = 0.0, 0
+        progress = self.tracking.progress("validation", total=len(self.validation))
+        with self.phases("testing"):
+            for start in range(0, len(self.validation), self.batch_size):
+                numbers = range(start, min(start + self.batch_size, len(self.validation)))
+                rows = [as_trajectory(self.validation[i], f"val{i}") for i in numbers]
+                learned = np.concatenate([row.loss_mask for row in rows])
+                log_probs = self.engine.log_probs(rows, temperature=1.0).log_probs
+                total -= float(log_probs[learned].sum(dtype=np.float64))
+                tokens += int(learned.sum())
+                progress(len(rows))
+                self.phases.beat()
+        return {"val/loss": total / tokens}
+
+    def _due(self, frequency: int) -> bool:
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    def _identity(self) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "data.train_files": [str(f) for f in data.train_files],
+            "data.seed": data.seed,
+            "data.shuffle": data.shuffle,
+            "data.train_batch_size": data.train_batch_size,
+            "usable rows": len(self.train),
+        }
+
+    def _save(self) -> None:
+        from verl.checkpoint import rng, write
+
+        contents, trainer = set(self.config.checkpoint.save_contents), self.config.trainer
+        jobs: dict[str, Any] = {}
+        if contents & {"model", "hf_model"}:
+            jobs["actor"] = self._save_model
+        if "optimizer" in contents:
+            jobs["state/actor_optim"] = self.engine.save_optimizer
+        if "extra" in contents:
+            jobs["state/rng"] = rng.save
+        epoch, place = divmod(self.step, self.steps_per_epoch)
+        state = {
+            "data_position": {"epoch": epoch, "offset": place * self.batch_size},
+            "data_identity": self._identity(),
+            "total_tokens": self.total_tokens,
+        }
+        keep = trainer.max_ckpt_to_keep or trainer.max_actor_ckpt_to_keep
+        with self.phases("save_checkpoint"):
+            write.save(
+                self.tracking.run_dir,
+                self.step,
+                jobs,
+                loop_state=state,
+                keep=keep,
+                on_event=self.tracking.event,
+            )
+
+    def _save_model(self, directory: Path) -> None:
+        self.engine.save_weights(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def _resume(self) -> int:
+        """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
+        from verl.checkpoint import read, rng
+
+        trainer = self.config.trainer
+        found = read.resolve_resume(
+            trainer.resume_mode, trainer.resume_from_path, self.tracking.run_dir, on_event=self.tracking.event
+        )
+        if found is None:
+            return 0
+        saved, now = found.loop_state.get("data_identity", {}), self._identity()
+        changed = [
+            f"{key}: {saved[key]!r} then, {now[key]!r} now"
+            for key in now
+            if saved.get(key, now[key]) != now[key]
+        ]
+        if changed:
+            raise UserError(
+                f"cannot resume from {found.path}: the order of the data would change ({'; '.join(changed)}). Restore "
+                f"the settings, or start from the weights: model.path={found.path / 'actor'} trainer.resume_mode=disable"
+            )
+        self.engine.load_weights(found.part("actor"))
+        self.engine.load_optimizer(found.part("state/actor_optim"))
+        if found.has("state/rng"):
+            rng.load(found.part("state/rng"))
+        self.total_tokens = int(found.loop_state["total_tokens"])
+        self.tracking.event("resume", step=found.step, path=str(found.path))
+        self.tracking.notice(f"resuming from {found.path}, step {found.step}")
+        return found.step
+
+
+# ------------------------------------------------------------------------------------------------------- set-up
+
+
+def engine_settings(config: SFTConfig) -> dict[str, Any]:
+    """The SFT keys under the names that the training engine reads from a role."""
+    data = config.data
+    return {
+        "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
+        "use_dynamic_bsz": data.use_dynamic_bsz,
+        "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
+        "use_prefix_grouper": False,
+        "grad_clip": config.optim.grad_clip,
+        "optim": config.optim,
+        "fsdp_config": config.engine,
+    }
+
+
+def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTDataset, SFTDataset | None]:
+    """Training rows, and validation rows or None; `data.custom_cls` may replace the class."""
+    from verl.data.load_object import load_extern_object
+    from verl.data.sft import SFTDataset
+
+    data = config.data
+    kind = (
+        load_extern_object(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else SFTDataset
+    )
+    train = kind(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+    validation = None
+    if data.val_files:
+        validation = kind(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        validation.split = "val"
+    tracking.data_report(train, validation)
+    return train, validation
+
+
+def train_sft(config: SFTConfig, tracking: Any) -> None:
+    """Build the parts and train, data before the model: a user's mistakes are found soonest."""
+    from verl.data.tokenizer import load_tokenizer
+    from verl.engine.training.local_engine import LocalEngine
+    from verl.platform.memory import tune_allocator
+    from verl.trainer.run import quiet_libraries
+
+    tune_allocator()
+    quiet_libraries()
+    model, trainer = config.model, config.trainer
+    tokenizer = tracking.tokenizer = load_tokenizer(
+        model.path,
+        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    train, validation = open_data(config, tokenizer, tracking)
+    if trainer.save_freq <= 0 and not trainer.val_only:
+        tracking.notice(
+            "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
+        )
+    engine = LocalEngine(
+        model.path,
+        model_cfg=model,
+        role_cfg=engine_settings(config),
+        device=trainer.device,
+        seed=trainer.seed,
+        role="train",
+    )
+    SFTTrainer(config, engine, train, validation, tracking, tokenizer).fit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
+    try:
+        config = resolve(argv, "sft")
+    except SystemExit as left:
+        return int(left.code or 0)
+    from verl.trainer.run import run_guarded
+
+    return run_guarded(config, train_sft)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
