@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,10 +211,11 @@ def test_stop_at_every_single_call(tmp_path, kind, again):
     """Whatever call is the last one (or fails), the newest complete checkpoint is the old or the new one, whole."""
     step = 2 if again else 3
     outcomes = set()
+    write(tmp_path / "start", 1)
+    write(tmp_path / "start", 2)
     for at in range(1, 200):
         root = tmp_path / str(at)
-        write(root, 1)
-        write(root, 2)
+        shutil.copytree(tmp_path / "start", root)
         events = Events()
         error = Killed() if kind == "kill" else OSError(errno.ENOSPC, "No space left on device")
         parts = {"actor": lambda d: (d / "model.safetensors").write_bytes(content(99, "model"))}

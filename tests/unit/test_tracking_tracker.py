@@ -195,6 +195,22 @@ def test_resume_by_event(tmp_path, memory):
     assert records(tmp_path / "b" / "metrics.jsonl")[0]["step"] == 7
 
 
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_kill_between_checkpoint_and_log_loses_no_record(tmp_path, logged):
+    tracking = Tracking(config(logger=[]), tmp_path)
+    for step in (1, 2, 3) if logged else (1, 2):
+        tracking.log(step, {"a": step, "critic/rewards/mean": 0.5})
+    tracking.close()
+    tracking = Tracking(config(logger=[]), tmp_path)
+    tracking.resumed(3, {"a": 3, "critic/rewards/mean": 0.5})
+    tracking.event("resume", step=3)
+    tracking.log(4, {"a": 4})
+    tracking.close()
+    found = records(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r.get("a")) for r in found] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 4)]
+    assert found[2]["actor/reward_mean"] == 0.5
+
+
 def test_events_from_threads_and_with_records(tmp_path, capsys):
     import threading
 

@@ -84,10 +84,12 @@ class RunFolder:
             except OSError as error:
                 self._failed(name)(error)
 
-    def begin(self, resume_step: int | None) -> int:
+    def begin(self, resume_step: int | None, record: Mapping[str, Any] | None = None) -> int:
         """Open metrics.jsonl to go on after `resume_step` (None: from the start). Returns the lines moved away.
 
-        Lines and trajectory files of later steps, which this run computes again, move to superseded/.
+        Lines and trajectory files of later steps, which this run computes again, move to superseded/. `record`
+        is the saved step's, kept in its checkpoint: it is written here if the earlier life ended between
+        sealing the checkpoint and logging the step.
         """
         if self._metrics is not None:
             raise RuntimeError(
@@ -103,6 +105,8 @@ class RunFolder:
             )
         self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
         if resume_step is not None:
+            if record is not None and _last_step(self.root / METRICS) != resume_step:
+                self.metrics(resume_step, record)
             self._metrics.append(
                 {"event": "resume", "step": resume_step, "time": time.time(), "superseded": moved}
             )
@@ -175,6 +179,12 @@ def _step(raw: bytes) -> float:
         return float("inf")
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else float("inf")
+
+
+def _last_step(path: Path) -> float | None:
+    """The step of the last record of a file, None if it has none; marks are passed over."""
+    steps = [_step(raw) for raw in path.read_bytes().split(b"\n") if raw and b'"event"' not in raw]
+    return steps[-1] if steps else None
 
 
 def mask_secrets(value: Any) -> Any:

@@ -61,14 +61,14 @@ class Tracking:
     def event(self, kind: str, record: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """One line of events.jsonl: {"time", "event": kind, …}, fields from `record` and keywords. Any thread.
 
-        A field `message` is also shown on stderr. `event("resume", step=k)` is what `resumed(k)` does.
+        A field `message` is also shown on stderr. `event("resume", step=k)` calls `resumed(k)`.
         """
         fields = {**(record or {}), **fields}
         self._write_event(kind, fields)
         if fields.get("message"):
             console.notice(str(fields["message"]))
         if kind == "resume" and not self._folder.begun:
-            self._begin(int(fields["step"]))
+            self.resumed(int(fields["step"]))
 
     def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         head = {"time": time.time(), "event": kind}
@@ -80,17 +80,25 @@ class Tracking:
         console.notice(text)
         self._write_event("notice", {"text": text})
 
-    def resumed(self, step: int) -> None:
-        """This run goes on after the saved `step`: later records of an earlier life move to superseded/."""
-        self.event("resume", step=step)
+    def resumed(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """This run goes on after the saved `step`: later records of an earlier life move to superseded/.
 
-    def _begin(self, resume_step: int | None) -> None:
+        `record`: the metrics of that step as kept in the checkpoint. They are logged now if the earlier life was
+        killed after the checkpoint was sealed and before the step was logged.
+        """
+        numbers = None if record is None else in_order(with_aliases(plain_metrics(record)[0]))
+        self._begin(step, numbers)
+
+    def _begin(self, resume_step: int | None, record: Mapping[str, Number] | None = None) -> None:
         """Open metrics.jsonl and the trackers; once."""
         self._step = resume_step or 0
-        moved = self._folder.begin(resume_step)
+        moved = self._folder.begin(resume_step, record)
         if moved:
             after = "" if resume_step is None else f" after step {resume_step}"
             self.notice(f"{moved} records{after} of an earlier run of this folder are kept in superseded/")
+        self._open_backends(resume_step)
+
+    def _open_backends(self, resume_step: int | None) -> None:
         session = Session(
             project=str(_setting(self._trainer, "project_name", "verl")),
             experiment=str(_setting(self._trainer, "experiment_name", "run")),
@@ -161,7 +169,7 @@ class Tracking:
     def dump_trajectories(self, step: int, batch: Sequence[Any] | Any, tokenizer: Any = None) -> None:
         """Up to 64 answers in whole groups to trajectories/{step}.jsonl; all to `trainer.rollout_data_dir`.
 
-        Files are written by a thread. The trajectories must not be changed in place afterwards.
+        Rows are taken here and now; files are written by a thread.
         """
         tokenizer = self._use(tokenizer)
         every = list(batch)
