@@ -236,3 +236,8 @@ def test_page_says_what_could_not_be_read(tmp_path: Path) -> None:
     read = read_run(run)
     data = page_data(read, pack_answers(read.answer_files, read.unreadable))
     assert data["unreadable"] == {"metrics.jsonl": 1} and data["lastStep"] == 2
+
+
+def test_the_charting_library_comes_with_its_licence(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path / "run", 2)).read_text(encoding="utf-8")
+    assert "Copyright (c) 2022 Leon Sorokin" in page and "The above copyright notice" in page

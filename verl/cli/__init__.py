@@ -1,0 +1,1 @@
+"""The `verl` command: doctor, prepare, reward check, report, export. Imports no torch at start-up."""

@@ -23,7 +23,17 @@ from verl.report import summary
 from verl.report.answers import Limits, Packed, pack_answers
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run
 
-SCRIPTS = ("core.js", "charts.js", "chart_list.js", "answers.js", "tokens.js", "lists.js", "app.js")
+SCRIPTS = (
+    "vendor/uPlot-LICENSE.js",
+    "vendor/uPlot.iife.min.js",
+    "core.js",
+    "charts.js",
+    "chart_list.js",
+    "answers.js",
+    "tokens.js",
+    "lists.js",
+    "app.js",
+)
 SERIES_BYTES = 2_000_000
 POINTS = 1_500
 
@@ -54,7 +64,7 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
     answers = pack_answers(run.answer_files, run.unreadable, limits)
     data = escape_json(page_data(run, answers))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
-    script = _part("vendor/uPlot.iife.min.js") + "\n" + "\n".join(_part(name) for name in SCRIPTS)
+    script = "\n".join(_part(name) for name in SCRIPTS)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"

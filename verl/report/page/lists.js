@@ -4,21 +4,28 @@
   const LEVELS = { error: "bad", critical: "bad", warning: "warn", warn: "warn" };
   const levelOf = (event) => LEVELS[event.level.toLowerCase()] || (/refus|error|fail|crash|timeout/.test(event.kind) ? "warn" : "");
 
-  const eventNode = ({ event, times }) => {
+  // What an event says beyond its message: on one line if it is short and all there is, else folded away.
+  const extras = (event) => {
     const rest = Object.entries(event.rest);
-    return R.el("li", { class: levelOf(event) },
-      R.el("span", { class: "event-when", title: R.when(event.time) }, event.step !== null ? `step ${event.step}` : R.clock(event.time)),
-      R.el("span", { class: "event-kind" }, R.plain(event.kind.replace(/_/g, " "))),
-      R.el("div", { class: "event-text" }, ...R.shown(event.message), times > 1 ? R.el("span", { class: "tag" }, `× ${times}`) : null,
-        rest.length ? R.el("details", {}, R.el("summary", {}, "details"), R.el("dl", {}, ...rest.flatMap(([k, v]) => [R.el("dt", {}, R.plain(k)), R.el("dd", {}, ...R.shown(v))]))) : null));
+    if (!rest.length) return [];
+    if (!event.message && rest.every(([, v]) => v.length < 120 && !v.includes("\n"))) {
+      return rest.flatMap(([k, v], i) => [i ? " · " : "", R.el("span", { class: "muted" }, R.plain(k) + " "), ...R.shown(v)]);
+    }
+    const list = R.el("dl", {}, ...rest.flatMap(([k, v]) => [R.el("dt", {}, R.plain(k)), R.el("dd", {}, ...R.shown(v))]));
+    return [R.el("details", {}, R.el("summary", {}, "details"), list)];
   };
+
+  const eventNode = ({ event, times }) => R.el("li", { class: levelOf(event) },
+    R.el("span", { class: "event-when", title: R.when(event.time) }, event.step !== null ? `step ${event.step}` : R.clock(event.time)),
+    R.el("span", { class: "event-kind" }, R.plain(event.kind.replace(/_/g, " "))),
+    R.el("div", { class: "event-text" }, ...R.shown(event.message), times > 1 ? R.el("span", { class: "tag" }, `× ${times}`) : null, ...extras(event)));
 
   // Neighbours that say the same are one entry with a count.
   const folded = (events) => {
     const out = [];
     for (const event of events) {
       const last = out[out.length - 1];
-      if (last && last.event.kind === event.kind && last.event.message === event.message) { last.times += 1; continue; }
+      if (last && event.message && last.event.kind === event.kind && last.event.message === event.message) { last.times += 1; continue; }
       out.push({ event, times: 1 });
     }
     return out;

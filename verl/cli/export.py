@@ -1,0 +1,88 @@
+"""`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.checkpoint import Checkpoint
+
+LATER = ("public verl, FSDP shards", "public verl, Megatron", "public verl, hf_model")
+
+
+def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """The checkpoint to export: `step`'s, else the newest complete one; verified against its manifest.
+
+    `run` may be a run folder or a `global_step_N` itself. Raises UserError (CheckpointError among them) that
+    says what is there instead.
+    """
+    from verl.checkpoint import newest, open_checkpoint
+    from verl.checkpoint.layouts import detect
+    from verl.checkpoint.manifest import NAME, step_directories, step_of
+
+    if not run.is_dir():
+        raise UserError(f"{run} does not exist or is not a directory")
+    if (run / NAME).is_file():
+        return open_checkpoint(run)
+    there = sorted(n for n in map(step_of, step_directories(run)) if n is not None)
+    layout = detect(run / f"global_step_{there[-1]}") if there else detect(run)
+    if layout in LATER:
+        raise UserError(f"{run} has a checkpoint of {layout}: exporting it is not in this release")
+    if step is not None:
+        if step not in there:
+            raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
+        return open_checkpoint(run / f"global_step_{step}")
+    problems: list[str] = []
+
+    def note(kind: str, **fields: Any) -> None:
+        problems.append(str(fields.get("message", kind)))
+
+    found = newest(run, on_event=note, tidy=False)
+    if found is None:
+        why = "; ".join(problems) or "it holds no global_step_N"
+        raise UserError(f"{run} has no complete checkpoint: {why}")
+    for problem in problems:
+        print(f"verl export: {problem}", file=sys.stderr)
+    return found
+
+
+def copy_model(checkpoint: Checkpoint, out: Path, role: str = "actor") -> Path:
+    """Copy the role's Hugging Face directory to `out`, which must not exist or be empty. Returns `out`."""
+    source = checkpoint.part(role)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; name a new directory")
+    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, beside)
+        if out.exists():
+            out.rmdir()
+        os.replace(beside, out)
+    except OSError as error:
+        raise UserError(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Copy the model; 0, or 2 with one line on what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="verl export",
+        description="Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a global_step_N in it")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new directory for the model")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest complete one)")
+    args = parser.parse_args(argv)
+    checkpoint = find_checkpoint(args.run.expanduser(), args.step)
+    out = copy_model(checkpoint, args.out.expanduser())
+    print(f"{out}  (step {checkpoint.step})")
+    return 0

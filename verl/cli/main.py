@@ -1,0 +1,112 @@
+"""The `verl` command: finds the subcommand and runs it. Starts without torch; each command imports its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from verl.errors import UserError
+
+Command = Callable[[list[str]], int]
+
+
+def _doctor(argv: list[str]) -> int:
+    from verl.cli.doctor import main as run
+
+    return run(argv)
+
+
+def _report(argv: list[str]) -> int:
+    from verl.cli.report import main as run
+
+    return run(argv)
+
+
+def _prepare(argv: list[str]) -> int:
+    from verl.data.prepare import main as run
+
+    return run(argv)
+
+
+def _reward(argv: list[str]) -> int:
+    if argv[:1] != ["check"]:
+        if argv and argv[0] not in ("-h", "--help"):
+            print(f"verl reward: there is no {argv[0]!r}; the only one is check", file=sys.stderr)
+        print("usage: verl reward check --data FILE [--reward FILE.py] …   (verl reward check --help)")
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    from verl.reward.check import main as run
+
+    return run(argv[1:])
+
+
+def _export(argv: list[str]) -> int:
+    from verl.cli.export import main as run
+
+    return run(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    print(
+        "verl plan: not in this release. `python3 -m verl.trainer.main_ppo … --check` prints the plan of batches.",
+        file=sys.stderr,
+    )
+    return 2
+
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "doctor": (_doctor, "what is installed, what works together, what is missing for which feature"),
+    "prepare": (_prepare, "make a data set: verl prepare gsm8k"),
+    "reward": (_reward, "try a reward function on rows of a data file: verl reward check"),
+    "report": (_report, "build the page of a run: verl report RUN"),
+    "export": (_export, "copy a run's model out: verl export RUN OUT"),
+    "plan": (_plan, "predict memory and time of a run (not in this release)"),
+}
+
+
+def usage() -> str:
+    """The text of `verl --help`."""
+    rows = "\n".join(f"  {name:<10}{what}" for name, (_, what) in COMMANDS.items())
+    return (
+        "usage: verl COMMAND …        verl COMMAND --help        verl --version\n\n"
+        f"{rows}\n\n"
+        "Training has its own entry points:\n"
+        "  python3 -m verl.trainer.main_ppo key=value …      reinforcement learning\n"
+        "  python3 -m verl.trainer.sft_trainer key=value …   supervised fine-tuning"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `verl argv…`. Exit status: the command's own; 2 for the user's mistakes, 130 when interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] in (["-V"], ["--version"]):
+        from verl import __version__
+
+        print(f"verl {__version__}")
+        return 0
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"verl: there is no command {args[0]!r}{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    command, _ = COMMANDS[args[0]]
+    try:
+        return command(args[1:])
+    except UserError as error:
+        print(f"verl {args[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"verl {args[0]}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left; there is nobody to tell.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
