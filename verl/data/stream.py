@@ -242,6 +242,12 @@ def open_stream(dataset: Any, config: Any) -> PromptStream:
         cls = load_extern_object(data.sampler.class_path, data.sampler.class_name)
         sampler = cls(data_source=dataset, data_config=data)
     seed = data.seed if data.seed is not None else config.trainer.seed
-    return PromptStream(
+    stream = PromptStream(
         dataset, batch_size=data.train_batch_size, seed=int(seed), shuffle=data.shuffle, sampler=sampler
     )
+    if stream.unused_per_epoch:
+        notice(
+            f"{stream.unused_per_epoch} of {stream.rows_per_epoch} rows are left over at the end of each epoch (fewer "
+            f"than data.train_batch_size={data.train_batch_size}) and not used in it"
+        )
+    return stream

@@ -237,7 +237,9 @@ def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTData
 
     data = config.data
     kind = (
-        load_extern_object(data.custom_cls.path, data.custom_cls.name) if data.custom_cls.path else SFTDataset
+        load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
+        if data.custom_cls.path
+        else SFTDataset
     )
     train = kind(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
     validation = None
