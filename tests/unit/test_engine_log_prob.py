@@ -1,0 +1,155 @@
+"""The chunked log-prob kernel against full logits: values, gradients, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.engine.training import log_prob
+from verl.engine.training.log_prob import Head, token_stats
+
+
+def make(rows=13, width=8, vocab=37, bias=False, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, generator=g, dtype=dtype) * 2
+    weight = torch.randn(vocab, width, generator=g, dtype=dtype)
+    offset = torch.randn(vocab, generator=g, dtype=dtype) if bias else None
+    targets = torch.randint(0, vocab, (rows,), generator=g)
+    return hidden, weight, offset, targets
+
+
+def oracle(hidden, weight, bias, targets, scale, softcap, temperature):
+    """Written out in double precision."""
+    z = hidden @ weight.t() + (0 if bias is None else bias)
+    z = z * scale
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    p = z.exp() / z.exp().sum(-1, keepdim=True)
+    logp = torch.log(p[torch.arange(len(targets)), targets])
+    return logp, -(p * p.log()).sum(-1), (p * p).sum(-1)
+
+
+@given(
+    rows=st.integers(0, 9),
+    vocab=st.integers(1, 40),
+    block=st.sampled_from([(1, 1), (7, 3), (64, 16), (1 << 20, 1 << 14)]),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    softcap=st.sampled_from([None, 3.0]),
+    bias=st.booleans(),
+    entropy=st.booleans(),
+    squares=st.booleans(),
+    seed=st.integers(0, 10),
+)
+@settings(max_examples=80, deadline=None)
+def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, entropy, squares, seed):
+    hidden, weight, offset, targets = make(rows, 8, vocab, bias, seed=seed)
+    leaves64 = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
+    expected = oracle(hidden, weight, offset, targets, 0.7, softcap, temperature)
+    mix = [
+        torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    ]
+    wanted = [True, entropy, squares]
+    sum(
+        (m * e).sum() for m, e, w in zip(mix, expected, wanted, strict=True) if w
+    ).backward() if rows else None
+
+    leaves = [x.detach().float().requires_grad_() for x in leaves64]
+    head = Head(leaves[1], leaves[2] if bias else None, 0.7, softcap)
+    saved = log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS
+    log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS = block
+    try:
+        out = token_stats(
+            leaves[0], targets, head, temperature=temperature, entropy=entropy, sum_pi_squared=squares
+        )
+        got = [out.log_probs, out.entropy, out.sum_pi_squared]
+        if rows:
+            sum((m.float() * o).sum() for m, o in zip(mix, got, strict=True) if o is not None).backward()
+    finally:
+        log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS = saved
+    for o, e, w in zip(got, expected, wanted, strict=True):
+        assert (o is not None) == w
+        if w:
+            torch.testing.assert_close(o.double(), e, rtol=2e-5, atol=2e-5)
+    for ours, theirs in zip(leaves, leaves64, strict=True):
+        if rows:
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2e-4, atol=2e-5)
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight, _, targets = make(dtype=torch.float32)
+    hidden = (hidden * 1e4).requires_grad_()
+    out = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True, sum_pi_squared=True)
+    (out.log_probs.sum() + out.entropy.sum() + out.sum_pi_squared.sum()).backward()
+    assert torch.isfinite(out.log_probs).all() and torch.isfinite(hidden.grad).all()
+    torch.testing.assert_close(out.entropy, torch.zeros_like(out.entropy), atol=1e-3, rtol=0)
+
+
+def test_head_gradient_goes_into_an_existing_buffer():
+    hidden, weight, _, targets = make(dtype=torch.float32)
+    fresh, held = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    held.grad = torch.ones_like(held)
+    buffer = held.grad
+    for w in (fresh, held):
+        token_stats(hidden, targets, Head(w), temperature=1.0).log_probs.sum().backward()
+    assert held.grad is buffer
+    torch.testing.assert_close(held.grad, fresh.grad + 1)
+
+
+def test_without_grad_for_the_head():
+    hidden, weight, _, targets = make(dtype=torch.float32)
+    hidden.requires_grad_()
+    token_stats(hidden, targets, Head(weight), temperature=1.0).log_probs.sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+
+
+def test_bfloat16_products_upcast_before_the_softmax():
+    hidden, weight, _, targets = make(rows=64, width=64, vocab=500, dtype=torch.float32)
+    weight = weight / 8
+    exact = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
+    assert rough.log_probs.dtype == torch.float32
+    assert 0 < float((rough.log_probs - exact.log_probs).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_must_be_positive(temperature):
+    hidden, weight, _, targets = make(dtype=torch.float32)
+    with pytest.raises(ValueError, match="temperature"):
+        token_stats(hidden, targets, Head(weight), temperature=temperature)
+
+
+_MEMORY = """
+import resource, sys, torch
+from verl.engine.training.log_prob import Head, token_stats
+torch.set_num_threads(1)
+vocab, width, rows = int(sys.argv[1]), 16, 512
+weight = torch.zeros(vocab, width).normal_().requires_grad_()
+weight.grad = torch.zeros(vocab, width)
+hidden = torch.randn(rows, width, requires_grad=True)
+targets = torch.randint(0, 2000, (rows,))
+token_stats(hidden[:8], targets[:8], Head(weight[:64]), temperature=1.0, entropy=True).entropy.sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
+(out.log_probs.sum() + out.entropy.sum()).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_flat_in_the_vocabulary():
+    root = Path(__file__).parents[2]
+    grown = {}
+    for vocab in (2_000, 152_000):
+        run = subprocess.run(
+            [sys.executable, "-c", _MEMORY, str(vocab)], cwd=root, capture_output=True, text=True, check=True
+        )
+        grown[vocab] = int(run.stdout) / 1024
+    # All logits in float32 would be 297 MB at 152 000; their gradient as much again; a block is 16 MB.
+    assert grown[152_000] < 120, grown
