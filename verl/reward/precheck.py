@@ -31,7 +31,8 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
     """Try the first `rows` rows of every data_source among `prompts`; show the values on stderr.
 
     Raises RewardPrecheckError, naming the row, if any call raises, hangs, dies or returns no score. Scores are
-    shown, not judged: a reference that earns no more than an empty answer gets a notice.
+    shown, not judged: a reference that earns no more than an empty answer gets a notice. Of the forms in which
+    the reference can be written, the one that earns most is shown.
     """
     chosen: list[Prompt] = []
     seen: dict[str, int] = {}
@@ -50,11 +51,14 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
 
 
 async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
-    reference = reference_answers(prompt.data_source, prompt.ground_truth, prompt.extra_info)[0][1]
-    of_reference, of_empty = await asyncio.gather(
-        runner.try_function(prompt, reference), runner.try_function(prompt, "")
-    )
-    return Probe(prompt, reference, of_reference, of_empty)
+    """A right answer may be wanted in one of several forms: the one that earns most is shown."""
+    built_in = runner.settings.function.path is None
+    references = reference_answers(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
+    texts = [text for _, text in references]
+    *outcomes, of_empty = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
+    failed = [i for i, outcome in enumerate(outcomes) if outcome.error is not None]
+    best = failed[0] if failed else max(range(len(texts)), key=lambda i: outcomes[i].score or 0.0)
+    return Probe(prompt, texts[best], outcomes[best], of_empty)
 
 
 def describe(probes: Sequence[Probe]) -> list[str]:
@@ -65,7 +69,7 @@ def describe(probes: Sequence[Probe]) -> list[str]:
         assert full.score is not None and empty.score is not None
         line = (
             f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "
-            f"ground truth {_short(probe.reference)} scores {full.score:g}, an empty answer {empty.score:g}"
+            f"the reference {_short(probe.reference)} scores {full.score:g}, an empty answer {empty.score:g}"
         )
         if full.score <= empty.score:
             line += "  <- the right answer earns nothing here; `verl reward check` shows more"

@@ -41,14 +41,23 @@ def in_form(data_source: str, text: str) -> str:
     return form.format(text) if form else text
 
 
+def forms(data_source: str, truth: str, built_in: bool) -> list[tuple[str, str]]:
+    """(label, text) of ways to write a final answer: the rule's; for a custom function also the bare text."""
+    written = in_form(data_source, truth)
+    if built_in or written == truth:
+        return [("", written)]
+    return [("", truth), (f", as {in_form(data_source, '…')!r}", written)]
+
+
 def reference_answers(
-    data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None, built_in: bool = True
 ) -> list[tuple[str, str]]:
-    """(label, text) of right answers, the surest first: in the rule's form, and the row's own `answer`.
+    """(label, text) of right answers: the ground truth in each of its forms, and the row's own `answer`.
 
     `answer` (or `response`, in the plain format) of extra_info is a worked solution in many data sets.
     """
-    found = [("ground truth", in_form(data_source, truth_text(ground_truth)))]
+    truth = truth_text(ground_truth)
+    found = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
     for key in ("answer", "response"):
         solution = (extra_info or {}).get(key)
         if isinstance(solution, str) and solution.strip():
@@ -59,13 +68,13 @@ def reference_answers(
 _BOMB = 60
 
 HOSTILE: tuple[tuple[str, str], ...] = (
-    ("very long", "the answer is 7 and " * 20_000),
+    ("very long", "the answer is 31337 and " * 20_000),
     ("very long number", "#### " + "9" * 50_000),
     ("open braces", "\\boxed{" * 500),
     ("closed braces", "\\boxed{1" + "}" * 500),
     ("nested \\frac", "\\boxed{" + "\\frac{" * _BOMB + "1" + "}{2}" * _BOMB + "}"),
     ("power tower", "\\boxed{2^{2^{2^{2}}}}"),
-    ("unicode", "#### ٧٢ ７２ ½ \u202e72 \U0001f600 \\boxed{７２}"),
+    ("unicode", "#### ٧٢ ７２ ½ \u202e31337 \U0001f600 \\boxed{７２}"),
     ("null bytes", "\x00#### \x00\\boxed{\x00}"),
     ("lone surrogate", "\ud800 #### \\boxed{\udfff}"),
     ("tags", "<answer>" * 50 + "</answer>" * 50 + "</think>" * 20),
@@ -76,6 +85,6 @@ HOSTILE: tuple[tuple[str, str], ...] = (
 GARBAGE: tuple[tuple[str, str], ...] = (
     ("one word", "banana"),
     ("prose", "I am not sure about this question, sorry."),
-    ("repetition", "1 2 3 4 5 6 7 8 9 10 " * 20 + "..."),
-    ("every number", " ".join(f"\\boxed{{{n}}}" for n in range(100)) + " I do not know."),
+    ("repetition", "12 345 6789 31337 " * 20 + "..."),
+    ("every number", " ".join(f"\\boxed{{{n}}}" for n in [*range(100), 31337]) + " I do not know."),
 )

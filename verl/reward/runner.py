@@ -25,19 +25,19 @@ from verl.trajectory import Batch, Prompt, Trajectory
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
 
-Events = Callable[[str, dict[str, Any]], None]
+Events = Callable[..., None]
 
 
 class RewardRunner:
     """Scores answers by the configured function, in processes that start at the first answer.
 
-    `events(kind, fields)` receives each failure and each replaced process. Usable from several event loops,
+    `events(kind, **fields)` receives each failure and each replaced process. Usable from several event loops,
     one after another. RewardLoadError if the configuration cannot work.
     """
 
     def __init__(self, config: Any, *, events: Events | None = None, settings: RewardSettings | None = None):
         self.settings = settings or RewardSettings.from_config(config)
-        self._events = events or (lambda kind, fields: None)
+        self._events = events or (lambda kind, **fields: None)
         self._pool: Pool | None = None
         self._shown: Counter[str] = Counter()
 
@@ -145,19 +145,17 @@ class RewardRunner:
         trajectory.extra["score_failure"] = {"kind": outcome.kind, "reason": reason}
         self._events(
             "reward_failed",
-            {
-                "kind": outcome.kind,
-                "error": reason,
-                "data_source": prompt.data_source,
-                "file": prompt.file,
-                "row": prompt.row,
-                "uid": prompt.uid,
-                "index": trajectory.index,
-                "seconds": outcome.seconds,
-                "prompt": prompt.messages,
-                "answer": trajectory.text,
-                "traceback": outcome.traceback,
-            },
+            failure=outcome.kind,
+            error=reason,
+            data_source=prompt.data_source,
+            file=prompt.file,
+            row=prompt.row,
+            uid=prompt.uid,
+            index=trajectory.index,
+            seconds=outcome.seconds,
+            prompt=prompt.messages,
+            answer=trajectory.text,
+            traceback=outcome.traceback,
         )
         self._show(reason, where, outcome)
 
@@ -177,7 +175,7 @@ class RewardRunner:
     def _drain(self, pool: Pool) -> None:
         while pool.notices:
             notice = dict(pool.notices.popleft())
-            self._events(notice.pop("event"), notice)
+            self._events(notice.pop("event"), **notice)
 
     # ---- the step --------------------------------------------------------------------------------------------
 
@@ -205,7 +203,7 @@ class RewardRunner:
             }
         metrics |= _extra_metrics(answers)
         if ratio > self.settings.max_error_ratio:
-            raise RewardErrorLimit(self._limit_message(errors, len(answers)))
+            raise RewardErrorLimit(self._limit_message(errors, len(answers)), metrics)
         return metrics
 
     def _limit_message(self, errors: Sequence[Trajectory], total: int) -> str:

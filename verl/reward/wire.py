@@ -17,7 +17,7 @@ from typing import Any
 
 _TAG = "$type"
 _HEADER = struct.Struct(">I")
-_DATES = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
+_DATES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
 
 
 class NotPlain(TypeError):

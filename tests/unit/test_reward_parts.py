@@ -1,0 +1,335 @@
+"""Small parts of the reward package: results made uniform, loading, what travels, rate limits, settings."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.reward import load, wire
+from verl.reward.errors import BadScore, RewardLoadError
+from verl.reward.managers import get_reward_manager_cls, register
+from verl.reward.outcome import normalise
+from verl.reward.rate import RateGate
+from verl.reward.settings import Overlong, RewardSettings
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (-0.5, -0.5),
+        (np.float32(0.25), 0.25),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([0.5]), 0.5),
+        (Decimal("0.5"), 0.5),
+        (Fraction(1, 2), 0.5),
+        ((0.75, "why"), 0.75),
+        ({"score": 2}, 2.0),
+    ],
+)
+def test_results_that_are_scores(value: Any, score: float) -> None:
+    found = normalise(value)[0]
+    assert found == score and type(found) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "is None"),
+        (math.nan, "is nan"),
+        (-math.inf, "is -inf"),
+        (np.float32("inf"), "is inf"),
+        ("1.0", "the text '1.0'"),
+        ([1.0], "is a list"),
+        ((), "empty tuple"),
+        (("1",), "the text '1'"),
+        ({}, r"no 'score' \(keys: none\)"),
+        ({"reward": 1}, r"no 'score' \(keys: 'reward'\)"),
+        ({"score": None}, "its 'score' is None"),
+        ({"score": math.nan}, "its 'score' is nan"),
+        ({"score": {"score": 1}}, "is a dict"),
+        (1 + 2j, "is a complex"),
+        (np.array([1.0, 2.0]), "cannot be read as a number"),
+        (10**400, "cannot be read as a number"),
+    ],
+)
+def test_results_that_are_not(value: Any, message: str) -> None:
+    with pytest.raises(BadScore, match=message):
+        normalise(value)
+
+
+def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:
+    value = {
+        "score": 1,
+        "acc": True,
+        "f": np.float64(0.5),
+        "pred": ("a", 1),
+        "note": "x",
+        "odd": object,
+        "n": math.nan,
+    }
+    score, parts, bare = normalise(value)
+    assert (score, bare) == (1.0, False) and "score" not in parts
+    assert parts["acc"] is True and parts["f"] == 0.5 and parts["pred"] == ("a", 1) and parts["note"] == "x"
+    assert parts["odd"] == "<class 'object'>" and math.isnan(parts["n"])
+    assert normalise(1.0)[2] and normalise((1.0, 2.0))[2]
+
+
+# ---------------------------------------------------------------------------------------------- travel
+
+_PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec=None))
+    | st.binary()
+    | st.decimals(allow_nan=False)
+    | st.datetimes()
+    | st.dates(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.just("$type") | st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.lists(_PLAIN, max_size=4), st.integers(1, 9))
+def test_messages_arrive_as_they_were_in_whatever_pieces(values: list, size: int) -> None:
+    stream = b"".join(wire.pack(wire.to_plain(v)) for v in values)
+    unpacker = wire.Unpacker()
+    found = []
+    for start in range(0, len(stream), size):
+        found += unpacker.feed(stream[start : start + size])
+    restored = [wire.from_plain(v) for v in found]
+    assert restored == values
+    assert [type(v) for v in restored] == [type(v) for v in values]
+
+
+def test_arrays_travel_as_lists_and_objects_are_refused_by_place() -> None:
+    row = {"a": np.arange(2), "b": np.float32(0.5), "c": datetime.time(1, 2)}
+    assert wire.from_plain(wire.to_plain(row)) == {"a": [0, 1], "b": 0.5, "c": datetime.time(1, 2)}
+    with pytest.raises(wire.NotPlain, match=r"the row\.extra_info\.image\[1\] is a builtins\.object"):
+        wire.to_plain({"extra_info": {"image": [1, object()]}}, "the row")
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+FILE = """
+import helper_beside
+CONSTANT = 3
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs): return 1.0
+def short(data_source, solution_str, ground_truth): return 1.0
+def renamed(source, answer, truth, info): return 1.0
+def many(data_sources, solution_strs, ground_truths, extra_infos): return [1.0]
+async def later(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+class Callable:
+    async def __call__(self, **kwargs): return 1.0
+an_object = Callable()
+"""
+
+
+@pytest.fixture()
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "helper_beside.py").write_text("X = 1\n")
+    (tmp_path / "my_reward.py").write_text(FILE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "helper_beside", raising=False)
+    return str(tmp_path / "my_reward.py")
+
+
+def test_the_directory_of_the_file_is_importable(user_file: str) -> None:
+    assert load.load_function(user_file, "compute_score")(1, 2, 3) == 1.0
+
+
+def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardLoadError, match=r"my_rewrd\.py: no such file .*beside it: my_reward\.py"):
+        load.load_function(str(tmp_path / "my_rewrd.py"), "compute_score")
+    with pytest.raises(RewardLoadError, match="a directory"):
+        load.load_function(str(tmp_path), "compute_score")
+    with pytest.raises(RewardLoadError, match="no module 'no_such_module_here'"):
+        load.load_function("pkg://no_such_module_here.rewards", "compute_score")
+    assert load.load_function("pkg://verl.reward.gsm8k", "compute_score")("#### 1", "1") == 1.0
+
+
+def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
+    with pytest.raises(
+        RewardLoadError, match="defines no 'compute'; functions found there: compute_score, short"
+    ):
+        load.load_function(user_file, "compute")
+    with pytest.raises(RewardLoadError, match="this is a int, not a function"):
+        load.load_function(user_file, "CONSTANT")
+
+
+def test_calling_styles(user_file: str) -> None:
+    def style(name: str, batch: bool = False, positional: bool = False, **kwargs: Any) -> str:
+        return load.calling_style(
+            load.load_function(user_file, name), kwargs, batch=batch, positional=positional
+        )
+
+    assert style("compute_score", extra=1) == "keyword"
+    assert style("many", batch=True) == "keyword"
+    assert style("renamed", positional=True) == "positional"
+    for arguments, message in (
+        (("short",), "extra_info"),
+        (("renamed",), "cannot be called as renamed"),
+        (("short", False, True), "too many positional"),
+    ):
+        with pytest.raises(RewardLoadError, match=message):
+            style(*arguments)
+    with pytest.raises(RewardLoadError, match=r"with reward_kwargs colour: .*colour"):
+        style("later", colour=1)
+    with pytest.raises(RewardLoadError, match="reward_manager=batch"):
+        style("many")
+    with pytest.raises(RewardLoadError, match="reward_manager=naive"):
+        style("later", batch=True)
+
+
+def test_async_is_seen_through_partials_wrappers_and_objects(user_file: str) -> None:
+    later = load.load_function(user_file, "later")
+
+    @functools.wraps(later)
+    def wrapped(**kwargs: Any) -> Any:
+        return later(**kwargs)
+
+    for function in (
+        later,
+        functools.partial(later, data_source=1),
+        wrapped,
+        load.load_function(user_file, "an_object"),
+    ):
+        assert load.is_async(function)
+    assert not load.is_async(load.load_function(user_file, "compute_score"))
+
+
+# ---------------------------------------------------------------------------------------------- rates
+
+
+def test_calls_at_once() -> None:
+    gate = RateGate(2)
+    assert [gate.try_start(0.0) for _ in range(3)] == [0.0, 0.0, None]
+    gate.finish()
+    assert gate.try_start(0.0) == 0.0
+
+
+@given(
+    st.lists(st.floats(0.0, 50.0), min_size=1, max_size=60), st.integers(1, 5), st.none() | st.integers(2, 9)
+)
+def test_no_window_of_a_minute_holds_too_many(gaps: list[float], rpm: int, tpm: int | None) -> None:
+    gate = RateGate(None, rpm, None if tpm is None else tpm * 1000 + 500, 1000)
+    most = rpm if tpm is None else min(rpm, tpm)
+    now, starts = 0.0, []
+    for gap in gaps:
+        now += gap
+        wait = gate.try_start(now)
+        assert wait is not None
+        if wait:
+            assert gate.try_start(now + wait * 0.9) != 0.0
+            now += wait + 1e-6
+            assert gate.try_start(now) == 0.0
+        starts.append(now)
+    for t in starts:
+        assert sum(t - 60 < s <= t for s in starts) <= most
+
+
+def test_limits_that_no_call_can_meet_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_rpm=0"):
+        RateGate(1, 0)
+    with pytest.raises(ValueError, match="max_tpm=1000 is below estimated_tokens_per_request=2000"):
+        RateGate(1, None, 1000)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+def config(**changes: Any) -> Any:
+    model = {
+        "reward_manager": "naive",
+        "num_workers": 8,
+        "timeout": 300.0,
+        "max_error_ratio": 0.1,
+        "max_concurrent": 1,
+        "max_rpm": None,
+        "max_tpm": None,
+        "estimated_tokens_per_request": 2000,
+        "reward_kwargs": {},
+        "enable": False,
+    }
+    custom = {"path": None, "name": "compute_score", "reward_kwargs": {}}
+    manager = {"source": "register"}
+    for key, value in changes.items():
+        next(group for group in (model, custom, manager) if key in group)[key] = value
+    return SimpleNamespace(
+        reward_model=SimpleNamespace(**model),
+        custom_reward_function=SimpleNamespace(**custom),
+        reward_manager=SimpleNamespace(**manager),
+        data=SimpleNamespace(max_response_length=100),
+        algorithm=SimpleNamespace(gdpo_reward_keys=["format"]),
+    )
+
+
+def test_settings() -> None:
+    plain = RewardSettings.from_config(config())
+    assert plain.function.path is None and plain.gate() is None and plain.overlong is None
+    assert RewardSettings.from_config(config(reward_manager="batch")).manager == "naive"
+    assert RewardSettings.from_config(config(reward_manager="batch", path="x.py")).function.batch
+    assert RewardSettings.from_config(config(reward_manager="prime", path="x.py")).function.positional
+    assert RewardSettings.from_config(config(reward_manager="gdpo")).required_parts == ("format",)
+    assert RewardSettings.from_config(config(reward_manager="limited")).gate() is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_manager": "mine"}, "reward_manager=mine.*not in this release.*naive"),
+        ({"source": "importlib"}, "importlib.*not in this release"),
+        ({"enable": True}, "reward models are not in this release"),
+        ({"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 0}}}, "len of at least 1"),
+        (
+            {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 101}}},
+            "len=101 is more than max_resp_len=100",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(RewardLoadError, match=message):
+        RewardSettings.from_config(config(**changes))
+
+
+def test_overlong_penalty() -> None:
+    kwargs = {
+        "overlong_buffer_cfg": {"enable": True, "len": 20, "penalty_factor": 2.0, "log": True},
+        "max_resp_len": 60,
+    }
+    overlong = RewardSettings.from_config(config(reward_kwargs=kwargs)).overlong
+    assert overlong == Overlong(20, 2.0, 60, True)
+    assert [overlong.penalty(n) for n in (0, 40, 41, 50, 60)] == [0.0, 0.0, -0.1, -1.0, -2.0]
+
+
+def test_manager_registry() -> None:
+    @register("a_manager_of_a_test")
+    class Mine: ...
+
+    assert get_reward_manager_cls("a_manager_of_a_test") is Mine
+    with pytest.raises(ValueError, match="already registered"):
+        register("a_manager_of_a_test")(type("Other", (), {}))
+    with pytest.raises(ValueError, match="unknown reward manager: 'nope'"):
+        get_reward_manager_cls("nope")

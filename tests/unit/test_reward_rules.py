@@ -1,0 +1,287 @@
+"""The built-in rules, row by row of the table in data.md §8."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.reward import default_compute_score, gsm8k, known_sources
+from verl.reward import math as math_rule
+from verl.reward.boxed import last_boxed
+from verl.reward.errors import RewardLoadError, UnknownSource
+from verl.reward.registry import check_kwargs, rule_for, unsupported
+
+GSM8K = Path(__file__).parents[2].parent / "shared/data/gsm8k/test.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "strict", "flexible"),
+    [
+        ("so\n#### 72", "72", 1, 1),
+        ("#### 72.", "72", 1, 1),
+        ("#### 1,234", "1234", 1, 1),
+        ("#### 1234", "1,234", 1, 1),
+        ("#### -5", "-5", 1, 1),
+        ("#### 72.0", "72", 1, 1),
+        ("#### 0.50", ".5", 1, 1),
+        ("#### 71", "72", 0, 0),
+        ("#### 5\n#### 72", "72", 1, 1),
+        ("#### 72\n#### 5", "72", 0, 0),
+        ("####72", "72", 0, 1),
+        ("#### $72", "72", 0, 1),
+        ("the answer is 72", "72", 0, 1),
+        ("the answer is $72.", "72", 0, 1),
+        ("72 apples, or so ...", "72", 0, 1),
+        ("#### .", "72", 0, 0),
+        ("", "72", 0, 0),
+        ("no number at all", "72", 0, 0),
+        ("#### 72" + " " * 400, "72", 0, 0),
+        ("#### ٧٢", "72", 0, 0),
+        ("#### 1.2.3", "72", 0, 0),
+        ("#### 72", 72, 1, 1),
+        ("#### 72", 72.0, 1, 1),
+    ],
+)
+def test_gsm8k_table(answer: str, truth: object, strict: float, flexible: float) -> None:
+    assert default_compute_score("openai/gsm8k", answer, truth) == strict
+    assert default_compute_score("openai/gsm8k", answer, truth, method="flexible") == flexible
+
+
+def test_gsm8k_format_score_and_score_are_told_apart() -> None:
+    def score(text: str) -> object:
+        return default_compute_score("openai/gsm8k", text, "72", format_score=0.1, score=2.0)
+
+    assert [score("#### 72"), score("#### 1"), score("72")] == [2.0, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("truth", [None, "", "  "])
+def test_a_missing_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
+    for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "numina_cn_k12"):
+        with pytest.raises(ValueError, match="ground truth"):
+            default_compute_score(source, "#### 72", truth)
+
+
+def test_an_unknown_method_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'strict' or 'flexible'"):
+        default_compute_score("openai/gsm8k", "#### 72", "72", method="lenient")
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not there")
+def test_every_gsm8k_reference_scores_one_and_a_changed_one_zero() -> None:
+    lines = GSM8K.read_text().splitlines()
+    assert len(lines) == 1319
+    for line in lines:
+        answer = json.loads(line)["answer"]
+        truth = answer.split("#### ")[1].replace(",", "").strip()
+        other = str(Decimal(truth) + 1)
+        for method in ("strict", "flexible"):
+            assert gsm8k.compute_score(answer, truth, method) == 1.0, line
+            assert gsm8k.compute_score(answer, other, method) == 0.0, line
+
+
+@given(
+    st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=2),
+    st.text(),
+)
+def test_gsm8k_finds_any_way_to_write_a_number(number: Decimal, before: str) -> None:
+    for written in (f"{number}", f"{number:,}", f"{number}.".replace("..", ".")):
+        text = f"{before}\n#### {written}"
+        assert gsm8k.compute_score(text, str(number), "strict") == 1.0
+        assert gsm8k.compute_score(text, str(number), "flexible") == 1.0
+        assert gsm8k.compute_score(text, str(number + 1), "strict") == 0.0
+
+
+@given(st.text())
+def test_gsm8k_takes_any_text(text: str) -> None:
+    for method in ("strict", "flexible"):
+        assert gsm8k.compute_score(text, "3141592653", method) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"\boxed{5} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{5} then \boxed{6", "5"),
+        (r"{ { \boxed{5}", "5"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{a\\}", "a\\\\"),
+        (r"}}}\boxed{5}}}}", "5"),
+        ("boxed{5}", None),
+        (r"\boxed 5", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{" * 200_000, "\\boxed{1" + "}" * 200_000, "{" * 300_000 + "\\boxed{1}"]
+)
+def test_last_boxed_is_linear(text: str) -> None:
+    assert last_boxed(text) in (None, "1")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\dfrac{1}{2}", r"\tfrac{1}{2}"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        ("x=5", "5"),
+        ("f(x)=x+1", "x+1"),
+        (r"5\text{ cm}", "5"),
+        (r"5\text{ cm}^2", "5"),
+        (r"\$5", "5"),
+        (r"50\%", "50"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (".5", "0.5"),
+        (r"\left(1, 2\right)", "(1,2)"),
+        (r"1\,000", "1000"),
+        (r"10,000\!", "10000"),
+        ("12,345", "12345"),
+    ],
+)
+def test_math_normalisation_makes_equal(a: str, b: str) -> None:
+    assert math_rule.normalise(a) == math_rule.normalise(b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (r"\text{Evelyn}", r"\text{Alice}"),
+        ("(1,2)", "(12)"),
+        ("(1,234)", "(1234)"),
+        (r"10\text{ a.m.}", r"10\text{ p.m.}"),
+        (r"1\text{ and }2", "1"),
+        (r"\begin{pmatrix}1\\ 2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"),
+        ("1.5", "15"),
+        ("x=5", "x=6"),
+        (r"\frac{1}{2}", r"\frac{2}{1}"),
+    ],
+)
+def test_math_normalisation_keeps_apart(a: str, b: str) -> None:
+    assert math_rule.normalise(a) != math_rule.normalise(b)
+
+
+_NUMBERS = st.integers(-999, 999).map(str)
+_TERMS = st.recursive(
+    _NUMBERS | st.sampled_from(["x", "y", r"\pi"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda p: rf"\frac{{{p[0]}}}{{{p[1]}}}"),
+        inner.map(lambda a: rf"\sqrt{{{a}}}"),
+        st.tuples(inner, inner).map(lambda p: f"({p[0]}, {p[1]})"),
+    ),
+    max_leaves=6,
+)
+_DRESS = st.sampled_from(
+    [
+        lambda s: s.replace(r"\frac", r"\dfrac"),
+        lambda s: s.replace(r"\frac", r"\tfrac"),
+        lambda s: s.replace("(", r"\left( ").replace(")", r" \right)"),
+        lambda s: f"  {s} ",
+        lambda s: f"${s}$",
+        lambda s: s.replace(", ", r",\!\;"),
+    ]
+)
+
+
+@given(
+    _TERMS,
+    st.lists(_DRESS, max_size=3),
+    st.sampled_from(["", ".", r"\text{ metres}", r"\%", r"\text{ cm}^2."]),
+)
+def test_math_normalisation_undresses_and_is_stable(term: str, dresses: list, tail: str) -> None:
+    plain = math_rule.normalise(term)
+    dressed = term
+    for dress in dresses:
+        dressed = dress(dressed)
+    assert math_rule.normalise(dressed + tail) == plain
+    assert math_rule.normalise(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score", "pred"),
+    [
+        ("Answer: 72", "72", 1.0, "72"),
+        ("answer : $72$", "72", 1.0, "72"),
+        ("Answer: x = 72", "72", 1.0, "72"),
+        ("Answer: 1,234 dollars", "1234", 1.0, "1234"),
+        ("Answer: \\text{72}", "72", 1.0, "72"),
+        ("Answer: \\boxed{72}", "72", 1.0, "72"),
+        ("Answer: 72\nAnswer: 5", "72", -1.0, "5"),
+        ("so \\boxed{72}", "72", 1.0, "72"),
+        ("\\boxed{72}" + " " * 100, "72", -1.0, "[INVALID]"),
+        ("Answer: 72" + " " * 300, "72", -1.0, "[INVALID]"),
+        ("", "72", -1.0, "[INVALID]"),
+        ("Answer: \\frac12", "\\frac{1}{2}", 1.0, "\\frac{1}{2}"),
+    ],
+)
+def test_math_dapo(answer: str, truth: str, score: float, pred: str) -> None:
+    assert default_compute_score("math_dapo", answer, truth) == {
+        "score": score,
+        "acc": score > 0,
+        "pred": pred,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "score"),
+    [
+        ("<answer>The Beatles!</answer>", ["beatles"], 1.0),
+        ("<answer>x</answer><answer>Paris</answer>", "paris", 1.0),
+        ("<answer>Paris</answer><answer>x</answer>", "paris", 0.0),
+        ("<answer>a</answer>" * 11, ["b", "a"], 0.25),
+        ("<answer>Paris", ["paris"], 0.0),
+        ("Paris", ["paris"], 0.0),
+        ("<answer></answer>", ["The"], 0.0),
+        ("</answer><answer>", ["x"], 0.0),
+    ],
+)
+def test_search_qa(answer: str, target: object, score: float) -> None:
+    assert default_compute_score("searchR1_nq", answer, {"target": target}) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "acc", "form"),
+    [
+        ("<think>a</think> \\boxed{48}", 1.0, 1.0, 1.0),
+        ("<think>a\nb</think>\n \\boxed{47} end", 0.1, 0.0, 1.0),
+        ("\\boxed{48}", 0.9, 1.0, 0.0),
+        (" <think>a</think> \\boxed{48}", 0.9, 1.0, 0.0),
+        ("<think>\\boxed{48}</think>", 0.9, 1.0, 0.0),
+        ("<think>a", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_geometry3k(answer: str, score: float, acc: float, form: float) -> None:
+    found = default_compute_score("hiyouga/geometry3k", answer, "48")
+    assert found == {"score": pytest.approx(score), "acc": acc, "format": form}
+
+
+def test_sources() -> None:
+    assert rule_for("aime2024") == rule_for("aime_anything") == "math_dapo"
+    assert {"openai/gsm8k", "HuggingFaceH4/MATH-500", "aime*", "searchR1_bamboogle"} <= set(known_sources())
+    with pytest.raises(UnknownSource, match=r"'openai/gsm8'.*openai/gsm8k.*aime\*") as caught:
+        default_compute_score("openai/gsm8", "", "1")
+    assert "custom_reward_function.path" in str(caught.value)
+    with pytest.raises(ValueError, match="not in this release"):
+        default_compute_score("codecontests", "", "1")
+    assert list(unsupported(["openai/gsm8k", "nope", "apps"])) == ["nope", "apps"]
+
+
+def test_a_misspelt_keyword_of_a_built_in_rule_is_refused() -> None:
+    check_kwargs(["method", "format_score"])
+    with pytest.raises(RewardLoadError, match=r"reward_kwargs\.metod.*method"):
+        check_kwargs(["metod"])

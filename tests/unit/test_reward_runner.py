@@ -1,0 +1,487 @@
+"""Scoring through processes: what a bad function can do, and what it must never do to the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.reward import RewardErrorLimit, RewardPrecheckError, RewardRunner, precheck
+from verl.reward.pool import Call, FunctionSpec, Pool
+from verl.reward.settings import Overlong, RewardSettings
+from verl.trajectory import Batch, Prompt, Trajectory
+
+REWARDS = """
+import asyncio, ctypes, os, random, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    what = solution_str
+    if what == "raise": raise KeyError("no such thing")
+    if what == "hang": time.sleep(60)
+    if what == "spin": 9**9**9**9
+    if what == "nan": return float("nan")
+    if what == "string": return "1.0"
+    if what == "none": return None
+    if what == "no score": return {"acc": 1}
+    if what == "exit": os._exit(7)
+    if what == "sys.exit": sys.exit(0)
+    if what == "segfault": ctypes.string_at(0)
+    if what == "print": print("hello from the reward")
+    if what == "random": return random.random()
+    if what == "pid": return {"score": 1.0, "pid": os.getpid()}
+    if what == "child": os.system("sleep 30 &"); time.sleep(60)
+    if what == "info": return {"score": 1.0, "info": repr(extra_info)}
+    if what == "dict": return {"score": 0.5 + bonus, "acc": True, "pred": "72", "format": 0.25}
+    if what.startswith("sleep"): time.sleep(float(what[5:]))
+    return float(what == ground_truth) + bonus
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise": raise ValueError("from later")
+    if solution_str == "hang": await asyncio.sleep(60)
+    if solution_str == "block": time.sleep(60)
+    if solution_str == "exit": os._exit(7)
+    await asyncio.sleep(0.2)
+    return 1.0
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    if "short" in solution_strs: return [1.0]
+    if "raise" in solution_strs: raise ValueError("all of it")
+    longest = max(map(len, solution_strs))
+    return [float("nan") if s == "nan" else {"score": len(s) / longest, "n": len(solution_strs)} for s in solution_strs]
+
+def positional(source, answer, truth, info=None): return float(answer == truth)
+def coroutine_in_disguise(**kwargs): return later(**kwargs)
+"""
+
+
+@pytest.fixture()
+def rewards(tmp_path: Path) -> str:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+@pytest.fixture()
+def make(rewards: str) -> Iterator[Any]:
+    runners: list[RewardRunner] = []
+
+    def build(
+        name: str = "compute_score", events: Any = None, path: str | None = rewards, **fields: Any
+    ) -> RewardRunner:
+        spec = {key: fields.pop(key) for key in ("kwargs", "batch", "positional") if key in fields}
+        fields = {"num_workers": 2, "timeout": 20.0} | fields
+        settings = RewardSettings(function=FunctionSpec(path=path, name=name, **spec), **fields)
+        runners.append(RewardRunner(None, events=events, settings=settings))
+        return runners[-1]
+
+    yield build
+    for runner in runners:
+        runner.close()
+
+
+def answer(text: str, index: int = 0, truth: Any = "72", tokens: int = 5, **prompt: Any) -> Trajectory:
+    fields = {
+        "data_source": "mine",
+        "ground_truth": truth,
+        "extra_info": {"a": 1},
+        "file": "f.parquet",
+        "row": 3,
+    } | prompt
+    row = Prompt("0:3@0", np.zeros(2, np.int64), [{"role": "user", "content": "q?"}], **fields)
+    return Trajectory(row, index, np.zeros(tokens, np.int64), np.ones(tokens, bool), text=text)
+
+
+def run(runner: RewardRunner, texts: Sequence[str | Trajectory]) -> list[Trajectory]:
+    """Score in an event loop of its own, as the trainer does each step."""
+    found = [answer(t, i) if isinstance(t, str) else t for i, t in enumerate(texts)]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(runner.score(t) for t in found))
+
+    asyncio.run(all_of_them())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("raise", "exception", "it raised KeyError: 'no such thing'"),
+        ("nan", "value", "is nan; a score must be finite"),
+        ("string", "value", "the text '1.0', not a number"),
+        ("none", "value", "is None"),
+        ("no score", "value", "has no 'score'"),
+        ("exit", "crash", "ended the scoring process (exit code 7)"),
+        ("sys.exit", "exception", "it raised SystemExit: 0"),
+        ("segfault", "crash", "ended the scoring process (SIGSEGV)"),
+    ],
+)
+def test_a_bad_function_fails_its_answer_only(make: Any, text: str, kind: str, message: str) -> None:
+    events: list[dict[str, Any]] = []
+    runner = make(events=lambda kind, **fields: events.append({"event": kind, **fields}))
+    bad, good, other = run(runner, [text, "72", "71"])
+    assert bad.score is None and not bad.score_parts and message in str(bad.score_error)
+    assert "data_source 'mine', f.parquet row 3, uid 0:3@0, answer 0" in str(bad.score_error)
+    assert (good.score, other.score) == (1.0, 0.0)
+    assert run(runner, ["72"])[0].score == 1.0
+    (event,) = [e for e in events if e["event"] == "reward_failed"]
+    assert event["failure"] == kind and event["answer"] == text and event["prompt"] == bad.prompt.messages
+    if kind == "exception":
+        assert "rewards.py" in event["traceback"] and "worker.py" not in event["traceback"]
+    if kind == "crash":
+        assert any(e["event"] == "reward_worker_replaced" for e in events)
+
+
+@pytest.mark.parametrize("text", ["hang", "spin", "child"])
+def test_a_function_that_hangs_is_killed_in_time_and_says_where(make: Any, text: str) -> None:
+    runner = make(timeout=0.5)
+    started = time.monotonic()
+    bad, good = run(runner, [text, "72"])
+    assert time.monotonic() - started < 20
+    assert "it took more than 0.5 s" in str(bad.score_error) and good.score == 1.0
+    assert bad.extra["score_failure"]["kind"] == "timeout"
+    assert bad.timing["compute_score"] >= 0.5
+    assert run(runner, ["72"])[0].score == 1.0
+    metrics = RewardRunner(None, settings=RewardSettings(max_error_ratio=0.5)).check_errors([bad, good])
+    assert metrics["reward/timeouts"] == 1.0
+
+
+def test_where_it_hangs_is_shown(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    run(make(timeout=0.3), ["hang"])
+    assert "time.sleep(60)" in capfd.readouterr().err
+
+
+def test_printing_goes_to_standard_error_and_disturbs_nothing(
+    make: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runner = make()
+    assert run(runner, ["print"])[0].score == 0.0
+    runner.close()
+    captured = capfd.readouterr()
+    assert "hello from the reward" in captured.err and "hello" not in captured.out
+
+
+def test_a_dict_gives_parts_and_kwargs_reach_the_function(make: Any) -> None:
+    (found,) = run(make(kwargs={"bonus": 0.25}), ["dict"])
+    assert found.score == 0.75 and found.score_parts == {"acc": True, "pred": "72", "format": 0.25}
+    assert found.timing["compute_score"] >= 0
+
+
+def test_what_the_function_sees(make: Any) -> None:
+    t = answer("info")
+    t.num_turns = 4
+    t.extra["reward_scores"] = {"tool": [0.5]}
+    run(make(), [t])
+    info = {"index": 3, "a": 1, "num_turns": 4, "rollout_reward_scores": {"tool": [0.5]}}
+    assert t.score_parts["info"] == repr(info)
+    assert t.prompt.extra_info == {"a": 1}
+
+
+def test_what_cannot_be_sent_is_named(make: Any) -> None:
+    (bad,) = run(make(), [answer("72", extra_info={"image": object()})])
+    assert "the row.extra_info.image is a builtins.object" in str(bad.score_error)
+
+
+def test_scored_answers_are_left_alone(make: Any) -> None:
+    t, lost = answer("72"), answer("72")
+    t.score, lost.score_error = 0.125, "lost by the sampler"
+    run(make(), [t, lost])
+    assert (t.score, lost.score) == (0.125, None)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_scores_depend_neither_on_workers_nor_on_order(make: Any, workers: int) -> None:
+    texts = ["random"] * 12 + ["sleep0.05"] * 4
+    runner = make(num_workers=workers)
+    first = [t.score for t in run(runner, texts)]
+    order = [answer(t, i) for i, t in enumerate(texts)][::-1]
+    second = [t.score for t in run(make(num_workers=2), order)][::-1]
+    assert first == second and len(set(first)) > 10
+
+
+def test_processes_start_only_as_needed_and_stay(make: Any) -> None:
+    runner = make(num_workers=8)
+    assert runner._pool is None
+    pids = {t.score_parts["pid"] for t in run(runner, ["pid"] * 20)}
+    pids |= {t.score_parts["pid"] for t in run(runner, ["pid"] * 20)}
+    assert len(pids) <= 2  # eight are allowed; a loaded machine may make a call wait and start a second
+    runner.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    assert run(runner, ["72"])[0].score == 1.0
+
+
+def test_functions_that_wait_get_more_processes(make: Any) -> None:
+    runner = make(num_workers=4, timeout=20)
+    started = time.monotonic()
+    run(runner, ["sleep0.5"] * 10)
+    assert runner._pool.size > 1 and time.monotonic() - started < 8
+
+
+def test_workers_never_import_torch_and_start_fast() -> None:
+    code = (
+        "import time; t = time.process_time(); import sys; import verl.reward.worker, verl.reward.gsm8k, "
+        "verl.reward.registry, verl.reward.load; print(time.process_time() - t, "
+        "[m for m in ('torch', 'numpy', 'sympy', 'asyncio', 'transformers') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
+    ).stdout
+    seconds, heavy = out.split(" ", 1)
+    assert heavy.strip() == "[]" and float(seconds) < 0.5
+
+
+def test_processes_end_with_the_run_even_while_the_function_spins(rewards: str) -> None:
+    code = (
+        "import sys, time, os\n"
+        "from verl.reward.pool import *\n"
+        f"pool = Pool(FunctionSpec(path={rewards!r}), workers=1)\n"
+        "arguments = dict(data_source='', ground_truth='', extra_info={})\n"
+        "outcome = pool.submit(Call(arguments | {'solution_str': 'pid'}), 9).result()[0]\n"
+        "pool.submit(Call(arguments | {'solution_str': 'spin'}), 99)\n"
+        "time.sleep(0.3); print(outcome.parts['pid'], flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
+    pid = int(out)
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"scoring process {pid} outlived its run")
+
+
+@pytest.mark.parametrize("name", ["later", "coroutine_in_disguise"])
+def test_async_functions(make: Any, name: str) -> None:
+    runner = make(name, timeout=1.0)
+    started = time.monotonic()
+    found = run(runner, ["a", "raise", "b"])
+    assert [t.score for t in found] == [1.0, None, 1.0]
+    assert "ValueError: from later" in str(found[1].score_error)
+    if name == "later":
+        run(runner, ["x"] * 40)
+        assert time.monotonic() - started < 4 and runner._pool.size == 1
+
+
+def test_an_async_function_over_its_time_is_cancelled_without_killing_the_others(make: Any) -> None:
+    runner = make("later", timeout=0.7)
+    bad, good = run(runner, ["hang", "72"])
+    assert "more than 0.7 s" in str(bad.score_error) and good.score == 1.0
+    assert bad.extra["score_failure"]["kind"] == "timeout"
+
+
+@pytest.mark.parametrize(("text", "message"), [("exit", "exit code 7"), ("block", "took more than 0.6 s")])
+def test_only_the_guilty_of_several_concurrent_calls_fails(
+    make: Any, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.reward.pool.ASYNC_GRACE", 0.3)
+    found = run(make("later", timeout=0.6), ["a", text, "b", "c"])
+    assert [t.score for t in found] == [1.0, None, 1.0, 1.0]
+    assert message in str(found[1].score_error)
+
+
+def test_batch_manager(make: Any) -> None:
+    runner = make("batch", manager="batch", batch=True)
+    assert not runner.per_answer
+    found = [answer(t, i) for i, t in enumerate(["a", "bb", "nan", "dddd"])]
+    for t in found:
+        asyncio.run(runner.score(t))
+    assert not any(t.scored for t in found)
+    asyncio.run(runner.score_batch(found))
+    assert [t.score for t in found] == [0.25, 0.5, None, 1.0]
+    assert found[0].score_parts == {"n": 4} and "nan" in str(found[2].score_error)
+    for text, message in (
+        ("short", "it returned 1 scores for 2 answers"),
+        ("raise", "ValueError: all of it"),
+    ):
+        pair = [answer(text), answer("b")]
+        asyncio.run(runner.score_batch(pair))
+        assert all(message in str(t.score_error) for t in pair)
+    asyncio.run(runner.score_batch([]))
+
+
+def test_score_batch_without_the_batch_manager_scores_what_is_open(make: Any) -> None:
+    done, todo = answer("72"), answer("72")
+    done.score = 0.5
+    asyncio.run(make().score_batch([done, todo]))
+    assert (done.score, todo.score) == (0.5, 1.0)
+
+
+def test_positional_functions_with_prime_only(make: Any) -> None:
+    assert run(make("positional", manager="prime", positional=True), ["72"])[0].score == 1.0
+    (bad,) = run(make("positional"), ["72"])
+    assert "cannot be called as positional(data_source" in str(bad.score_error)
+
+
+def test_rate_limited_calls_run_one_at_a_time(make: Any) -> None:
+    runner = make("later", manager="rate_limited", rate=(2, None, None, 2000))
+    run(runner, ["warm"])
+    started = time.monotonic()
+    assert all(t.score == 1.0 for t in run(runner, ["x"] * 6))
+    assert time.monotonic() - started >= 0.6
+
+
+def test_required_parts(make: Any) -> None:
+    good, bad = run(make(manager="gdpo", required_parts=("format",)), ["dict", "72"])
+    assert good.score == 0.5 and "lacks format" in str(bad.score_error)
+
+
+def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
+    runner = make(overlong=Overlong(10, 1.0, 100, log=True))
+    short, long, parts = run(
+        runner, [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]
+    )
+    assert short.score == 1.0 and short.score_parts == {"acc": 1.0, "overlong_reward": 0.0, "overlong": False}
+    assert long.score == 0.5 and long.score_parts == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
+    assert parts.score == -0.5 and parts.score_parts["acc"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "message"),
+    [
+        ("missing.py", "compute_score", "no such file"),
+        (None, "nothing", "functions found there: compute_score, later"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_fails_every_answer_with_the_reason(
+    make: Any, rewards: str, path: str | None, name: str, message: str
+) -> None:
+    found = run(make(name, path=path or rewards), ["72", "71"])
+    assert all(message in str(t.score_error) for t in found)
+    assert found[0].extra["score_failure"]["kind"] == "load"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module_x\n", "No module named 'no_such_module_x'"),
+        ("import os; os._exit(5)\n", "exit code 5"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(make: Any, tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    (bad,) = run(make(path=str(tmp_path / "broken.py")), ["72"])
+    assert message in str(bad.score_error)
+
+
+def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> None:
+    runner = make(path=None)
+    gsm = {"data_source": "openai/gsm8k"}
+    flexible = {"columns": {"reward_kwargs": {"method": "flexible"}}}
+    texts = [answer("#### 72", **gsm), answer("72", **gsm), answer("72", **gsm, **flexible), answer("72")]
+    found = run(runner, texts)
+    assert [t.score for t in found] == [1.0, 0.0, 1.0, None]
+    assert "has no built-in reward" in str(found[3].score_error)
+    strict = make(path=None, kwargs={"method": "strict"})
+    assert run(strict, [answer("72", **gsm, **flexible)])[0].score == 0.0
+    assert "no built-in reward takes it" in str(
+        run(make(path=None, kwargs={"metod": 1}), ["72"])[0].score_error
+    )
+
+
+def test_math_verify_over_its_time_kills_the_process_and_fails_the_answer(
+    make: Any, monkeypatch: Any
+) -> None:
+    (failed, right) = run(
+        make(path="pkg://verl.reward.verify", name="compare_task"),
+        [answer("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), answer("0.5", truth=r"\frac12")],
+    )
+    assert "math-verify took more than 0.5 s" in str(failed.score_error) and right.score == 1.0
+    assert failed.extra["score_failure"]["kind"] == "timeout"
+
+
+def test_metrics_of_a_step(make: Any) -> None:
+    runner = make(max_error_ratio=0.5)
+    found = run(runner, ["dict", "72", "raise", "71"])
+    lost = answer("")
+    lost.finish_reason, lost.score_error = "lost", "lost by the sampler"
+    metrics = runner.check_errors(Batch([*found, lost]))
+    assert metrics["reward/errors"] == 1.0 and metrics["reward/error_ratio"] == 0.25
+    assert metrics["reward/timeouts"] == 0.0
+    assert metrics["reward/latency_s/max"] >= metrics["reward/latency_s/mean"] > 0
+    assert metrics["reward_extra/format/mean"] == metrics["reward_extra/format/min"] == 0.25
+    assert metrics["reward_extra/acc/max"] == 1.0 and "reward_extra/pred/mean" not in metrics
+    assert runner.check_errors([]) == {
+        "reward/errors": 0.0,
+        "reward/timeouts": 0.0,
+        "reward/error_ratio": 0.0,
+    }
+
+
+def test_too_many_failures_stop_the_run_with_the_most_frequent_error(make: Any) -> None:
+    runner = make(max_error_ratio=0.1)
+    found = run(runner, ["raise", "nan", "nan", "72"])
+    with pytest.raises(
+        RewardErrorLimit, match=r"3 of 4 .*max_error_ratio is 10%.*\(2 times\).*is nan"
+    ) as caught:
+        runner.check_errors(found)
+    assert caught.value.metrics["reward/errors"] == 3.0
+
+
+def test_the_console_shows_the_first_failures_only(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    run(make(), ["raise"] * 6 + ["nan"])
+    shown = capfd.readouterr().err
+    assert shown.count("reward failed: ") == 3 and "events.jsonl" in shown and "rewards.py" in shown
+
+
+def test_precheck_shows_values_and_refuses_a_function_that_fails(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [answer("", truth=t).prompt for t in ("72", "raise", "5")]
+    probes = asyncio.run(precheck(make(), prompts[:1] + prompts[2:]))
+    assert [(p.of_reference.score, p.of_empty.score) for p in probes] == [(1.0, 0.0)] * 2
+    assert "the reference '72' scores 1, an empty answer 0" in capsys.readouterr().err
+    with pytest.raises(RewardPrecheckError, match=r"on the answer 'raise' to f\.parquet row 3 .*KeyError"):
+        asyncio.run(precheck(make(), prompts))
+    (tmp_path / "empty.py").write_text("def compute_score(**k): return 1 / len(k['solution_str'])\n")
+    with pytest.raises(RewardPrecheckError, match=r"on an empty answer .*ZeroDivisionError"):
+        asyncio.run(precheck(make(path=str(tmp_path / "empty.py")), prompts))
+
+
+def test_precheck_takes_rows_of_every_source(make: Any) -> None:
+    prompts = [answer("", data_source=s).prompt for s in ("a", "a", "a", "b")]
+    assert [p.prompt.data_source for p in asyncio.run(precheck(make(), prompts, rows=2))] == ["a", "a", "b"]
+
+
+def test_a_pool_that_is_closed_says_so_and_lets_nobody_wait(rewards: str) -> None:
+    pool = Pool(FunctionSpec(path=rewards), workers=1)
+    arguments = {"data_source": "", "solution_str": "hang", "ground_truth": "", "extra_info": {}}
+    futures = [pool.submit(Call(arguments), 60) for _ in range(3)]
+    time.sleep(0.3)
+    pool.close()
+    pool.close()
+    assert all("closed" in str(f.result(timeout=5)[0].error) for f in futures)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(Call(arguments), 1)
+
+
+def test_long_answers_travel(make: Any) -> None:
+    texts = ["x" * 3_000_000, "72"]
+    assert [t.score for t in run(make(), texts)] == [0.0, 1.0]
+
+
+def test_a_cancelled_answer_disturbs_nothing(make: Any) -> None:
+    runner = make(num_workers=1)
+
+    async def cancel_some() -> None:
+        tasks = [asyncio.ensure_future(runner.score(answer("sleep0.2"))) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(cancel_some())
+    assert run(runner, ["72"])[0].score == 1.0

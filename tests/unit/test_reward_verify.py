@@ -1,0 +1,232 @@
+"""math-verify behind our limit: right on what it should know, never a silent 0, never a hang, from any thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from verl.reward import default_compute_score, guard, verify
+from verl.reward.errors import VerifyFailed
+
+MATH = "lighteval/MATH"
+
+
+def score(answer: str, truth: str, source: str = MATH) -> object:
+    return default_compute_score(source, answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("0.5", r"\frac12"),
+        ("2x+1", "1+2x"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"),
+        (r"\{2,1\}", r"\{1,2\}"),
+        ("10^3", "1000"),
+        (r"\frac{3\pi}{6}", r"\frac{\pi}{2}"),
+    ],
+)
+def test_equal_in_meaning(answer: str, truth: str) -> None:
+    assert score(f"so \\boxed{{{answer}}}.", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("0.51", r"\frac12"),
+        ("2x", "2y"),
+        ("x^2+1", "x^2+2"),
+        ("", "0"),
+        ("5", r"\text{Evelyn}"),
+        ("(1,2)", "(2,1)"),
+    ],
+)
+def test_different(answer: str, truth: str) -> None:
+    assert score(f"\\boxed{{{answer}}}", truth) == 0.0
+
+
+def test_the_answer_must_be_boxed() -> None:
+    assert score("0.5", r"\frac12") == 0.0
+
+
+def test_numina_reads_pi_as_3_14_and_words() -> None:
+    assert score("The answer is 6.28.", r"2\pi", "numina_cn_k12") == 1.0
+    assert score("The answer is $6.28$, roughly", r"2\pi", "numina_olympiads") == 1.0
+    assert score("The answer is 6.3.", r"2\pi", "numina_cn_k12") == 0.0
+    assert score("Answer: 7\nThe answer is 8", "7", "numina_cn_k12") == 0.0
+    assert score("nothing", "7", "numina_cn_k12") == 0.0
+
+
+def test_many_threads_get_the_same_answers() -> None:
+    pairs = [(f"{i}/{i + 1} + 0x", rf"\frac{{{i + (i % 2)}}}{{{i + 1}}}") for i in range(1, 25)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda p: score(f"\\boxed{{{p[0]}}}", p[1]), pairs))
+    assert found == [1.0 if i % 2 == 0 else 0.0 for i in range(1, 25)]
+
+
+def test_over_the_limit_is_failed_and_not_zero_and_the_next_one_works() -> None:
+    started = time.monotonic()
+    # A tower of powers: computed in C, deaf to signals and to exceptions set from outside.
+    with pytest.raises(VerifyFailed, match=r"math-verify took more than 0\.5 s"):
+        verify.equal("9^{9^{9^{9}}}", "7", limit=0.5)
+    assert time.monotonic() - started < 30
+    assert verify.equal("0.5", r"\frac12")
+
+
+def test_a_broken_parser_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    monkeypatch.setattr(guard, "_announce", lambda seconds, what: None)
+    monkeypatch.setattr(verify, "_ready", False)
+    monkeypatch.setattr(math_verify, "parse", lambda *a, **k: [])
+    with pytest.raises(VerifyFailed, match="does not work in this environment"):
+        verify.equal("0.5", r"\frac12")
+
+
+def test_an_error_inside_math_verify_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    def broken(*args: object, **kwargs: object) -> bool:
+        raise TypeError("cannot compare")
+
+    monkeypatch.setattr(guard, "_announce", lambda seconds, what: None)
+    assert verify.equal("0.5", r"\frac12")
+    monkeypatch.setattr(math_verify, "verify", broken)
+    with pytest.raises(VerifyFailed, match="cannot compare"):
+        verify.equal("0.5", r"\frac12")
+
+
+def test_a_section_is_announced_and_closed_and_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[float | None] = []
+    monkeypatch.setattr(guard, "_announce", lambda seconds, what: said.append(seconds))
+
+    def work() -> None:
+        with guard.section(3.0, "x"):
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=work) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == [3.0, None] * 5
+    with pytest.raises(KeyError), guard.section(3.0, "x"):
+        raise KeyError
+    assert said[-1] is None
+    monkeypatch.setattr(guard, "_announce", None)
+    with pytest.raises(RuntimeError), guard.section(1.0, "x"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "1+" * 5000 + "1",
+        "(" * 3000 + ")" * 3000,
+        "\\frac{" * 100 + "1" + "}{2}" * 100,
+        "1" * 100_000,
+        "[{(" * 2000,
+    ],
+)
+def test_long_and_deep_answers_are_wrong_at_once(answer: str) -> None:
+    started = time.monotonic()
+    assert score(f"\\boxed{{{answer}}}", "5") == 0.0
+    assert time.monotonic() - started < 3.0
+
+
+_PIECES = st.sampled_from(
+    [
+        *(
+            "\\frac",
+            "\\sqrt",
+            "\\boxed",
+            "\\text",
+            "\\left",
+            "\\right",
+            "\\pi",
+            "\\infty",
+            "\\int",
+            "\\sum",
+            "\\cdot",
+        ),
+        *(
+            "{",
+            "}",
+            "(",
+            ")",
+            "[",
+            "]",
+            "|",
+            "^",
+            "_",
+            "=",
+            "<",
+            ">",
+            "\\le",
+            ",",
+            ";",
+            "+",
+            "-",
+            "*",
+            "/",
+            "!",
+        ),
+        *(
+            "0",
+            "1",
+            "12",
+            "0.5",
+            ".",
+            "x",
+            "y",
+            "abc",
+            " ",
+            "\n",
+            "$",
+            "%",
+            "\\",
+            "&",
+            "#",
+            "\x00",
+            "٧",
+            "\u202e",
+        ),
+        *(
+            "\\begin{pmatrix}",
+            "\\end{pmatrix}",
+            "\\{",
+            "\\}",
+            "\\%",
+            "\\$",
+            "\\text{ and }",
+            "\\circ",
+            "e",
+            "i",
+        ),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.one_of(st.lists(_PIECES, max_size=14).map("".join), st.text(max_size=30)),
+    st.sampled_from(["5", r"\frac{1}{2}", "x^2+1", r"\{1,2\}", r"(-\infty, 3]", r"\text{Evelyn}", "x=3"]),
+)
+def test_hostile_answers_give_a_score_or_the_declared_failure(text: str, truth: str) -> None:
+    try:
+        assert score(f"\\boxed{{{text}}}", truth) in (0.0, 1.0)
+    except VerifyFailed as failure:
+        assert "math-verify" in str(failure)
+
+
+def test_math_verify_prints_no_warning_about_its_limits(capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify.equal("0.25", r"\frac14")
+    assert "Timeout is disabled" not in capfd.readouterr().err
+    assert logging.getLogger("math_verify").level != logging.DEBUG
