@@ -99,7 +99,9 @@ def test_remote_files_are_copied_once(tmp_path: Path) -> None:
         ("x.csv", b"a,b", [".csv", ".parquet"]),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, words: list[str]) -> None:
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes | None, words: list[str]
+) -> None:
     write(tmp_path / "there.parquet")
     if content is not None:
         (tmp_path / name).write_bytes(content)

@@ -184,9 +184,9 @@ class SFTDataset:
                     rendered[index] = self._render(row)
                 except BadRow as bad:
                     self._bad[index] = (bad.problem, bad.detail)
-            for index, row in zip(rendered, self._encode(list(rendered.values())), strict=True):
-                self._lengths[index] = len(row.ids)
-                tokens += self._note(index, row)
+            for index, encoded in zip(rendered, self._encode(list(rendered.values())), strict=True):
+                self._lengths[index] = len(encoded.ids)
+                tokens += self._note(index, encoded)
             if tokens > KEPT_TOKENS:
                 self._kept = None
         self._refuse_too_long()

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def finish(splits: dict[str, Sequence[dict[str, Any]]], where: Target) -> int:
+def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int:
     """Write every split as {name}.parquet, copy it if asked, print rows, columns, longest prompt and one row."""
     for name, rows in splits.items():
         kept = list(rows[: where.limit] if where.limit else rows)
