@@ -8,6 +8,7 @@ trajectory: what comes before the first learned token is the prompt, the rest th
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -257,6 +258,11 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     from verl.platform.memory import tune_allocator
     from verl.trainer.run import quiet_libraries
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes; supervised training on several devices is not in "
+            "this release: use torchrun --nproc_per_node=1, or python3 -m verl.trainer.sft_trainer"
+        )
     tune_allocator()
     quiet_libraries()
     model, trainer = config.model, config.trainer
