@@ -18,6 +18,7 @@ import atexit
 import itertools
 import os
 import selectors
+import subprocess
 import threading
 import time
 import traceback
@@ -380,7 +381,7 @@ class Pool:
             # It closed its pipe; give it a moment to end by itself, for its exit code.
             try:
                 worker.proc.wait(timeout=1.0)
-            except Exception:
+            except subprocess.TimeoutExpired:
                 self.notices.append({"event": "reward_worker_silent", "pid": worker.proc.pid})
         worker.close()
         tasks = list(worker.running.values())
