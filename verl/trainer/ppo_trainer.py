@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from verl.trainer.resume import Checkpoints
     from verl.trainer.validation import Validator
     from verl.trajectory import Batch
-    from verl.weight_sync.base import WeightSync
+    from verl.weight_sync.base import SyncResult, WeightSync
     from verl.worker.actor import Actor
     from verl.worker.reference import Reference
 
@@ -95,32 +95,36 @@ class PPOTrainer:
         phases.start_step()
         with phases("step"):
             batch = self._sample()
-            sampler_stats = parts.sampler.stats()
+            sampled = parts.sampler.stats()
             metrics = self._score(batch)
             metrics |= self._train(step, batch)
             with phases("update_weights"):
                 sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
-            validation = self._validate() if self._due(self.config.trainer.test_freq, step) else {}
+            metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             if self._due(self.config.trainer.save_freq, step):
+                record = metrics | self._facts(step, batch, sampled, sync)
                 with phases("save_checkpoint"):
-                    parts.checkpoints.save(self)
+                    parts.checkpoints.save(self, record)
+        metrics |= self._facts(step, batch, sampled, sync)
+        self.last_batch = batch
+        parts.tracking.log(step, metrics)
+        parts.tracking.dump_trajectories(step, batch)
+        parts.report.write(last=step == self.total_steps)
+        self._limit_disagreement(metrics)
+
+    def _facts(self, step: int, batch: Batch, sampled: dict[str, float], sync: SyncResult) -> dict[str, Any]:
+        """What follows from the batch and the clock, as metrics."""
         facts = StepFacts(
             step=step,
-            epoch=parts.stream.epoch,
-            timings=phases.timings(),
-            sampler=sampler_stats,
+            epoch=self.parts.stream.epoch,
+            timings=self.parts.phases.timings(),
+            sampler=sampled,
             sync_bytes=sync.bytes,
             weight_version=step,
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
-            devices=1,
         )
-        metrics |= step_metrics(batch, facts, parts.counters)
-        self.last_batch = batch
-        parts.tracking.log(step, metrics | validation)
-        parts.tracking.dump_trajectories(step, batch)
-        parts.report.write(last=step == self.total_steps)
-        self._limit_disagreement(metrics)
+        return step_metrics(batch, facts, self.parts.counters)
 
     def _sample(self) -> Batch:
         parts, size = self.parts, self.config.data.train_batch_size

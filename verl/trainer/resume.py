@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import read, rng, write
 from verl.errors import UserError
+from verl.tracking.names import plain_metrics
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -57,8 +58,11 @@ class Checkpoints:
         self._event = event
         self._notice = notice
 
-    def save(self, trainer: PPOTrainer) -> Path | None:
-        """Write `global_step_N`. A failure is an event and a notice; the run goes on."""
+    def save(self, trainer: PPOTrainer, record: dict[str, Any]) -> Path | None:
+        """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
+
+        A failure is an event and a notice; the run goes on.
+        """
         parts, keep = trainer.parts, self._config.trainer
         contents = set(self._config.actor_rollout_ref.actor.checkpoint.save_contents)
         jobs: dict[str, Callable[[Path], Any]] = {}
@@ -72,13 +76,11 @@ class Checkpoints:
             self.root,
             trainer.step,
             jobs,
-            loop_state=self._loop_state(trainer),
+            loop_state=self._loop_state(trainer) | {"record": plain_metrics(record)[0]},
             keep=keep.max_ckpt_to_keep or keep.max_actor_ckpt_to_keep,
             on_event=self._event,
         )
-        if path is None:
-            self._notice(f"step {trainer.step}: the checkpoint could not be written, the run goes on (see events.jsonl)")
-        elif not {"model", "optimizer", "extra"} <= contents:
+        if path is not None and not {"model", "optimizer", "extra"} <= contents:
             self._notice(f"{path.name} holds {sorted(contents)} only: it can be used but not resumed")
         return path
 
@@ -120,6 +122,7 @@ class Checkpoints:
         if parts.kl_controller is not None and state.get("kl_controller"):
             parts.kl_controller.load_state_dict(state["kl_controller"])
         rng.load(found.part("state/rng"))
-        self._event("resume", step=found.step, path=str(found.path))
+        trainer.parts.tracking.resumed(found.step, state.get("record"))
+        self._event("resumed", step=found.step, path=str(found.path))
         self._notice(f"resuming from {found.path}, step {found.step}")
         return found.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.tracking.console import one_line, say
 from verl.tracking.validation_metrics import validation_metrics
 
 if TYPE_CHECKING:
@@ -56,5 +57,7 @@ class Validator:
         for t in shown.values():
             messages = t.prompt.messages
             prompt = messages if isinstance(messages, str) else "\n".join(str(m.get("content")) for m in messages)
-            print(f"[prompt] {prompt}\n[response] {t.text}\n[ground_truth] {t.prompt.ground_truth}", flush=True)
-            print(f"[score] {t.score if t.score is not None else t.score_error}", flush=True)
+            say(f"[prompt] {one_line(prompt)}")
+            say(f"[response] {one_line(t.text)}")
+            say(f"[ground_truth] {one_line(t.prompt.ground_truth)}")
+            say(f"[score] {t.score if t.score is not None else one_line(t.score_error)}")

@@ -1,0 +1,102 @@
+"""Whole runs of a tiny model through the command line: training, validation, records, checkpoints, same seed."""
+
+import json
+import math
+
+import pytest
+
+from tests.runs import TinyRun, main_ppo, records, weights
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyRun:
+    return TinyRun(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "first"
+    done = main_ppo(tiny.overrides(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out, done
+
+
+def test_a_run_writes_all_it_promises(finished) -> None:
+    out, done = finished
+    assert "Total training steps: 4" in done.stdout and "Final validation metrics:" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step:")]
+    assert [line.split(" - ")[0] for line in lines] == [f"step:{i}" for i in range(5)]
+    found = records(out)
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    last = found[4]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "training/global_step"):
+        assert math.isfinite(last[name]), name
+    assert last["critic/score/max"] > last["critic/score/min"]
+    assert last["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampler and trainer agree in float32"
+    assert any(name.startswith("val-core/test/letters/") for name in last)
+    for name in ("config.yaml", "versions.json", "events.jsonl", "data_report.jsonl", "report.html", "trajectories/4.jsonl"):
+        assert (out / name).is_file(), name
+    assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
+def test_the_actor_loads_with_from_pretrained(finished) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, _ = finished
+    actor = out / "global_step_4/actor"
+    model = AutoModelForCausalLM.from_pretrained(actor)
+    assert AutoTokenizer.from_pretrained(actor).chat_template
+    assert sum(p.numel() for p in model.parameters()) > 0
+    assert weights(out, 4) != weights(out, 1), "training changed the weights"
+
+
+def test_same_seed_same_run_whatever_the_reward_processes(tiny, finished, tmp_path) -> None:
+    out, _ = finished
+    again = tmp_path / "again"
+    done = main_ppo(tiny.overrides(again, "reward_model.num_workers=3"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert records(again) == records(out)
+    assert weights(again, 4) == weights(out, 4)
+    other = tmp_path / "other"
+    main_ppo(tiny.overrides(other, "trainer.seed=7"))
+    assert weights(other, 4) != weights(out, 4), "another seed is another run"
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
+def test_other_architectures_train_and_agree(arch, tmp_path) -> None:
+    run = TinyRun(tmp_path, arch=arch)
+    done = main_ppo(run.overrides(tmp_path / "out", "trainer.total_training_steps=2", "trainer.save_freq=2"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = records(tmp_path / "out")[2]
+    assert last["training/rollout_logprob_abs_diff/max"] < 1e-4
+    assert last["actor/grad_norm"] > 0 and weights(tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entropy_coeff=0.01"],
+        ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+        [
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        ],
+        ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True"],
+    ],
+    ids=["kl-loss", "kl-in-reward", "dr-grpo", "epochs"],
+)
+def test_variants_train(tiny, tmp_path, words) -> None:
+    out = tmp_path / "out"
+    done = main_ppo(tiny.overrides(out, "trainer.total_training_steps=2", "trainer.save_freq=2", *words))
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = records(out)[2]
+    assert last["actor/grad_norm"] > 0
+    if "actor_rollout_ref.actor.use_kl_loss=True" in words:
+        assert last["actor/kl_loss"] > 0 and last["actor/kl_coef"] == pytest.approx(0.001)
+    if "algorithm.use_kl_in_reward=True" in words:
+        first = records(out)[1]
+        assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+        assert last["actor/reward_kl_penalty_coeff"] < first["actor/reward_kl_penalty_coeff"], "β adapts"
+        state = json.loads((out / "global_step_2/state/loop.json").read_text())
+        assert state["kl_controller"]["type"] == "adaptive"

@@ -1,0 +1,110 @@
+"""What tests of whole runs share: a small dataset, a reward that varies, the overrides of a tiny run, reading it back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.tiny import tiny_model
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    text = solution_str or ""
+    return {"score": sum(c in "aeiou0123" for c in text) / (1 + len(text)), "length": len(text)}
+'''
+# What may differ between two runs that are the same: clocks and memory.
+UNSTABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "reward/latency_s/")
+
+
+def write_rows(path: Path, count: int) -> Path:
+    """A parquet file of the chat format with `count` short questions."""
+    rows = [
+        {
+            "data_source": "test/letters",
+            "prompt": [{"role": "user", "content": f"Say {i} letters" + "!" * (i % 7)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+class TinyRun:
+    """Model, data and reward below `root`; `overrides` are those of a run of a few seconds."""
+
+    def __init__(self, root: Path, arch: str = "qwen3", rows: int = 24):
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+        self.model = root / "model"
+        tiny_model(self.model, arch=arch)
+        self.train = write_rows(root / "train.parquet", rows)
+        self.val = write_rows(root / "val.parquet", 4)
+        self.reward = root / "reward.py"
+        self.reward.write_text(REWARD)
+
+    def overrides(self, out: Path, *more: str) -> list[str]:
+        """Command-line words of a run that writes to `out`; later ones win."""
+        return [
+            "algorithm.adv_estimator=grpo",
+            f"data.train_files={self.train}",
+            f"data.val_files={self.val}",
+            "data.train_batch_size=4",
+            "data.max_prompt_length=64",
+            "data.max_response_length=12",
+            f"actor_rollout_ref.model.path={self.model}",
+            "actor_rollout_ref.rollout.name=native",
+            "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.optim.lr=1e-2",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            f"custom_reward_function.path={self.reward}",
+            "reward_model.num_workers=1",
+            f"trainer.default_local_dir={out}",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=4",
+            "trainer.save_freq=1",
+            "trainer.test_freq=2",
+            "trainer.logger=console",
+            *more,
+        ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a child: one thread, offline."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+
+
+def main_ppo(words: list[str], timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), check=False)
+
+
+def records(run: Path) -> dict[int, dict]:
+    """metrics.jsonl as step → record, the last of each step; the part that must not vary between equal runs."""
+    found: dict[int, dict] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "step" in record and "event" not in record:
+            kept = {k: v for k, v in record.items() if k != "time" and not k.startswith(UNSTABLE)}
+            found[record["step"]] = kept
+    return found
+
+
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    """Name → bytes of every tensor of a checkpoint's actor."""
+    from safetensors.numpy import load_file
+
+    out: dict[str, bytes] = {}
+    for file in sorted((run / f"global_step_{step}" / "actor").glob("*.safetensors")):
+        out |= {name: tensor.tobytes() for name, tensor in load_file(file).items()}
+    return out
