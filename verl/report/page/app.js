@@ -21,7 +21,7 @@
     const value = change
       ? R.el("p", { class: "figure" }, R.el("span", { class: "from" }, R.num(Number(f.from.toPrecision(3)))), R.el("span", { class: "arrow", "aria-label": "to" }, "→"), R.el("strong", {}, R.num(Number(f.to.toPrecision(3)))))
       : R.el("p", { class: "figure" }, R.el("strong", {}, f.unit === "s" ? R.duration(f.value) : R.num(f.value)), f.unit === "s" ? null : R.el("span", { class: "unit" }, f.unit));
-    const delta = change && R.el("span", { class: good ? "delta good" : "delta" }, (f.to >= f.from ? "+" : "−") + R.num(Math.abs(Number((f.to - f.from).toPrecision(3)))));
+    const delta = change && f.to !== f.from && R.el("span", { class: good ? "delta good" : "delta" }, (f.to >= f.from ? "+" : "−") + R.num(Math.abs(Number((f.to - f.from).toPrecision(3)))));
     return R.el("div", { class: "card figure-card", title: f.name }, R.el("p", { class: "label" }, f.label, delta), value, spark(f.name), R.el("p", { class: "hint" }, f.note));
   };
 

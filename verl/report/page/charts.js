@@ -121,6 +121,7 @@
       this.labels = chart.series.map((s) => s.label);
       if (chart.stack && column(chart.stack)) this.labels.push("other");
       this.plot = R.el("div", { class: "plot" });
+      this.step = R.el("span", { class: "unit at-step" });
       this.readout = this.labels.map(() => R.el("b"));
       const legend = R.el("ul", { class: "legend" }, ...this.labels.map((label, i) =>
         R.el("li", { title: i < chart.series.length ? chart.series[i].name : "step time − the named parts" },
@@ -130,7 +131,7 @@
         this.node.classList.toggle("whole"); this.fit();
       } }, "⤢");
       this.node = R.el("figure", { class: "card chart" + (chart.wide ? " wide" : ""), "data-chart": chart.id, tabindex: "0", "aria-label": this.describe() },
-        R.el("figcaption", {}, R.el("span", { class: "chart-title" }, chart.title), chart.unit && R.el("span", { class: "unit" }, chart.unit), wide),
+        R.el("figcaption", {}, R.el("span", { class: "chart-title" }, chart.title), chart.unit && R.el("span", { class: "unit" }, chart.unit), this.step, wide),
         this.plot, legend);
       this.node.addEventListener("keydown", (event) => this.key(event));
     }
@@ -178,23 +179,25 @@
 
     // Logged values, not smoothed ones, under the crosshair; else the last ones.
     read(idx) {
-      const at = (values) => {
-        if (idx !== null && idx !== undefined) return values[idx];
-        for (let k = values.length - 1; k >= 0; k--) if (values[k] !== null && values[k] !== undefined) return values[k];
+      const free = idx === null || idx === undefined;
+      // What is measured now and then keeps its last value until the next.
+      const at = (values, sparse) => {
+        if (!free && !sparse) return values[idx];
+        for (let k = free ? values.length - 1 : idx; k >= 0; k--) if (values[k] !== null && values[k] !== undefined) return values[k];
         return null;
       };
-      this.made.of.forEach((i) => { if (i >= 0) this.readout[i].textContent = R.num(at(this.made.raw ? this.made.raw[i] : column(this.chart.series[i].name))); });
-      R.showStep(idx === null || idx === undefined ? null : R.data.series.steps[idx]);
+      this.made.of.forEach((i) => {
+        if (i < 0) return;
+        const one = this.chart.series[i];
+        this.readout[i].textContent = R.num(this.made.raw ? at(this.made.raw[i], false) : at(column(one.name), one.sparse));
+      });
+      this.step.textContent = free ? "" : "step " + R.data.series.steps[idx];
     }
 
     height() { return this.node.classList.contains("whole") ? 380 : 210; }
 
     fit() { if (this.u) this.u.setSize({ width: Math.max(200, this.plot.clientWidth), height: this.height() }); }
   }
-
-  R.showStep = (step) => {
-    document.querySelectorAll(".at-step").forEach((n) => { n.textContent = step === null ? "" : "step " + step; });
-  };
 
   let zooming = false;
   R.zoomed = (u) => {
