@@ -54,6 +54,8 @@ class Builder:
         except GrammarError as error:
             self.problems.append(Problem("", str(error)))
             return
+        if override.key.split("/")[0].split(".")[0] == "hydra":
+            return
         if self._is_choice(override):
             package = override.key.replace("/", ".") if override.package is None else override.package
             self.choose(package, str(override.value.data if override.value else ""), argument)
@@ -100,9 +102,10 @@ class Builder:
 
     # ---- assignments ----
 
-    def assign(self, path: str, value: Value, op: str, source: str) -> None:
-        """Set one path. Mappings are taken apart down to the schema's keys."""
+    def assign(self, path: str, value: Value, op: str, source: str, spelled: str = "") -> None:
+        """Set one path. Mappings are taken apart down to the schema's keys; `spelled` is the user's name for it."""
         name = tables.canonical(path, self.entry)
+        spelled = spelled or path
         if tables.GLOBAL_MICRO.fullmatch(name):
             self._take_micro(name, value, source)
             return
@@ -112,16 +115,17 @@ class Builder:
         place = locate(self.root, name)
         if place is None:
             self._assign_unnamed(name, value, op, source)
-        elif place.field.group is not None:
-            self._assign_group(place, name, value, op, source)
         else:
             if name != path:
-                self._renamed(path, name, value)
-            self._assign_leaf(place, name, value, source)
+                self.notice(f"{path} is now called {name}")
+            if place.field.group is None:
+                self._assign_leaf(place, name, value, source, spelled)
+            elif value.data is not None:
+                self._assign_group(place, name, value, op, source, spelled)
 
-    def _assign_group(self, place: Place, name: str, value: Value, op: str, source: str) -> None:
-        if value.data is None:
-            return
+    def _assign_group(
+        self, place: Place, name: str, value: Value, op: str, source: str, spelled: str
+    ) -> None:
         if isinstance(value.data, str) and self._is_named_choice(name, value.data):
             self.choose(name, value.data, source)
             return
@@ -134,15 +138,19 @@ class Builder:
             )
             return
         for child, content in value.data.items():
-            self.assign(f"{name}.{child}", _part(content, value), op, source)
+            self.assign(f"{name}.{child}", _part(content, value), op, source, f"{spelled}.{child}")
 
     def _is_named_choice(self, name: str, choice: str) -> bool:
         return choice in tables.GROUP_CHOICES.get(name, {}) or choice in tables.PLAIN_CHOICES.get(name, ())
 
-    def _assign_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
+    def _assign_leaf(self, place: Place, name: str, value: Value, source: str, spelled: str) -> None:
         if place.inside and (reason := tables.no_effect(name)):
             self._no_effect(name, reason)
             return
+        other, earlier = self._spelled.get(name, (spelled, value.data))
+        if other != spelled and earlier != value.data:
+            self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
+        self._spelled[name] = (spelled, value.data)
         self._count += 1
         self.root._set[name] = self._count
         self.deferred.pop(name, None)
@@ -290,10 +298,6 @@ class Builder:
 
     # ---- what is said at the end ----
 
-    def _renamed(self, path: str, name: str, value: Value) -> None:
-        self.notice(f"{path} is now called {name}")
-        self._spelled.setdefault(name, (path, value.data))
-
     def notice(self, text: str) -> None:
         """Say something once."""
         if text not in self.root._notices:
@@ -335,9 +339,10 @@ class Builder:
         siblings = [k for k in known if k.rpartition(".")[0] == parent]
         near = difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)
         found = list(dict.fromkeys([*same[:3], *near, *close]))[:3]
-        if not found:
-            found = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        return f"no key {name}; nearest: {', '.join(found)}"
+        if found:
+            return f"no key {name}; nearest: {', '.join(found)}"
+        group = parent if siblings or any(k.startswith(parent + ".") for k in known) else "all"
+        return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
 
 
 def _from_file(content: Any) -> Value:

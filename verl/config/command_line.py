@@ -87,9 +87,9 @@ def _answer(report: Report) -> str:
 
 def to_yaml(cfg: Root) -> str:
     """The resolved configuration as YAML, in the schema's order; `load --config-name` reads it back."""
-    import yaml
+    from verl.config.files import dump_yaml
 
-    return yaml.safe_dump(cfg.to_dict(), sort_keys=False, allow_unicode=True, width=1000).rstrip("\n")
+    return dump_yaml(cfg.to_dict()).rstrip("\n")
 
 
 def _leave(text: str, status: int) -> NoReturn:

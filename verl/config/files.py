@@ -99,6 +99,14 @@ def _find(name: str, folders: list[Path]) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+_FLOAT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+"""1e-6 is a number (YAML 1.2), which PyYAML takes for a string."""
+
+
 def load_yaml(file: Path) -> dict[str, Any]:
     """A YAML file's mapping; 1e-6 is a number and a repeated key an error. Raises ConfigError."""
     import yaml
@@ -106,9 +114,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         pass
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
+    Loader.add_implicit_resolver(*_FLOAT)
     Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
@@ -117,6 +123,17 @@ def load_yaml(file: Path) -> dict[str, Any]:
     if tree is not None and not isinstance(tree, dict):
         raise _error(f"{file}: expected a mapping of keys, got {type(tree).__name__}")
     return tree or {}
+
+
+def dump_yaml(tree: dict[str, Any]) -> str:
+    """The YAML text that `load_yaml` reads back to the same tree."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver(*_FLOAT)
+    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000))
 
 
 def _unique_mapping(loader: Any, node: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from verl.config.coerce import CoerceError, expand
 from verl.config.fields import fields_of, locate
 from verl.config.grammar import Value
 from verl.config.problems import Problem
-from verl.config.release import MAX_DEVICES
+from verl.config.release import ENGINES, MAX_DEVICES
 from verl.config.schema.base import Group, Root, select
 
 _MISSING = object()
@@ -33,6 +33,9 @@ def complete(root: Root, builder: Builder | None = None) -> None:
     _follow(root, root, "")
     _token_budgets(root)
     _expand_defaults(root)
+    for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
+        if (rollout := root.select(path)) is not None:
+            _rollout(rollout)
     if root.entry == "ppo":
         _ppo(root, builder)
     if root.entry in ("ppo", "sft") and root.select("trainer.default_local_dir") is None:
@@ -206,6 +209,8 @@ def _ppo(root: Any, builder: Builder | None) -> None:
         if not root.was_set("critic.loss_agg_mode"):
             root.critic.loss_agg_mode = "seq-mean-token-mean"
         _say(builder, f"loss_mode={mode}: actor.loss_agg_mode=seq-mean-token-mean, as in its paper")
+    if root.actor_rollout_ref.ref.fsdp_config.dtype is None:
+        root.actor_rollout_ref.ref.fsdp_config.dtype = actor.fsdp_config.dtype
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
     if root.critic.enable is None:
@@ -214,11 +219,6 @@ def _ppo(root: Any, builder: Builder | None) -> None:
         actor.calculate_sum_pi_squared = True
     if root.reward_manager.source == "register":
         _reward_manager(root)
-    if rollout.name == "auto":
-        rollout.name = root.reward_model.rollout.name = "native"
-    for node in (rollout, root.reward_model.rollout):
-        if node.max_model_len is None:
-            node.max_model_len = node.prompt_length + node.response_length
     short = rollout.max_num_batched_tokens < rollout.max_model_len
     if (
         short
@@ -228,6 +228,14 @@ def _ppo(root: Any, builder: Builder | None) -> None:
         rollout.max_num_batched_tokens = rollout.max_model_len
         text = f"rollout.max_num_batched_tokens={rollout.max_model_len}: a prompt is not cut (enable_chunked_prefill=False)"
         _say(builder, text)
+
+
+def _rollout(rollout: Any) -> None:
+    """The engine of this release, and the longest sequence."""
+    if rollout.name == "auto":
+        rollout.name = ENGINES[0]
+    if rollout.max_model_len is None:
+        rollout.max_model_len = rollout.prompt_length + rollout.response_length
 
 
 def _reward_manager(root: Any) -> None:

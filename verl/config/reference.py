@@ -24,14 +24,10 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):
-            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            text = (
-                after.value.value
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                else None
-            )
-            if named and isinstance(text, str):
-                found[node.name, field.target.id] = " ".join(text.split())  # type: ignore[union-attr]
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                found[node.name, field.target.id] = " ".join(str(after.value.value).split())
     return found
 
 

@@ -18,6 +18,8 @@ ENGINES = ("native",)
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 VISION = False
+CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")
+"""Lists that take no names of one's own yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,8 @@ def _unknown(path: str, name: str, options: tuple[str, ...], known: Field) -> st
     foreign = REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
     if foreign:
         return f"{foreign[0]} is not in this release; closest: {foreign[1]}"
+    if path in release.CLOSED_REGISTRIES:
+        return f"none of {', '.join(options)}{nearest(name, options)}; your own are not in this release"
     more = f"; register your own with {known.about['registry']}" if known.about.get("registry") else ""
     return f"none of {', '.join(options)}{nearest(name, options)}{more}"
 

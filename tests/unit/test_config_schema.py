@@ -1,0 +1,330 @@
+"""The schema itself: defaults of the specification, access, automatic values, round trips."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.config import Config, load
+from verl.config.command_line import to_yaml
+from verl.config.fields import leaves
+from verl.config.files import dump_yaml
+from verl.config.reference import help_of, written
+from verl.config.schema import ROOTS, Map, select
+
+# (key, default) as spec/config.md §2-§12 has them.
+DEFAULTS = {
+    "data.train_batch_size": 1024,
+    "data.gen_batch_size": None,
+    "data.max_prompt_length": 512,
+    "data.filter_overlong_prompts": False,
+    "data.truncation": "error",
+    "data.reward_fn_key": "data_source",
+    "data.train_max_samples": -1,
+    "data.dataloader_num_workers": 8,
+    "data.max_bad_row_ratio": 0.01,
+    "actor_rollout_ref.model.lora_rank": 0,
+    "actor_rollout_ref.model.lora_alpha": 16,
+    "actor_rollout_ref.model.target_modules": ["all-linear"],
+    "actor_rollout_ref.model.tiled_mlp.num_shards": 4,
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "torch",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": None,
+    "actor_rollout_ref.actor.strategy": "fsdp",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.data_loader_seed": 42,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
+    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": 5.0,
+    "actor_rollout_ref.actor.policy_loss.tau_neg": 1.05,
+    "actor_rollout_ref.actor.entropy_coeff": 0.0,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra"],
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": -1,
+    "actor_rollout_ref.actor.optim.num_cycles": 0.5,
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+    "actor_rollout_ref.actor.fsdp_config.dtype": None,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": None,
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.top_k": -1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 8192,
+    "actor_rollout_ref.rollout.max_num_seqs": 256,
+    "actor_rollout_ref.rollout.load_format": "dummy",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 0.0,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 2048,
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": 256,
+    "actor_rollout_ref.rollout.agent.num_workers": 8,
+    "actor_rollout_ref.rollout.agent.default_agent_loop": "single_turn_agent",
+    "actor_rollout_ref.hybrid_engine": True,
+    "actor_rollout_ref.nccl_timeout": 600.0,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.filter_groups.metric": "reward",
+    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    "algorithm.pf_ppo.weight_pow": 2.0,
+    "critic.optim.lr": 1e-5,
+    "critic.ppo_max_token_len_per_gpu": 32768,
+    "critic.cliprange_value": 0.5,
+    "custom_reward_function.name": "compute_score",
+    "reward_model.reward_manager": "naive",
+    "reward_model.num_workers": 8,
+    "reward_model.timeout": 300.0,
+    "reward_model.max_error_ratio": 0.1,
+    "reward_model.sandbox_fusion.memory_limit_mb": 1024,
+    "reward_model.rollout.prompt_length": 2048,
+    "reward_model.rollout.max_num_seqs": 1024,
+    "reward_model.rollout.load_format": "auto",
+    "reward_model.n_gpus_per_node": 8,
+    "trainer.total_epochs": 30,
+    "trainer.total_training_steps": None,
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+    "trainer.logger": ["console"],
+    "trainer.save_freq": -1,
+    "trainer.val_before_train": True,
+    "trainer.resume_mode": "auto",
+    "trainer.critic_warmup": 0,
+    "trainer.seed": 42,
+    "trainer.max_refused_steps": 3,
+    "trainer.watchdog_timeout": 600.0,
+    "actor_rollout_ref.actor.megatron.use_mbridge": True,
+    "actor_rollout_ref.actor.megatron.sequence_parallel": True,
+    "global_profiler.save_path": "outputs/profile",
+    "ray_kwargs.ray_init": {"num_cpus": None},
+    "skip.rollout.action": "cache",
+}
+
+
+@pytest.mark.parametrize(("key", "default"), DEFAULTS.items())
+def test_defaults_are_the_specifications(key, default):
+    value = load([]).select(key, "missing")
+    assert (
+        value == default and type(value) is type(default) or (value == default and isinstance(default, dict))
+    )
+
+
+def test_supervised_defaults():
+    cfg = load([], entry="sft")
+    assert (cfg.trainer.project_name, cfg.trainer.total_epochs, cfg.trainer.seed) == ("gsm8k-sft", 4, 1)
+    assert (cfg.optim.lr, cfg.data.train_batch_size, cfg.data.max_length) == (1e-5, 256, 1024)
+    assert cfg.data.seed == 1 and cfg.engine.strategy == "fsdp"
+
+
+def test_generation_defaults():
+    cfg = load(["data.n_samples=3"], entry="generation")
+    assert cfg.rollout.n == 3 and cfg.data.batch_size == 128 and cfg.rollout.max_model_len == 2048
+
+
+@pytest.mark.parametrize("entry", list(ROOTS))
+def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
+    for path, known in leaves(ROOTS[entry]).items():
+        assert help_of(known.owner, known.name), f"{path} has no help"
+        default = known.default()
+        if default is None:
+            assert known.nullable or known.about.get("required"), path
+        elif typing.get_origin(known.type) is list:
+            assert isinstance(default, list), path
+
+
+def test_automatic_values_follow_their_keys():
+    cfg = load(
+        [
+            "data.max_prompt_length=100",
+            "data.max_response_length=20",
+            "trainer.seed=7",
+            "actor_rollout_ref.model.path=/m",
+            "actor_rollout_ref.actor.clip_ratio=0.3",
+            "actor_rollout_ref.actor.clip_ratio_high=0.4",
+            "actor_rollout_ref.actor.use_torch_compile=False",
+        ]
+    )
+    rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
+    assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (100, 20, 120)
+    assert cfg.data.seed == rollout.seed == actor.fsdp_config.seed == cfg.critic.megatron.seed == 7
+    assert cfg.critic.model.path == cfg.data.tokenizer == cfg.critic.model.tokenizer_path == "/m"
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.3, 0.4)
+    assert cfg.actor_rollout_ref.ref.use_torch_compile is False
+    assert cfg.reward_model.reward_kwargs.max_resp_len == 20
+    assert cfg.critic.loss_scale_factor == 20.0
+    assert cfg.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("given", "actor", "ref"),
+    [
+        ([], True, True),
+        (["actor.ppo_micro_batch_size_per_gpu=4"], False, True),
+        (["ref.log_prob_micro_batch_size_per_gpu=4"], True, False),
+        (
+            [
+                "actor.use_dynamic_bsz=True",
+                "actor.ppo_micro_batch_size_per_gpu=4",
+                "ref.log_prob_micro_batch_size_per_gpu=4",
+            ],
+            True,
+            True,
+        ),
+        (["actor.use_dynamic_bsz=False"], False, False),
+    ],
+)
+def test_token_budget_unless_a_size_is_given(given, actor, ref):
+    cfg = load([f"actor_rollout_ref.{g}" for g in given])
+    assert cfg.actor_rollout_ref.actor.use_dynamic_bsz is actor
+    assert cfg.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is ref
+
+
+def test_defaults_that_depend_on_the_method():
+    cfg = load(["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"])
+    assert cfg.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert any("gspo" in n for n in cfg.notices)
+    cfg = load(
+        [
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+        ]
+    )
+    assert cfg.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
+    assert (
+        load(["actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"]).actor_rollout_ref.actor.clip_ratio_c
+        == 20
+    )
+    assert load([]).critic.enable is True
+    assert load(["algorithm.adv_estimator=grpo"]).critic.enable is False
+    assert load(
+        ["algorithm.adv_estimator=optimal_token_baseline"]
+    ).actor_rollout_ref.actor.calculate_sum_pi_squared
+    assert load(["actor_rollout_ref.rollout.name=hf"]).actor_rollout_ref.rollout.name == "native"
+    assert load([]).actor_rollout_ref.rollout.name == "native"
+
+
+def test_batched_tokens_are_raised_unless_set():
+    long = ["data.max_prompt_length=9000", "actor_rollout_ref.rollout.enable_chunked_prefill=False"]
+    cfg = load(long)
+    assert cfg.actor_rollout_ref.rollout.max_num_batched_tokens == 9512
+    assert any("max_num_batched_tokens" in n for n in cfg.notices)
+    cfg = load([*long, "actor_rollout_ref.rollout.max_num_batched_tokens=8192"])
+    assert cfg.actor_rollout_ref.rollout.max_num_batched_tokens == 8192
+
+
+def test_access_as_a_mapping():
+    cfg = load(["data.apply_chat_template_kwargs.enable_thinking=False"])
+    assert cfg["data"]["train_batch_size"] == cfg.data.get("train_batch_size") == 1024
+    assert (
+        "data" in cfg and "train_batch_size" in cfg.data and "nothing" not in cfg.data and 3 not in cfg.data
+    )
+    assert cfg.data.get("nothing", 5) == 5 and cfg.data.get("gen_batch_size", 5) is None
+    assert cfg.data.apply_chat_template_kwargs.enable_thinking is False
+    assert dict(cfg.algorithm.kl_ctrl)["horizon"] == 10000 and {**cfg.algorithm.kl_ctrl}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = cfg.data.nothing
+    with pytest.raises(KeyError):
+        _ = cfg.data["nothing"]
+    with pytest.raises(AttributeError, match="enable_thinking"):
+        _ = cfg.data.apply_chat_template_kwargs.other
+    cfg.trainer["device"] = "cpu"
+    assert cfg.trainer.device == "cpu"
+
+
+def test_was_set():
+    cfg = load(["actor_rollout_ref.actor.loss_agg_mode=token-mean", "critic.optim.clip_grad=1.0"])
+    assert cfg.was_set("actor_rollout_ref.actor.loss_agg_mode") and cfg.was_set("actor_rollout_ref.actor")
+    assert cfg.was_set("critic.grad_clip") and not cfg.was_set("critic.optim") and not cfg.was_set("trainer")
+
+
+def test_configs_do_not_share_state():
+    a, b = load([]), load([])
+    a.data.train_files.append("x")
+    a.data.apply_chat_template_kwargs["y"] = 1
+    assert b.data.train_files != a.data.train_files and not b.data.apply_chat_template_kwargs
+
+
+def test_copies_and_pickles():
+    cfg = load(["++trainer.mine=1", "data.seed=3", "+data.apply_chat_template_kwargs.a.b=1"])
+    for other in (copy.deepcopy(cfg), pickle.loads(pickle.dumps(cfg))):
+        assert other == cfg and other.was_set("data.seed") and other.trainer.mine == 1
+        assert isinstance(other.data.apply_chat_template_kwargs, Map)
+    other.data.seed = 4
+    assert other != cfg
+
+
+def _values(known):
+    """Values of a key's type, within its range."""
+    about = known.about
+    if "options" in about:
+        one = st.sampled_from(about["options"])
+        return st.lists(one, max_size=3) if typing.get_origin(known.type) is list else one
+    low = about.get("low", about["above"] + 1 if about.get("above") is not None else -3)
+    high = about.get("high", low + 9)
+    item = typing.get_args(known.type)[0] if typing.get_origin(known.type) is list else known.type
+    text = st.sampled_from(
+        ["a", "x y", "1e5", "true", "null ", "é", "a:b", "1_0", "- x", "it's", "0x1", "1e-3", "~"]
+    )
+    base = {
+        bool: st.booleans(),
+        int: st.integers(int(low), max(int(low), int(high))),
+        float: st.floats(low, high, allow_nan=False),
+        Map: st.dictionaries(
+            st.sampled_from(["a", "b", "1"]),
+            st.one_of(text, st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False)),
+            max_size=3,
+        ),
+    }.get(item, st.just(2.0) if isinstance(item, tuple) else text)
+    return st.lists(base, max_size=3) if typing.get_origin(known.type) is list else base
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("entry", list(ROOTS))
+def test_printed_and_read_back_is_the_same(entry, tmp_path_factory, data):
+    """--cfg job's output, given as --config-name, makes the same configuration; any key, any value."""
+    known = leaves(ROOTS[entry])
+    tree: dict = {}
+    for path in data.draw(st.lists(st.sampled_from(sorted(known)), max_size=6, unique=True)):
+        *parents, name = path.split(".")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[name] = data.draw(_values(known[path]))
+    folder = tmp_path_factory.mktemp("config")
+    first = _from_file(folder, dump_yaml(tree), entry)
+    assert _from_file(folder, to_yaml(first), entry) == first
+    for path, field in known.items():
+        given_value = select(Map.of(tree), path, "not given")
+        if field.type in (int, bool) and given_value != "not given":
+            assert first.select(path) == given_value
+
+
+def _from_file(folder, text, entry):
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    return load([f"--config-path={folder}", "--config-name=run"], entry=entry)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_written_as_an_override_and_read_is_the_same(data):
+    known = {p: f for p, f in leaves(Config).items() if f.type in (bool, int, float) or "options" in f.about}
+    path = data.draw(st.sampled_from(sorted(known)))
+    value = data.draw(_values(known[path]))
+    assert load([f"{path}={written(value) if not isinstance(value, float) else repr(value)}"]).select(
+        path
+    ) in (
+        value,
+        {"hf": "native", "auto": "native", "limited": "rate_limited", "qwen": "hermes"}.get(value)
+        if isinstance(value, str)
+        else value,
+        ["wandb" if v == "tracking" else v for v in value] if isinstance(value, list) else value,
+    )
