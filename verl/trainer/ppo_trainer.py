@@ -98,6 +98,7 @@ class PPOTrainer:
             sampled = parts.sampler.stats()
             metrics = self._score(batch)
             metrics |= self._train(step, batch)
+            parts.stream.update(batch)
             with phases("update_weights"):
                 sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}

@@ -89,6 +89,7 @@ def _train(config: Config, tracking: Any) -> None:
         parts, total_steps = build_parts(config, tracking, loop)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
+            tracking.event("plan", total_steps=total_steps, device=parts.actor.engine.platform.describe())
             with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event):
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
@@ -121,7 +122,7 @@ def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Pa
     train, validation = open_data(config, tokenizer, tracking)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = RewardRunner(config, events=lambda kind, fields: tracking.event(kind, **fields))
+    rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
     roles = build_roles(config, tokenizer, total_steps)
     rollouts = Rollouts(
