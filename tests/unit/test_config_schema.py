@@ -112,8 +112,8 @@ DEFAULTS = {
 @pytest.mark.parametrize(("key", "default"), DEFAULTS.items())
 def test_defaults_are_the_specifications(key, default):
     value = load([]).select(key, "missing")
-    assert (
-        value == default and type(value) is type(default) or (value == default and isinstance(default, dict))
+    assert (value == default and type(value) is type(default)) or (
+        value == default and isinstance(default, dict)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 from collections.abc import Sequence
@@ -18,15 +19,26 @@ class Check:
     """One check in progress."""
 
     def __init__(self, cfg: Root):
-        self.cfg: Any = cfg
         self.report = Report(notices=list(cfg.notices))
         ppo = cfg.entry == "ppo"
         self.model_key = "actor_rollout_ref.model" if ppo else "model"
         self.rollout_key = "actor_rollout_ref.rollout" if ppo else "rollout"
+        self.rows: dict[str, int] = {}
+        self._look_at(cfg)
+
+    def _look_at(self, cfg: Root) -> None:
+        self.cfg: Any = cfg
         self.model: Any = cfg.select(self.model_key)
         self.rollout: Any = cfg.select(self.rollout_key)
         self.trainer: Any = cfg.get("trainer")
-        self.rows: dict[str, int] = {}
+
+    def mend(self, values: dict[str, Any]) -> None:
+        """Go on with other values for these keys (out-of-range ones were reported), on a copy."""
+        mended = copy.deepcopy(self.cfg)
+        for path, value in values.items():
+            group, _, name = path.rpartition(".")
+            mended.select(group)[name] = value
+        self._look_at(mended)
 
     @property
     def ppo(self) -> bool:

@@ -39,7 +39,7 @@ def _devices(c: Check) -> None:
     if world > release.MAX_DEVICES:
         limit = f"this release trains on {release.MAX_DEVICES} device"
         c.lacks(sizes, f"{world} devices; {limit}, and here is {here} {kind}; set both to 1")
-    elif world > here and not cluster:
+    elif world > here > 0 and not cluster:
         c.lacks(sizes, f"{world} devices asked for, found {here} {kind}; lower it, or set RAY_ADDRESS")
 
 

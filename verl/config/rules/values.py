@@ -19,30 +19,55 @@ IMPLEMENTED = {
 
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
+    mended: dict[str, Any] = {}
     for path, known in leaves(type(c.cfg)).items():
         value = c.cfg.select(path)
+        if "same_as" in known.about and not c.was_set(path):
+            if not isinstance(value, list) and _outside(value, known):
+                mended[path] = _inside(known)
+            continue
         if value is None:
             if known.about.get("required") and path != f"{c.model_key}.path":
                 c.refuse(path, "is required")
             continue
-        _bounds(c, path, value, known)
+        if _bounds(c, path, value, known):
+            mended[path] = _inside(known)
         if "options" in known.about:
             _names(c, path, value, known)
+    if mended:
+        c.mend(mended)
     for feature in release.FEATURES:
         value = c.cfg.select(feature.key)
         if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
             c.refuse(f"{feature.key}={value}", f"{feature.what} is not in this release; {feature.instead}")
 
 
-def _bounds(c: Check, path: str, value: Any, known: Field) -> None:
-    """Rules 13 and 14, and every other range of a single number."""
-    low, high, above = (known.about.get(name) for name in ("low", "high", "above"))
-    for number in value if isinstance(value, list) else [value]:
-        if not isinstance(number, (int, float)) or isinstance(number, bool):
-            continue
-        wrong = (low is not None and number < low) or (high is not None and number > high)
-        if wrong or (above is not None and number <= above):
-            c.refuse(f"{path}={number}", f"out of range; {_range(low, high, above)}")
+def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
+    """Rules 13 and 14, and every other range of a single number; True if a single number is out of range."""
+    wrong = [number for number in (value if isinstance(value, list) else [value]) if _outside(number, known)]
+    for number in wrong:
+        c.refuse(f"{path}={number}", f"out of range; {_range(*_limits(known))}")
+    return bool(wrong) and not isinstance(value, list)
+
+
+def _limits(known: Field) -> tuple[Any, Any, Any]:
+    return known.about.get("low"), known.about.get("high"), known.about.get("above")
+
+
+def _outside(number: Any, known: Field) -> bool:
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return False
+    low, high, above = _limits(known)
+    beyond = (low is not None and number < low) or (high is not None and number > high)
+    return beyond or (above is not None and number <= above)
+
+
+def _inside(known: Field) -> Any:
+    """A number in the key's range, with which the other rules can go on."""
+    low, high, above = _limits(known)
+    if low is not None:
+        return low
+    return high if high is not None else above + 1
 
 
 def _range(low: Any, high: Any, above: Any) -> str:

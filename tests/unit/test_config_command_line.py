@@ -1,0 +1,163 @@
+"""The command line: --help, --cfg job, --check, exit statuses, streams, and how fast it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.config import load
+from verl.config.command_line import resolve
+from verl.config.docs import render
+from verl.trainer.main_ppo import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def left(argv, entry="ppo"):
+    with pytest.raises(SystemExit) as caught:
+        resolve(argv, entry)
+    return caught.value.code
+
+
+def run(*argv, module="verl.trainer.main_ppo"):
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *argv],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    return done, time.perf_counter() - started
+
+
+def test_configuration_errors_go_to_stderr_with_2(capsys):
+    assert left(["data.train_bach_size=1", "trainer.seed=x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "2 problems" in err and "data.train_batch_size" in err and "--help KEY" in err
+
+
+def test_machine_problems_end_with_3(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    argv = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/no/such", "trainer.device=cpu"]
+    assert left([*argv, "--check"]) == 3
+    out, err = capsys.readouterr()
+    assert "this machine lacks (3 problems)" in err and "configuration is right" in out and "plan:" in out
+    assert left(argv) == 3
+    assert left([*argv, "trainer.seed=1", "algorithm.gamma=2", "--check"]) == 2
+    out, err = capsys.readouterr()
+    assert "the configuration (1 problem)" in err and "this machine lacks" in err and "plan:" not in out
+
+
+def test_main_returns_the_status(capsys):
+    assert main(["trainer.seed=x"]) == 2
+    assert main(["--help"]) == 0
+    assert main(["--cfg", "job"]) == 0
+    assert "trainer" in capsys.readouterr().out
+
+
+def test_a_right_configuration_is_returned(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    row = {"data_source": "openai/gsm8k", "prompt": "1+1?", "reward_model": {"ground_truth": "2"}}
+    file.write_text("\n".join([json.dumps(row)] * 8))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    argv = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={file}",
+        "data.val_files=null",
+        "data.train_batch_size=4",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.device=cpu",
+        "+data.padding_mode=1",
+    ]
+    cfg = resolve(argv)
+    out, err = capsys.readouterr()
+    assert cfg.data.train_batch_size == 4 and out == "" and err.count("padding_mode") == 1
+    assert left([*argv, "--check"]) == 0
+    assert "check: ok" in capsys.readouterr().out
+
+
+def test_cfg_job_prints_what_can_be_read_back(tmp_path, capsys):
+    argv = [
+        "trainer.experiment_name=1e5",
+        "data.seed=3",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.a='1e5'",
+    ]
+    assert left([*argv, "--cfg", "job"]) == 0
+    (tmp_path / "x.yaml").write_text(capsys.readouterr().out)
+    assert load([f"--config-path={tmp_path}", "--config-name=x"]) == load(argv)
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("trainer.seed", ["trainer.seed (int, 42): Everything random"]),
+        ("algorithm.kl_ctrl", ["algorithm.kl_ctrl.horizon (int, 10000)", "algorithm.kl_ctrl.type"]),
+        ("critic.optim.clip_grad", ["now called critic.grad_clip", "gradient norm"]),
+        ("optim.lr", ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]),
+        ("data.val_batch_size", ["no effect", "one stream"]),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x", ["Passed to vLLM"]),
+        (
+            "",
+            ["usage: python3 -m verl.trainer.main_ppo", "--check", "actor_rollout_ref.rollout", "algorithm"],
+        ),
+        ("all", ["data.train_files", "trainer.verify_weight_sync"]),
+    ],
+)
+def test_help(capsys, key, parts):
+    assert left(["--help", key] if key else ["--help"]) == 0
+    out = capsys.readouterr().out
+    for part in parts:
+        assert part in out
+
+
+def test_help_on_nothing(capsys):
+    assert left(["--help", "trainer.sead"]) == 2
+    assert "trainer.seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [("sft", "data.messages_key"), ("eval", "data.response_key"), ("generation", "data.n_samples")],
+)
+def test_help_of_the_other_programs(capsys, entry, key):
+    assert left(["--help", key], entry) == 0
+    assert key in capsys.readouterr().out
+
+
+def test_the_reference_page_is_current():
+    page = ROOT / "docs" / "config.md"
+    message = "docs/config.md is out of date: python3 -m verl.config.docs > docs/config.md"
+    assert page.read_text(encoding="utf-8") == render(), message
+
+
+def test_answers_are_fast_and_load_no_torch(tmp_path):
+    """Limits are those of the specification for an idle machine, times two for a busy one; best of three counts."""
+    assert min(run("--help")[1] for _ in range(3)) < 2.0
+    assert min(run("trainer.sead=1")[1] for _ in range(3)) < 2.0
+    assert min(run("--check")[1] for _ in range(3)) < 4.0
+    code = "import sys; from verl.trainer.main_ppo import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    for argv in (["--help"], ["--check"], ["--cfg", "job"], ["trainer.sead=1"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert done.stdout.splitlines()[-1] == "False", argv
+
+
+def test_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("--check")
+    run("--cfg", "job")
+    left(["--check"])
+    assert list(tmp_path.iterdir()) == []

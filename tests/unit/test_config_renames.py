@@ -1,0 +1,297 @@
+"""Old names, keys without effect, keys that are refused: spec config.md §13 and §14, row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import ConfigError, load
+
+ARR = "actor_rollout_ref"
+# entry, old name, value as written, canonical key, value
+ALIASES = [
+    ("ppo", "reward.reward_manager.name", "dapo", "reward_model.reward_manager", "dapo"),
+    ("ppo", "reward_manager.name", "dapo", "reward_model.reward_manager", "dapo"),
+    ("ppo", "reward.reward_manager.source", "importlib", "reward_manager.source", "importlib"),
+    ("ppo", "reward.reward_manager.module.path", "x.py", "reward_manager.module.path", "x.py"),
+    ("ppo", "reward_model.reward_loop_source", "importlib", "reward_manager.source", "importlib"),
+    ("ppo", "reward_model.reward_loop_class_name", "prime", "reward_manager.name", "prime"),
+    ("ppo", "reward_model.reward_loop_module_path", "x.py", "reward_manager.module.path", "x.py"),
+    ("ppo", "reward.custom_reward_function.path", "x.py", "custom_reward_function.path", "x.py"),
+    (
+        "ppo",
+        "reward.custom_reward_function.reward_kwargs.a",
+        "1",
+        "custom_reward_function.reward_kwargs.a",
+        1,
+    ),
+    ("ppo", "reward.num_workers", "3", "reward_model.num_workers", 3),
+    (
+        "ppo",
+        "reward.reward_kwargs.overlong_buffer_cfg.len",
+        "3",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len",
+        3,
+    ),
+    ("ppo", "reward.timeout", "3", "reward_model.timeout", 3.0),
+    ("ppo", "reward.max_rpm", "3", "reward_model.max_rpm", 3),
+    ("ppo", "reward.max_concurrent", "3", "reward_model.max_concurrent", 3),
+    ("ppo", "reward.reward_model.enable", "True", "reward_model.enable", True),
+    ("ppo", "reward.reward_model.enable_resource_pool", "True", "reward_model.enable_resource_pool", True),
+    ("ppo", "reward.reward_model.nnodes", "2", "reward_model.nnodes", 2),
+    ("ppo", "reward.reward_model.rollout.n", "2", "reward_model.rollout.n", 2),
+    ("ppo", "reward.reward_model.model_path", "/m", "reward_model.model.path", "/m"),
+    ("ppo", "reward.sandbox_fusion.url", "http://x", "reward_model.sandbox_fusion.url", "http://x"),
+    ("ppo", "sandbox_fusion.max_concurrent", "2", "reward_model.sandbox_fusion.max_concurrent", 2),
+    ("ppo", "critic.fsdp.param_offload", "True", "critic.model.fsdp_config.param_offload", True),
+    ("ppo", "critic.fsdp_config.fsdp_size", "2", "critic.model.fsdp_config.fsdp_size", 2),
+    ("ppo", f"{ARR}.actor.optim.clip_grad", "2", f"{ARR}.actor.grad_clip", 2.0),
+    ("ppo", f"{ARR}.actor.optim.grad_clip", "2", f"{ARR}.actor.grad_clip", 2.0),
+    ("ppo", "critic.optim.clip_grad", "2", "critic.grad_clip", 2.0),
+    ("ppo", f"{ARR}.actor.optim.warmup_style", "cosine", f"{ARR}.actor.optim.lr_scheduler_type", "cosine"),
+    ("ppo", "critic.optim.lr_scheduler", "linear", "critic.optim.lr_scheduler_type", "linear"),
+    ("ppo", f"{ARR}.actor.optim.lr_decay_style", "linear", f"{ARR}.actor.optim.lr_scheduler_type", "linear"),
+    ("ppo", f"{ARR}.actor.ppo_micro_batch_size", "4", f"{ARR}.actor.ppo_micro_batch_size_per_gpu", 4),
+    ("ppo", f"{ARR}.ref.log_prob_micro_batch_size", "4", f"{ARR}.ref.log_prob_micro_batch_size_per_gpu", 4),
+    (
+        "ppo",
+        f"{ARR}.rollout.log_prob_micro_batch_size",
+        "4",
+        f"{ARR}.rollout.log_prob_micro_batch_size_per_gpu",
+        4,
+    ),
+    ("ppo", "critic.ppo_micro_batch_size", "4", "critic.ppo_micro_batch_size_per_gpu", 4),
+    ("ppo", "critic.forward_micro_batch_size", "4", "critic.forward_micro_batch_size_per_gpu", 4),
+    (
+        "ppo",
+        f"{ARR}.actor.fsdp_config.ulysses_sequence_parallel_size",
+        "2",
+        f"{ARR}.actor.ulysses_sequence_parallel_size",
+        2,
+    ),
+    ("ppo", f"{ARR}.actor.use_remove_padding", "False", f"{ARR}.model.use_remove_padding", False),
+    ("ppo", f"{ARR}.actor.use_fused_kernels", "True", f"{ARR}.model.use_fused_kernels", True),
+    ("ppo", f"{ARR}.model.lora.rank", "8", f"{ARR}.model.lora_rank", 8),
+    ("ppo", f"{ARR}.model.lora.alpha", "8", f"{ARR}.model.lora_alpha", 8),
+    ("ppo", f"{ARR}.model.lora.adapter_path", "/a", f"{ARR}.model.lora_adapter_path", "/a"),
+    ("ppo", f"{ARR}.model.lora.exclude_modules", "x", f"{ARR}.model.exclude_modules", ["x"]),
+    (
+        "ppo",
+        f"{ARR}.model.lora.target_modules",
+        "[linear_qkv,linear_proj]",
+        f"{ARR}.model.target_modules",
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+    ),
+    ("ppo", f"{ARR}.rollout.skip_rollout", "True", "skip.rollout.enable", True),
+    ("ppo", f"{ARR}.rollout.skip_dump_dir", "/d", "skip.rollout.dump_dir", "/d"),
+    ("ppo", "ray_init.num_cpus", "4", "ray_kwargs.ray_init.num_cpus", 4),
+    ("sft", "model.partial_pretrain", "/m", "model.path", "/m"),
+    ("sft", "model.strategy", "fsdp2", "engine.strategy", "fsdp2"),
+    ("sft", "ulysses_sequence_parallel_size", "2", "engine.ulysses_sequence_parallel_size", 2),
+    ("sft", "model.fsdp_config.cpu_offload", "True", "engine.param_offload", True),
+    ("sft", "model.fsdp_config.offload_params", "True", "engine.param_offload", True),
+    ("sft", "data.multiturn.messages_key", "m", "data.messages_key", "m"),
+    ("sft", "use_remove_padding", "False", "model.use_remove_padding", False),
+    ("sft", "data.micro_batch_size", "4", "data.micro_batch_size_per_gpu", 4),
+    ("sft", "optim.lr_scheduler", "cosine", "optim.lr_scheduler_type", "cosine"),
+]
+
+
+@pytest.mark.parametrize(("entry", "old", "text", "new", "value"), ALIASES)
+def test_old_names(entry, old, text, new, value):
+    cfg = load([f"{old}={text}"], entry=entry)
+    assert cfg.select(new, "missing") == value
+    if old != "reward_manager.name":
+        assert any(
+            (old in notice and "now called" in notice) or "deprecated" in notice for notice in cfg.notices
+        )
+
+
+def test_the_later_spelling_of_the_manager_counts():
+    assert (
+        load(["reward_model.reward_manager=prime", "reward_manager.name=dapo"]).reward_model.reward_manager
+        == "dapo"
+    )
+    cfg = load(["reward_manager.name=dapo", "reward_model.reward_manager=prime"])
+    assert cfg.reward_model.reward_manager == cfg.reward_manager.name == "prime"
+    cfg = load(["reward_manager.source=importlib", "reward_manager.name=Mine"])
+    assert cfg.reward_model.reward_manager == "naive" and cfg.reward_manager.name == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "lag"),
+    [
+        (["trainer.v1.trainer_mode=sync"], 0),
+        (["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.max_off_policy_threshold=3"], 2),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.v1.sampler.max_off_policy_threshold=2"], 1),
+        (["trainer.v1={trainer_mode:separate_async,sampler:{max_off_policy_threshold:4}}"], 3),
+    ],
+)
+def test_modes_of_staleness(argv, lag):
+    assert load(argv).trainer.max_staleness == lag
+
+
+def test_an_unknown_mode_of_staleness():
+    with pytest.raises(ConfigError, match="separate_async"):
+        load(["trainer.v1.trainer_mode=fast"])
+
+
+def test_global_micro_batch_is_divided_by_the_ranks_and_rounded_up():
+    cfg = load([f"{ARR}.actor.ppo_micro_batch_size=20", "trainer.n_gpus_per_node=8"])
+    assert cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 3
+    assert cfg.actor_rollout_ref.actor.use_dynamic_bsz is False
+    assert (
+        load([f"{ARR}.actor.ppo_micro_batch_size=null"]).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+        is None
+    )
+
+
+def test_global_and_local_micro_batch_that_differ():
+    with pytest.raises(ConfigError, match="keep actor_rollout_ref"):
+        load([f"{ARR}.actor.ppo_micro_batch_size=20", f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3"])
+    assert load([f"{ARR}.actor.ppo_micro_batch_size=3", f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3"])
+
+
+def test_yaml_groups_under_an_old_name(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "reward:\n  num_workers: 2\n  custom_reward_function: {path: x.py, name: f}\n"
+        "  reward_manager: {name: dapo}\ncritic:\n  fsdp_config: {fsdp_size: 4}\n"
+    )
+    cfg = load([f"--config-path={tmp_path}", "--config-name=a"])
+    assert (cfg.reward_model.num_workers, cfg.custom_reward_function.name) == (2, "f")
+    assert cfg.reward_model.reward_manager == "dapo" and cfg.critic.model.fsdp_config.fsdp_size == 4
+
+
+NO_EFFECT = [
+    ("data.pad_mode=left", "packed"),
+    (f"{ARR}.actor.fsdp_config.pad_to_length=5", "packed"),
+    (f"{ARR}.actor.fsdp_config.pad_to_length_x=5", "packed"),
+    ("+data.padding_mode=1", "packed"),
+    (f"+{ARR}.rollout.engine_kwargs.padding_mode=1", "packed"),
+    (f"+{ARR}.rollout.engine_kwargs.vllm.padding_mode=1", "packed"),
+    ("trainer.master_addr=x", "Ray or torchrun"),
+    ("trainer.master_port=1", "Ray or torchrun"),
+    (f"{ARR}.actor.sync_gradients=True", "synchronised"),
+    ("critic.sync_gradients=True", "synchronised"),
+    ("trainer.use_legacy_worker_impl=auto", "one implementation"),
+    ("trainer.use_v1=True", "one implementation"),
+    ("reward_model.use_reward_loop=True", "one implementation"),
+    ("reward_model.launch_reward_fn_async=True", "one implementation"),
+    (f"{ARR}.rollout.mode=async", "asynchronous engine interface"),
+    (f"{ARR}.rollout.layered_summon=True", "streamed"),
+    (f"{ARR}.actor.entropy_checkpointing=True", "chunked"),
+    (f"{ARR}.actor.entropy_from_logits_with_chunking=True", "chunked"),
+    (f"{ARR}.ref.entropy_from_logits_chunk_size=2048", "chunked"),
+    (f"{ARR}.actor.calculate_entropy=True", "chunked"),
+    ("data.val_batch_size=8", "one stream"),
+    ("data.return_raw_chat=True", "plugins"),
+    ("data.return_full_prompt=True", "plugins"),
+    ("data.return_raw_input_ids=True", "plugins"),
+    ("data.return_multi_modal_inputs=True", "plugins"),
+    (f"{ARR}.rollout.multi_turn.use_inference_chat_template=True", "re-tokenised"),
+    (f"{ARR}.rollout.multi_turn.tokenization_sanity_check_mode=strict", "re-tokenised"),
+    (f"{ARR}.rollout.multi_turn.num_repeat_rollouts=2", "re-tokenised"),
+    (f"{ARR}.actor.fsdp_config.use_orig_params=True", "set by the system"),
+    (f"{ARR}.ref.fsdp_config.forward_only=True", "set by the system"),
+    (f"{ARR}.actor.rollout_n=5", "set by the system"),
+    ("rollout_n=5", "set by the system"),
+    ("reward_model.micro_batch_size_per_gpu=5", "sampling engine"),
+    ("reward_model.micro_batch_size=5", "sampling engine"),
+    ("reward_model.max_length=5", "sampling engine"),
+    ("reward_model.strategy=fsdp", "sampling engine"),
+    ("reward_model.ulysses_sequence_parallel_size=1", "sampling engine"),
+    ("reward_model.model.use_remove_padding=True", "sampling engine"),
+    ("reward_model.model.fsdp_config.fsdp_size=1", "sampling engine"),
+    ("reward_model.model.input_tokenizer=x", "sampling engine"),
+]
+
+
+@pytest.mark.parametrize(("override", "reason"), NO_EFFECT)
+def test_keys_without_effect_say_why(override, reason):
+    cfg = load([override])
+    assert len(cfg.notices) == 1 and reason in cfg.notices[0] and "no effect" in cfg.notices[0]
+    assert cfg == load([])
+
+
+def test_a_reason_is_said_once_for_all_its_keys():
+    cfg = load(["data.return_raw_chat=True", "data.return_full_prompt=True", "data.return_raw_chat=False"])
+    assert cfg.notices == [
+        "no effect: data.return_raw_chat, data.return_full_prompt: all forms are available to plugins"
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"+{ARR}.actor._target_=x.Y",
+        "+_target_=x",
+        "hydra.run.dir=x",
+        "transfer_queue.enable=False",
+        "transfer_queue.x=1",
+    ],
+)
+def test_keys_that_are_not_needed_say_nothing(override):
+    assert load([override]).notices == []
+
+
+REFUSED = [
+    "distillation.enabled=True",
+    f"{ARR}.model.mtp.enable=True",
+    f"{ARR}.actor.qat.enable=True",
+    "transfer_queue.enable=True",
+    f"{ARR}.rollout.disaggregation.enabled=True",
+    f"{ARR}.rollout.enable_rollout_routing_replay=True",
+    f"{ARR}.actor.router_replay.mode=R2",
+    f"{ARR}.rollout.over_sample_rate=0.1",
+    f"{ARR}.rollout.agent.custom_async_server.path=x.py",
+]
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_recognised_and_refused(override):
+    with pytest.raises(ConfigError, match="not in this release; closest: "):
+        load([override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "distillation.enabled=False",
+        "distillation.teacher.path=x",
+        f"{ARR}.model.mtp.enable=False",
+        f"{ARR}.model.mtp={{enable:False,n:2}}",
+        f"{ARR}.actor.router_replay.mode=disabled",
+        f"{ARR}.rollout.over_sample_rate=0",
+        f"{ARR}.rollout.agent.custom_async_server.path=null",
+    ],
+)
+def test_refused_features_may_be_switched_off(override):
+    assert load([override]) == load([])
+
+
+def test_switched_on_inside_a_mapping():
+    with pytest.raises(ConfigError, match="multi-token"):
+        load([f"{ARR}.model.mtp={{enable:True}}"])
+
+
+def test_value_synonyms():
+    cfg = load(
+        [
+            "algorithm.adv_estimator=reinforce",
+            "reward_model.reward_manager=limited",
+            "trainer.logger=[tracking]",
+        ]
+    )
+    assert cfg.algorithm.adv_estimator == "reinforce_plus_plus"
+    assert cfg.reward_model.reward_manager == "rate_limited" and cfg.trainer.logger == ["wandb"]
+
+
+def test_open_groups():
+    """`data.*` with a class of one's own, any group with external_lib."""
+    cfg = load(["data.my_key=3", "data.custom_cls.path=x.py"])
+    assert cfg.data.my_key == 3
+    cfg = load(["algorithm.mine=0.5", f"{ARR}.model.external_lib=my.plugin", "+trainer.deep.key=a"])
+    assert cfg.algorithm.mine == 0.5 and cfg.trainer.deep.key == "a" and cfg.algorithm.get("mine") == 0.5
+    with pytest.raises(ConfigError, match=r"trainer\.x"):
+        load(["data.custom_cls.path=x.py", "trainer.x=1"])
+    cfg = load(["reward_model.reward_kwargs.my_arg=1"])
+    assert cfg.reward_model.reward_kwargs.my_arg == 1
