@@ -137,7 +137,9 @@ def measure(runs: dict[str, Run], repeats: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32,bfloat16")

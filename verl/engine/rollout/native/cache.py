@@ -14,7 +14,7 @@ There are two books on one pool: prompts (stored once per group) and answers.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +31,14 @@ class Geometry:
 
     @classmethod
     def fit(cls, cache_tokens: int, max_model_len: int, max_num_seqs: int) -> Geometry:
-        """The coarsest tiles (16 × 128) that leave room to share a cache of `cache_tokens` tokens.
+        """The coarsest tiles (16 × 32 … 128) that leave room to share a cache of `cache_tokens` tokens.
+
+        Products read whole tiles, because strided ones would be copied first (measured: twice the time), so
+        the longer the sequences may be, the wider the tiles.
 
         Raises ValueError when not even one sequence of `max_model_len` tokens fits.
         """
-        rows, cols = 16, 128
-        while cols > 16 and cols >= 2 * max_model_len:
-            cols //= 2
+        rows, cols = 16, 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
 
         def needed() -> int:
             # a prompt and an answer that together have max_model_len tokens, each rounded up to whole tiles
@@ -83,11 +84,15 @@ class TilePool:
     def used_tiles(self) -> int:
         return self.geometry.tiles - len(self._free)
 
-    def take(self) -> int | None:
-        """The lowest free tile, or None when the pool is full."""
+    def take(self, *, last: bool = False) -> int | None:
+        """The lowest (or highest) free tile, or None when the pool is full.
+
+        Prompts fill the pool from its end: tiles that answers take one after the other stay neighbours, and
+        neighbours are read in one product.
+        """
         if not self._free:
             return None
-        tile = heapq.heappop(self._free)
+        tile = self._free.pop(-1 if last else 0)
         self.peak = max(self.peak, self.used_tiles)
         if not self._clean[tile]:
             # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
@@ -98,7 +103,7 @@ class TilePool:
         return tile
 
     def give(self, tile: int) -> None:
-        heapq.heappush(self._free, tile)
+        bisect.insort(self._free, tile)
 
     def layer(
         self, index: int, kv_heads: int, key_dim: int, value_dim: int
@@ -145,9 +150,10 @@ class TilePool:
 class Book:
     """Slots for sequences, and the tiles of each bank of slots."""
 
-    def __init__(self, pool: TilePool, slots: int):
+    def __init__(self, pool: TilePool, slots: int, *, from_end: bool = False):
         g = pool.geometry
         self.pool = pool
+        self._from_end = from_end
         self.slots = -(-slots // g.rows) * g.rows
         self.lengths = np.zeros(self.slots, np.int64)  # tokens there is room for, which a step then writes
         self.taken = np.zeros(self.slots, bool)
@@ -180,7 +186,7 @@ class Book:
         if wanted <= 0:
             return True
         for _ in range(wanted):
-            tile = self.pool.take()
+            tile = self.pool.take(last=self._from_end)
             assert tile is not None
             bank.append(tile)
         self.version += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,12 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         cache_tokens: int | None = None,
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         tokenizer: Any | None = None,
         forbidden_token_ids: Sequence[int] = (),
         prefill_once: bool = True,
     ):
+        dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
         for name, value in (
@@ -242,6 +243,13 @@ class NativeEngine(RolloutEngine):
         self._version = version
         self._runner.linears.invalidate()
         self._scheduler.forget_cache()
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights this engine samples with, under the names of a Hugging Face checkpoint."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, tensor in self._runner.model.state_dict().items():
+            yield from revert_weight_conversion(self._runner.model, {name: tensor}).items()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model. Tied weights may be left out."""

@@ -25,7 +25,7 @@ def default_cache_tokens(
 ) -> int:
     """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory."""
     device = next(model.parameters()).device
-    # whole tiles of 16 × 128 tokens, and both books as if all their sequences were longest
+    # whole tiles of at most 16 × 128 tokens, and both books as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     total = psutil.virtual_memory().total
     if device.type != "cpu":

@@ -99,7 +99,7 @@ def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse of the cumulative distribution, in two levels (chunks, then inside one), summed in float64."""
-    count, vocab = probs.shape
+    vocab = probs.shape[1]
     whole = vocab // _CHUNK * _CHUNK
     sums = probs[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
     if whole < vocab:

@@ -34,7 +34,7 @@ class Scheduler:
     """State of every unfinished request. Owns both books."""
 
     def __init__(self, geometry: Geometry, pool: TilePool, *, max_num_seqs: int, max_num_batched_tokens: int):
-        self.prompts = Book(pool, max_num_seqs)
+        self.prompts = Book(pool, max_num_seqs, from_end=True)
         self.answers = Book(pool, max_num_seqs)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -104,20 +104,21 @@ class Scheduler:
         ):
             self._evict(group)  # idle by `add`'s check: the key was used before for another prompt
             group = None
+        if group is None:
+            prompt_slot = self.prompts.acquire()
+            if prompt_slot is None:
+                return False
+            if not self.prompts.reserve(prompt_slot, len(request.prompt)):
+                self.prompts.release(prompt_slot)
+                return False
+            # stays, idle, if the answer finds no place: it is evicted like any other when space is short
+            group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
         slot = self.answers.acquire()
         if slot is None:
             return False
         if not self.answers.reserve(slot, len(request.tokens) + 1):
             self.answers.release(slot)
             return False
-        if group is None:
-            prompt_slot = self.prompts.acquire()
-            if prompt_slot is None or not self.prompts.reserve(prompt_slot, len(request.prompt)):
-                if prompt_slot is not None:
-                    self.prompts.release(prompt_slot)
-                self.answers.release(slot)
-                return False
-            group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
         group.users += 1
         request.group, request.slot, request.computed, request.ready = group, slot, 0, False
         return True

@@ -1,0 +1,343 @@
+"""The embedded sampler's behaviour: batching, sharing, memory, stopping, aborting, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import tiny_model, tiny_tokenizer
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.native import NativeEngine
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", scale=8.0)
+
+
+@pytest.fixture
+def model(model_path: Path) -> Iterator[Any]:
+    from transformers import AutoModelForCausalLM
+
+    yield AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+def engine_of(model: Any, **overrides: Any) -> NativeEngine:
+    return NativeEngine(
+        model, **({"eos_token_ids": [258], "max_model_len": 128, "max_num_seqs": 16} | overrides)
+    )
+
+
+def prompt(number: int, length: int = 12) -> list[int]:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+
+
+def run(engine: NativeEngine, work: list[tuple[list[int], SamplingParams, str | None]]) -> list[Completion]:
+    async def go() -> list[Completion]:
+        calls = [engine.generate(p, s, request_id=f"r{i}", group=g) for i, (p, s, g) in enumerate(work)]
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(go())
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
+def test_an_answer_does_not_depend_on_the_batch(model: Any) -> None:
+    work = [(prompt(i, 3 + 9 * i), replace(DRAWN, seed=i, max_tokens=10 + 7 * i), None) for i in range(6)]
+    together = tokens(run(engine_of(model), work))
+    assert together == [tokens(run(engine_of(model), [w]))[0] for w in work]
+    assert together == tokens(run(engine_of(model, max_num_seqs=2), work))
+    assert together == tokens(run(engine_of(model, max_num_batched_tokens=5), work))
+    assert together[0] != tokens(run(engine_of(model), [(work[0][0], replace(DRAWN, seed=77), None)]))[0]
+
+
+def test_a_group_is_prefilled_once(model: Any) -> None:
+    engine = engine_of(model)
+    grouped = run(engine, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
+    assert engine.stats()["prompt_tokens"] == 12
+    plain = engine_of(model, prefill_once=False)
+    alone = run(plain, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
+    assert plain.stats()["prompt_tokens"] == 60
+    assert tokens(grouped) == tokens(alone)
+
+
+def test_a_late_member_uses_the_cached_prompt(model: Any) -> None:
+    engine = engine_of(model)
+    first = run(engine, [(prompt(0), GREEDY, "g")])
+    assert engine.stats()["prompt_tokens"] == 12
+    assert tokens(run(engine, [(prompt(0), GREEDY, "g")])) == tokens(first)
+    assert engine.stats()["prompt_tokens"] == 1  # the last one again, for its logits
+    other = run(engine, [(prompt(1), GREEDY, "g")])  # the name used again for another prompt
+    assert tokens(other) == tokens(run(engine_of(model), [(prompt(1), GREEDY, None)]))
+
+
+def test_a_small_cache_gives_the_same_answers(model: Any) -> None:
+    work = [
+        (prompt(i // 3, 20), replace(GREEDY if i % 2 else DRAWN, seed=i, max_tokens=60), f"{i // 3}")
+        for i in range(9)
+    ]
+    roomy = run(engine_of(model), work)
+    engine = engine_of(model, cache_tokens=350)
+    tight = run(engine, work)
+    stats = engine.stats()
+    assert stats["preempted"] > 0 and stats["preempted"] == sum(c.num_preempted for c in tight)
+    assert stats["cache_peak"] <= 1.0
+    assert tokens(tight) == tokens(roomy)
+    for a, b in zip(tight, roomy, strict=True):
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+def test_the_cache_is_empty_afterwards(model: Any) -> None:
+    engine = engine_of(model, max_num_seqs=4)
+    run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])
+    engine.weights_updated(1)
+    assert engine._pool.used_tiles == 0 and engine._scheduler.answers.free_slots == 4
+
+
+def test_slots_are_reused_as_answers_finish(model: Any) -> None:
+    """Forty steps for the long one; the others pass through the second slot meanwhile."""
+    engine = engine_of(model, max_num_seqs=2)
+    work = [(prompt(0), GREEDY, None)] + [
+        (prompt(i), replace(GREEDY, max_tokens=5), None) for i in range(1, 6)
+    ]
+    run(engine, work)
+    stats = engine.stats()
+    assert stats["tokens"] == 40 + 25
+    assert stats["steps"] <= 40 + 6
+
+
+def test_end_tokens_and_budgets(model: Any) -> None:
+    free = run(engine_of(model), [(prompt(0), GREEDY, None)])[0]
+    sequence = free.token_ids.tolist()
+    end = sequence[5]
+    first = sequence.index(end)
+    by_eos = run(
+        engine_of(model, eos_token_ids=[end]), [(prompt(0), replace(GREEDY, ignore_eos=False), None)]
+    )[0]
+    by_id = run(engine_of(model), [(prompt(0), replace(GREEDY, stop_token_ids=(end,)), None)])[0]
+    ignored = run(engine_of(model, eos_token_ids=[end]), [(prompt(0), GREEDY, None)])[0]
+    assert by_eos.token_ids.tolist() == by_id.token_ids.tolist() == sequence[: first + 1]
+    assert by_eos.finish_reason == by_id.finish_reason == "stop"
+    assert ignored.token_ids.tolist() == sequence and ignored.finish_reason == "length"
+    short = run(engine_of(model, max_model_len=20), [(prompt(0), GREEDY, None)])[0]
+    assert short.token_ids.tolist() == sequence[:8] and short.finish_reason == "length"
+
+
+def test_stop_strings(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    with torch.no_grad():  # a model that spells: byte-level ids, one token each
+        text = "so a = 1é €END more"
+        script = tokenizer.encode(text)
+    engine = engine_of(model, tokenizer=tokenizer, max_model_len=300)
+    spell(model, script)
+    for stop, want in (
+        (("END",), "so a = 1é €END"),
+        (("€",), "so a = 1é €"),
+        (("1é", "zzz"), "so a = 1é"),
+        (("no",), text),
+    ):
+        done = run(engine, [(prompt(0, 1), replace(GREEDY, max_tokens=len(script), stop=stop), None)])[0]
+        assert tokenizer.decode(done.token_ids) == want
+        assert done.finish_reason == ("length" if want == text else "stop")
+
+
+def spell(model: Any, script: list[int]) -> None:
+    """Make the model write `script` at positions 0, 1, … whatever it read, by replacing its forward."""
+    from types import SimpleNamespace
+
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: Any, **_: Any) -> Any:
+        rows = position_ids[0] if isinstance(logits_to_keep, int) else position_ids[0, logits_to_keep]
+        logits = torch.zeros(1, len(rows), 264)
+        for i, position in enumerate(rows.tolist()):
+            logits[0, i, script[position % len(script)]] = 50.0
+        return SimpleNamespace(logits=logits)
+
+    model.forward = forward
+
+
+def test_forbidden_tokens(model: Any) -> None:
+    free = run(engine_of(model), [(prompt(0), GREEDY, None)])[0].token_ids.tolist()
+    bound = run(engine_of(model, forbidden_token_ids=free), [(prompt(0), GREEDY, None)])[0].token_ids.tolist()
+    assert not set(free) & set(bound)
+
+
+def test_abort_keeps_what_there_is(model: Any) -> None:
+    engine = engine_of(model, max_num_seqs=2)
+
+    async def go() -> list[Completion]:
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate(prompt(i), replace(GREEDY, max_tokens=100), request_id=f"r{i}")
+            )
+            for i in range(4)
+        ]
+        while engine._counters["tokens"] < 20:
+            await asyncio.sleep(0)
+        engine.abort(["r0", "r3", "unknown"])  # one running, one waiting
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        assert set(engine._requests) == {"r2"}
+        done = [await tasks[0], await tasks[2], await tasks[3]]
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        return done
+
+    running, other, waiting = asyncio.run(go())
+    whole = tokens(run(engine_of(model), [(prompt(0), replace(GREEDY, max_tokens=100), None)]))[0]
+    assert running.finish_reason == waiting.finish_reason == "abort"
+    assert len(waiting.token_ids) == 0 and 0 < len(running.token_ids) < 100
+    assert running.token_ids.tolist() == whole[: len(running.token_ids)]
+    assert len(other.token_ids) == 100
+
+
+def test_new_weights_take_effect(model: Any) -> None:
+    engine = engine_of(model)
+    before = run(engine, [(prompt(0), GREEDY, "g")])[0]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9).add_(
+                torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.05
+            )
+    engine.weights_updated(7)
+    after = run(engine, [(prompt(0), GREEDY, "g")])[0]
+    assert engine.version == 7 and before.versions == (0,) and after.versions == (7,)
+    ids = torch.tensor([prompt(0) + after.token_ids.tolist()])
+    with torch.no_grad():
+        logits = model(ids).logits[0, 11:-1]
+    want = logits.log_softmax(-1).gather(1, ids[0, 12:, None])[:, 0]
+    np.testing.assert_allclose(after.log_probs, want.numpy(), atol=1e-4)
+
+
+def test_new_weights_in_the_middle_of_an_answer(model: Any) -> None:
+    engine = engine_of(model)
+
+    async def go() -> Completion:
+        task = asyncio.ensure_future(engine.generate(prompt(0), GREEDY, request_id="r", group="g"))
+        while engine._counters["tokens"] < 10:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+            model.model.layers[0].self_attn.k_proj.weight.neg_()
+        engine.weights_updated(1)
+        return await task
+
+    done = asyncio.run(go())
+    assert done.versions == (0, 1) and len(done.token_ids) == 40
+    ids = torch.tensor([prompt(0) + done.token_ids.tolist()])
+    with torch.no_grad():
+        want = model(ids).logits[0, 11:-1].log_softmax(-1).gather(1, ids[0, 12:, None])[:, 0]
+    np.testing.assert_allclose(done.log_probs[10:], want[10:].numpy(), atol=1e-4)
+    assert abs(done.log_probs[:10] - want[:10].numpy()).max() > 0.1
+
+
+def test_load_weights(model: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "other", "qwen3", seed=5, scale=8.0))
+    want = tokens(run(engine_of(other), [(prompt(0), GREEDY, None)]))
+    engine = engine_of(model)
+    weights = list(other.state_dict().items())
+    engine.load_weights(iter(weights), 3)
+    assert tokens(run(engine, [(prompt(0), GREEDY, None)])) == want and engine.version == 3
+    with pytest.raises(ValueError, match="no value came for 1 weights"):
+        engine.load_weights(weights[1:], 4)
+    with pytest.raises(ValueError, match="'nonsense' is no weight"):
+        engine.load_weights([("nonsense", torch.zeros(1))], 4)
+
+
+def test_training_sees_the_model_as_it_was(model: Any) -> None:
+    model.train()
+    before = model.config._attn_implementation
+    engine = engine_of(model, dtype="bfloat16")
+    run(engine, [(prompt(0), GREEDY, None)])
+    assert model.training and model.config._attn_implementation == before
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    loss = model(torch.tensor([prompt(0)]), labels=torch.tensor([prompt(0)])).loss
+    loss.backward()
+    assert all(p.grad is not None and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_several_event_loops_and_sleep(model: Any) -> None:
+    engine = engine_of(model)
+    first = tokens(run(engine, [(prompt(0), GREEDY, "g")]))
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        run(engine, [(prompt(0), GREEDY, "g")])
+    engine.wake()
+    assert tokens(run(engine, [(prompt(0), GREEDY, "g")])) == first
+
+    async def cut_short() -> None:
+        task = asyncio.ensure_future(engine.generate(prompt(0), GREEDY, request_id="left over"))
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    asyncio.run(cut_short())
+    assert tokens(run(engine, [(prompt(0), GREEDY, "g")])) == first
+
+
+def test_a_failing_forward_reaches_every_caller(model: Any) -> None:
+    engine = engine_of(model)
+    good = tokens(run(engine, [(prompt(0), GREEDY, None)]))
+    forward = model.forward
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("device on fire")
+
+    model.forward = broken
+    with pytest.raises(RuntimeError, match="device on fire"):
+        run(engine, [(prompt(0), GREEDY, None), (prompt(1), GREEDY, None)])
+    model.forward = forward
+    assert tokens(run(engine, [(prompt(0), GREEDY, None)])) == good
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "change", "message"),
+    [
+        ([], {}, "non-empty list"),
+        ([1] * 128, {}, "prompt of 128 tokens leaves no room for an answer in max_model_len=128"),
+        ([1], {"max_tokens": 0}, "max_tokens=0 must be"),
+        ([1], {"temperature": -1.0}, "temperature=-1.0"),
+        ([1], {"top_p": 0.0}, "top_p=0.0 in"),
+        ([1], {"min_p": 2.0}, "min_p=2.0 must be"),
+        ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
+    ],
+)
+def test_bad_requests(model: Any, prompt_ids: list[int], change: dict[str, Any], message: str) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=message):
+        run(engine, [(prompt_ids, replace(GREEDY, **change), None)])
+
+
+def test_one_group_has_one_prompt(model: Any) -> None:
+    with pytest.raises(ValueError, match="one group, one prompt"):
+        run(engine_of(model), [(prompt(0), GREEDY, "g"), (prompt(1), GREEDY, "g")])
+
+
+def test_unknown_layers_are_refused(model: Any) -> None:
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
+        engine_of(model)
+
+
+def test_long_mixed_run_keeps_the_cache_tidy(model: Any) -> None:
+    """Very different lengths through few slots: repacking happens, and answers stay what they are alone."""
+    lengths = [3, 90, 5, 60, 2, 7, 80, 1, 33, 4, 66, 2, 9, 50, 3, 3, 70, 2]
+    work = [(prompt(i, 4 + i), replace(DRAWN, seed=i, max_tokens=n), None) for i, n in enumerate(lengths)]
+    engine = engine_of(model, max_num_seqs=8, cache_tokens=1500)
+    done = run(engine, work)
+    assert [len(c.token_ids) for c in done] == lengths
+    roomy = engine_of(model, max_num_seqs=18)
+    assert tokens(done) == tokens(run(roomy, work))
