@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import ConfigError, load
+from verl.config import Config, ConfigError, load
+from verl.config.check import check
+from verl.config.fields import leaves
 from verl.config.grammar import GrammarError, Value, parse, parse_value, split, unbalanced
 
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -47,6 +49,10 @@ def test_double_plus_adds_anywhere_and_says_so_once():
     assert cfg.trainer.foo.bar == 1e-3 and cfg.mine == "x" and cfg.data.train_batch_size == 4
     said = [n for n in cfg.notices if "read by nobody" in n]
     assert said == ["added by ++, read by nobody: trainer.foo.bar, mine"]
+
+
+def test_double_plus_does_not_turn_a_value_into_a_group():
+    assert "is a value and has no keys of its own" in refused("++trainer.seed.x=1")
 
 
 @pytest.mark.parametrize("form", ["~trainer.total_epochs", "~trainer.total_epochs=3"])
@@ -334,3 +340,59 @@ def test_parse_keeps_the_parts():
     found = parse("++a.b@c.d='x'")
     assert (found.op, found.key, found.package) == ("++", "a.b", "c.d")
     assert found.value == Value("x", "x", quoted=True)
+
+
+_KEYS = sorted(leaves(Config))
+_RIGHT = [
+    "0",
+    "-1",
+    "null",
+    "[]",
+    "[a]",
+    "{}",
+    "{a:1}",
+    "True",
+    "x",
+    "1e-6",
+    "1e7",
+    "inf",
+    "''",
+    "~/x",
+    "a,b",
+    "{a:[1,{b:c}]}",
+]
+_RIGHT += [
+    "${trainer.seed}",
+    "${nothing}",
+    "[[1]]",
+    "{a:{b:}}",
+    "=x",
+    "[~/x,'b']",
+    "1_0",
+    "[null]",
+    "'{a:1}'",
+    "a b",
+    "\\",
+    "'",
+]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "+", "++", "~"]),
+            st.sampled_from(_KEYS),
+            st.sampled_from(["", ".x"]),
+            st.sampled_from(_RIGHT),
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_written_is_a_configuration_or_a_config_error(parts):
+    """And what is a configuration can be checked without an exception."""
+    try:
+        cfg = load([f"{op}{key}{end}={right}" for op, key, end, right in parts])
+    except ConfigError:
+        return
+    check(cfg).problem_text()

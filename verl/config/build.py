@@ -209,9 +209,15 @@ class Builder:
         return isinstance(parent, Map) or (isinstance(parent, Group) and parent.open_keys)
 
     def _add(self, name: str, value: Value) -> None:
+        """Store a key that the schema does not name; groups on the way to it are made."""
         node: Any = self.root
         *parents, last = name.split(".")
-        for part in parents:
+        for i, part in enumerate(parents):
+            place = locate(self.root, ".".join(parents[: i + 1]))
+            if place is not None and place.field.group is None and not place.field.is_map:
+                message = f"{'.'.join(parents[: i + 1])} is a value and has no keys of its own"
+                self.problems.append(Problem(name, message))
+                return
             if part not in node or not isinstance(node[part], (Group, Map)):
                 node[part] = Map()
             node = node[part]
