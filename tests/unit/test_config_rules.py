@@ -187,6 +187,8 @@ REFUSED = [
     (["algorithm.rollout_correction.bypass_mode=True"], ["bypass mode"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),
+    (["trainer.default_hdfs_dir=hdfs://x"], ["copying checkpoints"]),
+    ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["asynchronous training"]),
     (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
@@ -344,6 +346,14 @@ NOTICES = [
     ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_type=k1"], "expected gradient is 0"),
     ([f"{ARR}.actor.checkpoint.save_contents=[model,hf_model]"], "hf_model has no effect"),
     (["trainer.logger=[mlflow]"], "not in this release, left out"),
+    ([f"{ARR}.rollout.enforce_eager=True"], "rollout.enforce_eager=True: the native engine decides"),
+    ([f"{ARR}.ref.fsdp_config.param_offload=True"], "nothing is sharded"),
+    ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "the run is as without"),
+    (
+        [f"{ARR}.actor.checkpoint.async_save=True", "trainer.balance_batch=False"],
+        "trainer.balance_batch=False: not",
+    ),
+    ([f"{ARR}.actor.profiler.enable=True"], "the run is as without"),
 ]
 
 

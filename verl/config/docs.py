@@ -117,6 +117,7 @@ def _renamed() -> str:
 
 def _without_effect() -> str:
     rows = [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in tables.NO_EFFECT]
+    rows += [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in release.UNREAD]
     return (
         "## Accepted, no effect\n\nThe reason is printed once.\n\n| key | reason |\n|---|---|\n"
         + "\n".join(rows)
@@ -170,7 +171,9 @@ def _readable(pattern: str) -> str:
         text,
     )
     text = re.sub(r"\((?:\?:)?([^()]*)\)\??", r"\1", text)
-    return text.replace("|", ", ").replace(")", "").replace("(?:", "")
+    for old, new in (("..*", ".*"), ("_.*", "_*"), (".*.", "*."), ("|", ", "), (")", ""), ("(?:", "")):
+        text = text.replace(old, new)
+    return text
 
 
 if __name__ == "__main__":

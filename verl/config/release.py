@@ -6,6 +6,7 @@ vision) counts as "this machine lacks", so that a command written for a cluster 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,15 @@ FEATURES: tuple[Feature, ...] = (
     Feature(f"{_ROLLOUT}.quantization", _given, "quantised sampling", "leave it null"),
     Feature(f"{_ROLLOUT}.prometheus.enable", _true, "engine metrics over HTTP", "set it to False"),
     Feature(f"{_ROLLOUT}.trace.backend", _given, "traces", "leave it null"),
+    Feature(
+        f"{_ROLLOUT}.agent.agent_loop_config_path",
+        _given,
+        "agent loops listed in a file",
+        "register the loop in a module of model.external_lib",
+    ),
+    Feature(
+        "data.datagen.path", _given, "a generator of rows", "write the rows to a file of data.train_files"
+    ),
     Feature("critic.enable", _true, "the critic", "use algorithm.adv_estimator=grpo, which needs none"),
     Feature("algorithm.filter_groups.enable", _true, "dynamic sampling", "set it to False"),
     Feature("algorithm.use_pf_ppo", _true, "PF-PPO", "set it to False"),
@@ -75,7 +85,39 @@ FEATURES: tuple[Feature, ...] = (
         "a manager class of your own",
         "score with custom_reward_function.path",
     ),
+    Feature(
+        "trainer.default_hdfs_dir", _given, "copying checkpoints away", "leave it null and copy the folder"
+    ),
     Feature("trainer.max_staleness", _positive, "asynchronous training", "set it to 0"),
     Feature("skip.rollout.enable", _true, "replay of recorded samples", "set it to False"),
     Feature("global_profiler.tool", _given, "profiling", "leave it null; timings are in metrics.jsonl"),
 )
+
+_HINTS = (
+    "enable_chunked_prefill|enable_prefix_caching|enforce_eager|cudagraph_capture_sizes|free_cache_engine|load_format"
+    "|gpu_memory_utilization|scheduling_policy|disable_log_stats|skip_tokenizer_init|multi_stage_wake_up"
+    "|calculate_log_probs|logprobs_mode|checkpoint_engine\\..*"
+)
+UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(rf"(actor_rollout_ref\.)?rollout\.({_HINTS})"), "the native engine decides it by itself"),
+    (
+        re.compile(
+            r"(.*\.fsdp_config|engine)\.(param_offload|optimizer_offload|offload_policy|reshard_after_forward"
+            r"|forward_prefetch|mixed_precision\.reduce_dtype|wrap_policy\..*)"
+        ),
+        "on one device nothing is sharded or moved to the host",
+    ),
+    (
+        re.compile(
+            r"(.*\.fsdp_config|engine)\.(model_dtype|mixed_precision\.buffer_dtype|full_determinism)"
+            r"|(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
+            r"|.*\bcheckpoint\.(async_save|load_contents|save_lora_only)"
+            r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
+            r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
+            r"|trainer\.(del_local_ckpt_after_load|balance_batch|esi_redundant_time|ray_wait_register_center_timeout)"
+            r"|actor_rollout_ref\.nccl_timeout|.*\bprofiler\.enable"
+        ),
+        "not in this release, the run is as without",
+    ),
+)
+"""Keys that are accepted and nothing reads yet, with what is said when one is set to something else."""

@@ -36,10 +36,26 @@ def check(c: Check) -> None:
             _names(c, path, value, known)
     if mended:
         c.mend(mended)
+    _unread(c)
     for feature in release.FEATURES:
         value = c.cfg.select(feature.key)
         if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
             c.refuse(f"{feature.key}={value}", f"{feature.what} is not in this release; {feature.instead}")
+
+
+def _unread(c: Check) -> None:
+    """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
+    found: dict[str, list[str]] = {}
+    for path, known in leaves(type(c.cfg)).items():
+        if not c.was_set(path) or c.cfg.select(path) == known.default():
+            continue
+        if path.startswith(c.rollout_key) and c.rollout is not None and c.rollout.name not in release.ENGINES:
+            continue
+        reason = next((text for pattern, text in release.UNREAD if pattern.fullmatch(path)), None)
+        if reason:
+            found.setdefault(reason, []).append(f"{path}={c.cfg.select(path)}")
+    for reason, keys in found.items():
+        c.notice(f"no effect: {', '.join(keys)}: {reason}")
 
 
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
