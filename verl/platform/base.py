@@ -61,6 +61,9 @@ class Platform(ABC):
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
+    def prepare(self) -> None:  # noqa: B027
+        """Set what makes this device fast without changing results beyond rounding. Again is harmless."""
+
     def synchronize(self) -> None:  # noqa: B027
         """Wait for the device."""
 

@@ -24,6 +24,7 @@ import torch
 from verl.engine import attention
 from verl.engine.training import model as models
 from verl.engine.training.base import MicroBatch, MicroLoss, StepResult, TokenStats, TrainingEngine
+from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob import TokenTensors, stats_of_logits, token_stats
 from verl.engine.training.optimizer import (
     OptimizerSettings,
@@ -67,6 +68,7 @@ class LocalEngine(TrainingEngine):
         role: str = "actor",
     ):
         self.platform = detect(device) if isinstance(device, str) else device
+        self.platform.prepare()
         self.device = self.platform.device()
         self.role, self.trainable = role, trainable
         self.platform.seed(seed)
@@ -107,6 +109,7 @@ class LocalEngine(TrainingEngine):
         self.update_batching, self.forward_batching = updates, passes
         wants_fused = read(model_cfg, "use_fused_kernels") is not False
         self._head = models.find_head(self.module) if wants_fused else None
+        self._fused = FusedForwards(self.module)
         self._heads = int(self.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = read(model_cfg, "enable_gradient_checkpointing")
         self._squares = bool(read(role_cfg, "calculate_sum_pi_squared", False))
@@ -162,9 +165,10 @@ class LocalEngine(TrainingEngine):
     ) -> TokenStats:
         """See `TrainingEngine.log_probs`; Σπ² too where `calculate_sum_pi_squared` asks for it."""
         parts: list[TokenTensors] = []
-        for chunk in split_rows(rows, self.forward_batching):
-            batch = pack(chunk, self.forward_batching, self.device)
-            parts.append(self._forward(batch, temperature, entropy, self._squares))
+        with self._fused.active():
+            for chunk in split_rows(rows, self.forward_batching):
+                batch = pack(chunk, self.forward_batching, self.device)
+                parts.append(self._forward(batch, temperature, entropy, self._squares))
 
         def join(tensors: list[torch.Tensor]) -> np.ndarray:
             return torch.cat(tensors).cpu().numpy() if tensors else np.zeros(0, np.float32)
@@ -210,7 +214,7 @@ class LocalEngine(TrainingEngine):
         self, batch: Pack, loss: MicroLoss, temperature: float, entropy: bool
     ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Forward and backward of one pack; gradients are added to the buffers."""
-        with self._recomputing(batch.size):
+        with self._fused.active(), self._recomputing(batch.size):
             stats = self._forward(batch, temperature, entropy, False)
             scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
             value = float(scalar.detach())
