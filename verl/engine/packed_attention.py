@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.engine import flash_attention
+
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
 # of calls forward and backward against 5 ns a score in bfloat16).
 TILE_SCORES = 512 * 1024
@@ -71,6 +73,8 @@ class PackedPlan:
         self._owner, self._prefix = self._token_tables()
         self._triangles: dict[int, torch.Tensor] = {}
         self._windows: dict[int, list[Tile]] = {}
+        self._parts: list[flash_attention.Part] | None = None
+        self.longest = int(positions.max()) + 1 if self.size else 0
         self.tiles = self._build(heads)
 
     def _token_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,9 +153,19 @@ class PackedPlan:
             self._triangles[rows] = full.triu_(1)
         return self._triangles[rows]
 
+    def _uncut(self, window: int | None) -> bool:
+        """True if a sliding window of that size takes nothing away from any token of this pack."""
+        return window is None or self.longest <= window
+
+    def flash_parts(self) -> list[flash_attention.Part]:
+        """The pack as calls of a flash kernel."""
+        if self._parts is None:
+            self._parts = flash_attention.parts_of(self.segments, self.device)
+        return self._parts
+
     def tiles_for(self, window: int | None) -> list[Tile]:
         """The tiles; with a sliding window that cuts something, tiles whose masks know of it."""
-        if window is None or not self.size or int(self.positions.max()) < window:
+        if self._uncut(window):
             return self.tiles
         if window not in self._windows:
             self._windows[window] = [
@@ -177,6 +191,10 @@ class PackedPlan:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         with torch.autocast(kind, enabled=False):
+            if flash_attention.fits(query, value, softcap=softcap, sinks=sinks) and self._uncut(
+                sliding_window
+            ):
+                return flash_attention.attend(query, key, value, self.flash_parts(), scaling)
             out = _TiledAttention.apply(
                 query, key, value, sinks, self, self.tiles_for(sliding_window), scaling, softcap
             )

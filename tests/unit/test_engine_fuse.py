@@ -1,0 +1,91 @@
+"""Replaced forwards: only where they agree, only while active, same values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from tests.tiny import tiny_config
+from verl.engine.training.fuse import FusedForwards
+
+
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("shape", [(1, 7, 12), (2, 3, 4, 12), (1, 0, 12)])
+def test_norms(kind, shape):
+    module = kind(12)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(12))
+    check(module, torch.randn(shape) * 3)
+
+
+def test_gated_mlp():
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    check(model.model.layers[0].mlp, torch.randn(1, 9, 32))
+
+
+def check(module, x):
+    fused = FusedForwards(module)
+    assert len(fused) == 1
+    results = []
+    for on in (False, True):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        if on:
+            with fused.active():
+                out = module(leaf)
+        else:
+            out = module(leaf)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append([out.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_add_to_what_is_there():
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(1, 5, 32)
+    mlp(x).sum().backward()
+    once = [p.grad.clone() for p in mlp.parameters()]
+    held = [p.grad for p in mlp.parameters()]
+    with FusedForwards(mlp).active():
+        mlp(x).sum().backward()
+    for p, a, buffer in zip(mlp.parameters(), once, held, strict=True):
+        assert p.grad is buffer
+        torch.testing.assert_close(p.grad, 2 * a)
+
+
+class OddRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * 1.01
+
+
+class OddMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("kind", [OddRMSNorm, OddMLP])
+def test_what_computes_something_else_is_left_alone(kind):
+    assert len(FusedForwards(kind())) == 0
+
+
+def test_in_force_inside_the_block_only():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
+    fused = FusedForwards(model)
+    with pytest.raises(ZeroDivisionError), fused.active():
+        assert "forward" in model.model.norm.__dict__
+        raise ZeroDivisionError
+    assert not any("forward" in m.__dict__ for m in model.modules())

@@ -1,0 +1,126 @@
+"""Devices: detection, refusals, data types, seeds, allocator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl.engine.training.settings import compute_dtype
+from verl.errors import UserError
+from verl.platform import cpu, detect
+from verl.platform.base import KINDS, _build
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_cpu_is_always_there():
+    platform = detect("cpu", devices=8)
+    assert platform.name == "cpu" and platform.device() == torch.device("cpu")
+    free, total = platform.memory()
+    assert 0 < free <= total and platform.peak_memory() > 1 << 20
+    assert "products" in platform.describe()
+
+
+def test_auto_takes_the_best_present():
+    present = [k for k in KINDS if _build(k).count() > 0]
+    assert detect("auto").name == present[0]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_device_that_is_not_there_is_refused(kind):
+    if _build(kind).count():
+        pytest.skip(f"this machine has {kind}")
+    with pytest.raises(UserError, match=rf"trainer.device={kind}.*Present: .*cpu"):
+        detect(kind)
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UserError, match="auto, cuda, npu, cpu"):
+        detect("tpu")
+
+
+def test_too_many_devices(monkeypatch):
+    from verl.platform.cuda import CudaPlatform
+
+    monkeypatch.setattr(CudaPlatform, "count", lambda self: 1)
+    with pytest.raises(UserError, match=r"trainer.n_gpus_per_node=8.*1 cuda device\."):
+        detect("cuda", devices=8)
+
+
+def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
+    platform = detect("cpu")
+    monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
+    assert platform.default_dtype == torch.bfloat16
+    assert compute_dtype({}, platform) == torch.bfloat16
+    assert compute_dtype({"fsdp_config": {"dtype": "float32"}}, platform) == torch.float32
+    monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx2"}))
+    assert platform.default_dtype == torch.float32
+    assert (
+        compute_dtype({"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}, platform)
+        == torch.bfloat16
+    )
+    with pytest.raises(UserError, match=r"fsdp_config\.dtype='int8'"):
+        compute_dtype({"fsdp_config": {"dtype": "int8"}}, platform)
+
+
+def test_seed_covers_numpy_and_torch():
+    platform = detect("cpu")
+    drawn = []
+    for _ in range(2):
+        platform.seed(2**40 + 3)
+        drawn.append((np.random.rand(), float(torch.rand(1))))
+    assert drawn[0] == drawn[1]
+
+
+def test_float32_products_stay_float32():
+    detect("cpu").prepare()
+    assert cpu._float32_error() < 1e-5
+
+
+def test_a_processor_that_would_round_is_left_alone(monkeypatch):
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    cpu.onednn_float32.cache_clear()
+    try:
+        matmul.fp32_precision = "ieee"
+        monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512_bf16", "amx_tile"}))
+        assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
+        cpu.onednn_float32.cache_clear()
+        monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512_bf16"}))
+        monkeypatch.setattr(cpu, "_float32_error", lambda: 1e-2)
+        assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
+    finally:
+        matmul.fp32_precision = before
+        cpu.onednn_float32.cache_clear()
+
+
+_FAULTS = """
+import resource, sys, torch
+from verl.platform.memory import trim, tune_allocator
+torch.set_num_threads(1)
+took = tune_allocator() if sys.argv[1] == "tuned" else False
+def touch():
+    for _ in range(6):
+        a = torch.empty(12 << 20); a.fill_(1.0); del a
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+touch()
+print(int(took), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+trim()
+"""
+
+
+def test_freed_memory_is_kept():
+    counts = {}
+    for mode in ("tuned", "plain"):
+        command = [sys.executable, "-c", _FAULTS, mode]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        counts[mode] = [int(x) for x in run.stdout.split()]
+    if not counts["tuned"][0]:
+        pytest.skip("not glibc: the allocator cannot be told")
+    assert counts["tuned"][1] * 10 < counts["plain"][1]
