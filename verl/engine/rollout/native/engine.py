@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
 from verl.engine.rollout.native.stopping import Stopper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KEEP_ASLEEP = (
@@ -40,7 +43,7 @@ class NativeEngine(RolloutEngine):
         machine's memory). When it is full, the newest answers wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
-        again for each answer of a group (for comparison).
+        again for each answer of a group (for comparison). enforce_eager: no captured graphs on a GPU.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class NativeEngine(RolloutEngine):
         tokenizer: Any | None = None,
         forbidden_token_ids: Sequence[int] = (),
         prefill_once: bool = True,
+        enforce_eager: bool = False,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -81,6 +85,10 @@ class NativeEngine(RolloutEngine):
         )
         self._runner = Runner(model, self._scheduler, compute)
         self._runner.forbid(forbidden_token_ids)
+        if device.type == "cuda" and not enforce_eager:
+            from verl.platform.graphs import capture
+
+            self._runner.capture_with(capture)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
@@ -220,7 +228,7 @@ class NativeEngine(RolloutEngine):
         """Draw the next token of each request and see who is done."""
         rows = Rows.of([r.sampling for r in requests], [len(r.tokens) for r in requests])
         seen = {
-            i: torch.from_numpy(
+            int(i): torch.from_numpy(
                 np.unique(np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64))
             ).to(logits.device)
             for i in np.flatnonzero(rows.penalty != 1.0)
@@ -248,8 +256,9 @@ class NativeEngine(RolloutEngine):
         """The weights this engine samples with, under the names of a Hugging Face checkpoint."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        for name, tensor in self._runner.model.state_dict().items():
-            yield from revert_weight_conversion(self._runner.model, {name: tensor}).items()
+        model = cast("PreTrainedModel", self._runner.model)
+        for name, tensor in model.state_dict().items():
+            yield from revert_weight_conversion(model, {name: tensor}).items()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model. Tied weights may be left out."""
@@ -281,6 +290,7 @@ class NativeEngine(RolloutEngine):
         self._scheduler.forget_cache()
         if self._pool.device.type != "cpu" or self._pool.nbytes() > _KEEP_ASLEEP:
             self._pool.drop()
+            self._runner.forget_graphs()
         self._asleep = True
 
     def wake(self) -> None:

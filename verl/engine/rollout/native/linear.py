@@ -65,8 +65,8 @@ class FastLinears:
 
     def _copied(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         if module not in self._copies:
-            bias = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
-            self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), bias)
+            room = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
+            self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), room)
         weight, bias = self._copies[module]
         weight.copy_(module.weight)
         if bias is not None:

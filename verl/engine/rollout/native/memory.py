@@ -29,8 +29,9 @@ def default_cache_tokens(
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     total = psutil.virtual_memory().total
     if device.type != "cpu":
-        from verl.platform.graphs import free_memory
+        from verl.platform import detect
 
-        total = 2 * free_memory(device)
+        # twice: half of what is free
+        total = 2 * detect(device.type).memory(device.index or 0)[0]
     most = int(total * _SHARE) // bytes_per_token(model, compute)
     return min(wanted, max(most, max_model_len))

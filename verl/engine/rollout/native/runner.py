@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from verl.engine import attention
+from verl.engine.rollout.native.decode_plan import DecodePlan
+from verl.engine.rollout.native.graphs import Capture, DecodeGraphs
 from verl.engine.rollout.native.linear import FastLinears
-from verl.engine.rollout.native.plans import DecodePlan, PrefillPlan
+from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.scheduler import Prefill, Scheduler
 
@@ -34,8 +36,18 @@ class Runner:
         self._dtype = dtype
         self._pool = scheduler.answers.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype)
+        self._graphs: DecodeGraphs | None = None
         self._forbidden: torch.Tensor | None = None
         attention.register()
+
+    def capture_with(self, capture: Capture) -> None:
+        """Decode from captured graphs from now on."""
+        self._graphs = DecodeGraphs(lambda i, p: self._forward(i, p, self._decode, 0), self._decode, capture)
+
+    def forget_graphs(self) -> None:
+        """The cache's memory moves: captured graphs would read the old one."""
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def forbid(self, token_ids: Sequence[int]) -> None:
         """Tokens that are never sampled."""
@@ -51,7 +63,11 @@ class Runner:
         if before != attention.IMPLEMENTATION:
             model.set_attn_implementation(attention.IMPLEMENTATION)  # type: ignore[operator]
         lower = self._dtype != torch.float32
-        cast = torch.autocast(self.device.type, dtype=self._dtype) if lower else nullcontext()
+        cast = (
+            torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self._graphs is None)
+            if lower
+            else nullcontext()
+        )
         try:
             with torch.no_grad(), self.linears.active(), cast:
                 yield
@@ -72,26 +88,44 @@ class Runner:
         wanted, back = np.unique(rows, return_inverse=True)
         plan = PrefillPlan(self._pool, work.segments, self._dtype)
         keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
-        logits = self._forward(ids, positions, plan, keep)
+        logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep)
         return logits.index_select(0, self._tensor(back)) if len(wanted) != len(rows) else logits[: len(rows)]
 
     def decode(self, requests: Sequence[Request]) -> torch.Tensor:
         """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
-        ids = np.array([r.tokens[-1] for r in requests], np.int64)
         slots = np.array([r.slot for r in requests], np.int64)
-        lengths = np.array([len(r.tokens) for r in requests], np.int64)
-        prompt_lengths = np.array([len(r.prompt) for r in requests], np.int64)
-        prompt_slots = np.array([r.group.slot for r in requests if r.group is not None], np.int64)
-        self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
-        return self._forward(ids, prompt_lengths + lengths - 1, self._decode, 0)
+        # captured graphs have one row for every slot of the banks in use, answers in the rows of their slots
+        last = -(-(int(slots[-1]) + 1) // self._pool.geometry.rows) * self._pool.geometry.rows
+        at = np.arange(len(slots)) if self._graphs is None else slots
+        count = len(slots) if self._graphs is None else last
+        columns = np.zeros((4, count), np.int64)
+        columns[:, at] = np.array(
+            [
+                (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt))
+                for r in requests
+                if r.group is not None
+            ]
+        ).T
+        ids, lengths, prompt_slots, prompt_lengths = columns
+        positions = np.maximum(prompt_lengths + lengths - 1, 0)
+        if self._graphs is None:
+            self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
+            return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
+        self._decode.prepare(np.arange(last), lengths, prompt_slots, prompt_lengths, rounded=True)
+        logits = self._graphs.run(self._tensor(ids), self._tensor(positions))
+        return logits.index_select(0, self._tensor(slots))
 
     def _forward(
-        self, ids: np.ndarray, positions: np.ndarray, plan: attention.AttentionPlan, keep: torch.Tensor | int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: attention.AttentionPlan,
+        keep: torch.Tensor | int,
     ) -> torch.Tensor:
         with attention.use(plan):
             out = self.model(
-                input_ids=self._tensor(ids)[None],
-                position_ids=self._tensor(positions)[None],
+                input_ids=ids[None],
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=keep,
             )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.engine.rollout.native.cache import Book, Geometry, TilePool
-from verl.engine.rollout.native.plans import Segment
+from verl.engine.rollout.native.prefill_plan import Segment
 from verl.engine.rollout.native.request import Group, Request
 
 
