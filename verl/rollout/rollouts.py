@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.buffer import Group, GroupBuffer
@@ -113,7 +114,12 @@ class Rollouts:
                 self._scoring.add(asyncio.ensure_future(self._on_finished(trajectory)))
             if on_progress is not None:
                 on_progress(1)
+            if interrupt.noted():
+                stop()
 
+        task = asyncio.current_task()
+        assert task is not None
+        stop = task.cancel
         async with asyncio.TaskGroup() as tasks:
             for group in groups:
                 for index in range(group.size):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl import interrupt
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -36,7 +38,8 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, waits_for: str = "") -> Iterator[None]:
-        """Time a phase; counts also when it ends by an exception."""
+        """Time a phase; counts also when it ends by an exception. Where a run that was asked to stop stops."""
+        interrupt.check()
         self._stack = (*self._stack, Phase(name, time.monotonic(), waits_for))
         self.beat()
         started = time.perf_counter()

@@ -102,14 +102,15 @@ class PPOTrainer:
             with phases("update_weights"):
                 sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
+            parts.tracking.dump_trajectories(step, batch)
             if self._due(self.config.trainer.save_freq, step):
                 record = metrics | self._facts(step, batch, sampled, sync)
                 with phases("save_checkpoint"):
+                    parts.tracking.flush()  # a step that is never computed again has its answers on disk
                     parts.checkpoints.save(self, record)
         metrics |= self._facts(step, batch, sampled, sync)
         self.last_batch = batch
         parts.tracking.log(step, metrics)
-        parts.tracking.dump_trajectories(step, batch)
         parts.report.write(last=step == self.total_steps)
         self._limit_disagreement(metrics)
 

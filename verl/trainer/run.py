@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl import interrupt
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXIT_USER = 2
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def run_ppo(config: Config) -> int:
@@ -35,24 +36,37 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
 
     import_plugins(config)
     tracking = Tracking(config, Path(config.trainer.default_local_dir).expanduser())
-    restore = _terminate_as_interrupt()
-    try:
-        train(config, tracking)
-        return 0
-    except UserError as error:
-        return _stopped(tracking, "refused", str(error), EXIT_USER)
-    except KeyboardInterrupt:
-        return _stopped(tracking, "interrupted", "interrupted: run the same command again to go on from the last checkpoint", 130)
-    except Exception as error:
-        import traceback
+    with interrupt.handled():
+        try:
+            train(config, tracking)
+            return 0
+        except UserError as error:
+            return _stopped(tracking, "refused", str(error), EXIT_USER)
+        except Exception as error:
+            import traceback
 
-        tracking.event("failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-        if not getattr(error, "explained", False):
-            traceback.print_exc()
-        return _stopped(tracking, "failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
-    finally:
-        restore()
-        tracking.close()
+            tracking.event("failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            if not getattr(error, "explained", False):
+                traceback.print_exc()
+            return _stopped(tracking, "failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+        except BaseException:
+            # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.
+            if not interrupt.noted():
+                raise
+            return _stopped(tracking, "interrupted", _interrupted(config, tracking.run_dir), EXIT_INTERRUPTED)
+        finally:
+            tracking.close()
+
+
+def _interrupted(config: Any, run_dir: Path) -> str:
+    """How to go on after an interruption."""
+    from verl.checkpoint.layouts import newest_by_name
+
+    saved = newest_by_name(run_dir)
+    if saved is None:
+        return "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
+    how = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""
+    return f"interrupted: run the same command again{how} to go on from {saved}"
 
 
 def import_plugins(config: Any) -> None:
@@ -63,16 +77,6 @@ def import_plugins(config: Any) -> None:
     modules += [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     for module in modules:
         importlib.import_module(module)
-
-
-def _terminate_as_interrupt() -> Callable[[], None]:
-    """SIGTERM ends a run as Ctrl-C does, with everything written; returns what puts the old handler back."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGTERM, interrupt)
-    return lambda: signal.signal(signal.SIGTERM, old) and None
 
 
 def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
@@ -90,7 +94,7 @@ def _train(config: Config, tracking: Any) -> None:
         try:
             print(f"Total training steps: {total_steps}", flush=True)
             tracking.event("plan", total_steps=total_steps, device=parts.actor.engine.platform.describe())
-            with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event):
+            with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             parts.rewards.close()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl import interrupt
 from verl.config.command_line import resolve
 from verl.errors import UserError
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
@@ -68,7 +69,7 @@ class SFTTrainer:
         tracking.start_progress(self.total_steps, done=self.step)
         self.phases, refused = Phases(), RefusedSteps(trainer.max_refused_steps, tracking)
         report = LiveReport(tracking.run_dir, tracking.flush, tracking.event)
-        with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event):
+        with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
             while self.step < self.total_steps and not trainer.val_only:
@@ -78,7 +79,7 @@ class SFTTrainer:
                 if self.validation is not None and self._due(trainer.test_freq):
                     metrics |= self._validate()
                 if self._due(trainer.save_freq):
-                    self._save()
+                    self._save(metrics)
                 tracking.log(self.step, metrics)
                 report.write()
         tracking.finish("finished")
@@ -134,6 +135,7 @@ class SFTTrainer:
                 tokens += int(learned.sum())
                 progress(len(rows))
                 self.phases.beat()
+                interrupt.check()
         return {"val/loss": total / tokens}
 
     def _due(self, frequency: int) -> bool:
@@ -151,7 +153,8 @@ class SFTTrainer:
             "usable rows": len(self.train),
         }
 
-    def _save(self) -> None:
+    def _save(self, record: dict[str, float]) -> None:
+        """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
         from verl.checkpoint import rng, write
 
         contents, trainer = set(self.config.checkpoint.save_contents), self.config.trainer
@@ -167,6 +170,7 @@ class SFTTrainer:
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
             "data_identity": self._identity(),
             "total_tokens": self.total_tokens,
+            "record": record,
         }
         keep = trainer.max_ckpt_to_keep or trainer.max_actor_ckpt_to_keep
         with self.phases("save_checkpoint"):
@@ -209,7 +213,8 @@ class SFTTrainer:
         if found.has("state/rng"):
             rng.load(found.part("state/rng"))
         self.total_tokens = int(found.loop_state["total_tokens"])
-        self.tracking.event("resume", step=found.step, path=str(found.path))
+        self.tracking.resumed(found.step, found.loop_state.get("record"))
+        self.tracking.event("resumed", step=found.step, path=str(found.path))
         self.tracking.notice(f"resuming from {found.path}, step {found.step}")
         return found.step
 

@@ -1,0 +1,56 @@
+"""Signals: the first waits for a safe point while a run is patient, the second does not, handlers come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from verl import interrupt
+from verl.tracking.timer import Phases
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_impatient_is_at_once(number) -> None:
+    with pytest.raises(KeyboardInterrupt), interrupt.handled():
+        assert not interrupt.noted()
+        send(number)
+    assert interrupt.noted()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_waits_for_a_phase(number, capfd) -> None:
+    phases = Phases()
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(), interrupt.patient():
+        with phases("update"):
+            send(number)
+            reached = interrupt.noted()
+        with phases("save"):
+            pytest.fail("the next phase begins after a stop was asked for")
+    assert reached and number.name in capfd.readouterr().err
+
+
+def test_the_second_is_at_once() -> None:
+    seen = []
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(), interrupt.patient():
+        send(signal.SIGINT)
+        seen.append("first")
+        send(signal.SIGINT)
+        seen.append("second")
+    assert seen == ["first"]
+
+
+def test_everything_is_put_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with interrupt.handled(), interrupt.patient():
+        send(signal.SIGTERM)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    interrupt.check()
+    with interrupt.handled():
+        assert not interrupt.noted()
+        interrupt.check()

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
+
+So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, an answer has
+come back); a second one interrupts at once, and so does the first one outside of training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_patient = False
+_noted = False
+
+
+def check() -> None:
+    """A safe point of the main thread: raises KeyboardInterrupt if a signal was noted."""
+    if _noted and _patient and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+
+
+def noted() -> bool:
+    """True once a signal has come since `handled` began."""
+    return _noted
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Take over both signals in this block; the old handlers come back after it. Main thread only."""
+    global _noted
+    _noted = False
+    old = {number: signal.signal(number, _handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """In this block the first signal waits for `check`."""
+    global _patient
+    before, _patient = _patient, True
+    try:
+        yield
+    finally:
+        _patient = before
+
+
+def _handler(number: int, _: Any) -> None:
+    global _noted
+    at_once = _noted or not _patient
+    _noted = True
+    if at_once:
+        raise KeyboardInterrupt
+    name = signal.Signals(number).name
+    # Not print: the main thread may be inside of it.
+    os.write(2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode())
