@@ -221,6 +221,11 @@ class Book:
         need = np.sort(-(-self.lengths[self.taken] // g.cols))[::-1]
         return sum(map(len, self.tiles)), int(need[:: g.rows].sum())
 
+    def sparse(self) -> bool:
+        """More than half of the slots up to the last one in use are holes."""
+        used = np.flatnonzero(self.taken)
+        return len(used) > 0 and int(used[-1]) + 1 > 2 * len(used)
+
     def repack(self) -> dict[int, int]:
         """Sort the sequences by their number of tiles, longest first, without holes. Returns {old slot: new slot}.
 

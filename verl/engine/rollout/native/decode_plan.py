@@ -50,12 +50,12 @@ class DecodePlan:
         self._writer.place(*book.token_rows(slots, np.maximum(lengths, 1) - 1))
         self._lengths = np.zeros(book.slots, np.int64)
         self._lengths[slots] = lengths
-        self._answers.plan(self._lengths)
+        self._answers.plan(self._lengths, whole_banks=rounded)
         live = np.flatnonzero(lengths)
         asked = prompt_slots[live]
         self._prompt_lengths = np.zeros(self._prompts.book.slots, np.int64)
         self._prompt_lengths[asked] = prompt_lengths[live]
-        self._prompts.plan(self._prompt_lengths)
+        self._prompts.plan(self._prompt_lengths, whole_banks=rounded)
 
         self._dense = len(slots) == self._answers.slots
         self._slot_of_row = slots

@@ -81,7 +81,7 @@ class NativeEngine(RolloutEngine):
         key_dtype = torch.float32 if device.type == "cpu" else compute
         self._pool = TilePool(geometry, device, key_dtype, compute)
         self._scheduler = Scheduler(
-            geometry, self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self._runner = Runner(model, self._scheduler, compute)
         self._runner.forbid(forbidden_token_ids)

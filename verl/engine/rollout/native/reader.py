@@ -34,7 +34,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """Slots lo … hi of a book and the runs of each tile column that they attend to; width in tokens."""
+    """Slots lo … hi of a book and the runs of each tile column that they attend to; width in tokens.
+
+    Whole banks, or the first slots of one bank.
+    """
 
     lo: int
     hi: int
@@ -52,18 +55,24 @@ class Reader:
         self._signature: object = None
         self._views: dict[tuple[int, int], list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
-    def plan(self, lengths: np.ndarray) -> None:
-        """Choose zones for slots whose visible tokens are `lengths` (int64 [slots], 0 where nobody asks)."""
+    def plan(self, lengths: np.ndarray, *, whole_banks: bool = False) -> None:
+        """Choose zones for slots whose visible tokens are `lengths` (int64 [slots], 0 where nobody asks).
+
+        A zone of a single bank ends at its last slot in use, unless whole_banks.
+        """
         g = self.book.pool.geometry
-        columns = -(-lengths.reshape(-1, g.rows).max(1) // g.cols)
-        signature = (self.book.version, tuple(columns))
+        by_bank = lengths.reshape(-1, g.rows)
+        columns = -(-by_bank.max(1) // g.cols)
+        lasts = np.where(by_bank > 0, np.arange(1, g.rows + 1), 0).max(1)
+        if whole_banks:
+            lasts[:] = g.rows
+        signature = (self.book.version, tuple(columns), tuple(lasts))
         if signature == self._signature:
             return
         self._signature = signature
         self._views.clear()
         used = np.flatnonzero(columns)
         banks = int(used[-1]) + 1 if len(used) else 0
-        self.slots = banks * g.rows
         zones: list[Zone] = []
         start = 0
         while start < banks:
@@ -71,11 +80,13 @@ class Reader:
             while stop < banks and columns[stop] == columns[start]:
                 stop += 1
             if columns[start]:
-                zones.append(self._zone(start, stop, int(columns[start])))
+                end = stop * g.rows if stop > start + 1 else start * g.rows + int(lasts[start])
+                zones.append(self._zone(start, stop, end, int(columns[start])))
             start = stop
         self.zones = tuple(zones)
+        self.slots = zones[-1].hi if zones else 0
 
-    def _zone(self, start: int, stop: int, count: int) -> Zone:
+    def _zone(self, start: int, stop: int, end: int, count: int) -> Zone:
         g = self.book.pool.geometry
         columns = []
         for column in range(count):
@@ -87,7 +98,7 @@ class Reader:
                 else:
                     runs.append(Run(bank - start, tile, 1))
             columns.append(tuple(runs))
-        return Zone(start * g.rows, stop * g.rows, count * g.cols, tuple(columns))
+        return Zone(start * g.rows, end, count * g.cols, tuple(columns))
 
     def _tensors(self, layer: int, number: int, zone: Zone) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Per column, per run: keys and values, [rows × kv heads, cols, dim] each."""
@@ -95,9 +106,10 @@ class Reader:
         if found is None:
             stored = self.book.pool.stored(layer)
             found = []
+            rows = min(zone.hi - zone.lo, self.book.pool.geometry.rows)
             for runs in zone.columns:
-                tiles = [slice(run.tile, run.tile + run.banks) for run in runs]
-                found.append([(stored[0][t].flatten(0, 2), stored[1][t].flatten(0, 2)) for t in tiles])
+                at = [(slice(run.tile, run.tile + run.banks), slice(rows)) for run in runs]
+                found.append([(stored[0][t].flatten(0, 2), stored[1][t].flatten(0, 2)) for t in at])
             self._views[layer, number] = found
         return found
 
@@ -116,7 +128,7 @@ class Reader:
         g = self.book.pool.geometry
         views = self._tensors(layer, number, zone)
         batch, m, _ = query.shape
-        per_bank = batch // ((zone.hi - zone.lo) // g.rows)
+        per_bank = batch // (zone.hi - zone.lo) * min(zone.hi - zone.lo, g.rows)
         turned = query.transpose(1, 2)
         parts = []
         for runs, column in zip(zone.columns, views, strict=True):

@@ -14,7 +14,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from verl.engine.rollout.native.cache import Book, Geometry, TilePool
+from verl.engine.rollout.native.cache import Book, TilePool
 from verl.engine.rollout.native.prefill_plan import Segment
 from verl.engine.rollout.native.request import Group, Request
 
@@ -33,7 +33,7 @@ class Prefill:
 class Scheduler:
     """State of every unfinished request. Owns both books."""
 
-    def __init__(self, geometry: Geometry, pool: TilePool, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, pool: TilePool, *, max_num_seqs: int, max_num_batched_tokens: int):
         self.prompts = Book(pool, max_num_seqs, from_end=True)
         self.answers = Book(pool, max_num_seqs)
         self.waiting: list[Request] = []
@@ -41,7 +41,6 @@ class Scheduler:
         self.groups: dict[str, Group] = {}
         self.preempted = 0
         self._budget = max_num_batched_tokens
-        self._idle_kept = geometry.rows
         self._clock = 0
         self._hold = False
 
@@ -179,7 +178,7 @@ class Scheduler:
     def _tidy(self, book: Book, factor: float) -> bool:
         """Repack a book whose tiles are used badly. True if tiles came free."""
         used, needed = book.waste()
-        if used <= factor * needed:
+        if used <= factor * needed and not book.sparse():
             return False
         moved = book.repack()
         if book is self.answers:
@@ -188,7 +187,7 @@ class Scheduler:
         else:
             for group in self.groups.values():
                 group.slot = moved[group.slot]
-        return True
+        return used > needed
 
     def preempt(self, request: Request) -> None:
         """Take the request's place in the cache away; its tokens stay and are prefilled again later."""
@@ -219,7 +218,7 @@ class Scheduler:
         self._leave(request)
         self._hold = False
         idle = [g for g in self.groups.values() if not g.users]
-        if len(idle) > self._idle_kept:
+        if len(idle) > max(2, len(self.groups) // 4):
             self._evict(min(idle, key=lambda g: g.last_used))
 
     # ---- cached prompts
