@@ -32,7 +32,12 @@ class Side:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self._log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
         )
         self.records: list[dict] = []
         self._read()
@@ -106,7 +111,11 @@ def main() -> None:
     common = [str(folder), "--precision", args.precision, "--threads", str(args.threads)]
     sides = []
     if args.only != "trl":
-        sides.append(Side("verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads))
+        sides.append(
+            Side(
+                "verl", [sys.executable, str(HERE / "workers/verl_worker.py"), *common, *extra], args.threads
+            )
+        )
     if args.only != "verl":
         python = trl_python(args.trl_python, args.folder)
         sides.append(Side("trl", [python, str(HERE / "workers/trl_worker.py"), *common], args.threads))
@@ -134,9 +143,14 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
     result = {"date": time.strftime("%Y-%m-%d"), "precision": args.precision, "lengths": args.lengths}
     result |= {"threads": args.threads, "matmul_gflops": round(rate, 1), "least_work_s": round(least, 2)}
     for side in sides:
-        result[side.name] = {k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")}
+        result[side.name] = {
+            k: round(side.median(k), 2) for k in ("step", "sampling", "training", "cpu", "peak_gib")
+        }
     if len(sides) == 2:
-        ratio = {k: round(by_name["trl"].median(k) / by_name["verl"].median(k), 2) for k in ("step", "sampling", "training", "cpu")}
+        ratio = {
+            k: round(by_name["trl"].median(k) / by_name["verl"].median(k), 2)
+            for k in ("step", "sampling", "training", "cpu")
+        }
         result["ratio_trl_over_verl"] = ratio
     if "verl" in by_name:
         result["verl_share_of_matmul_limit"] = round(least / by_name["verl"].median("step"), 3)

@@ -1,9 +1,9 @@
 """The work that benchmarks share: model, prompts, answer lengths. Written to a folder both sides read.
 
-    work/
-      model/           Qwen3, random weights, and its tokenizer
-      prompts.parquet  rows of the chat format, `extra_info.lengths` = tokens of each answer
-      work.json        prompts (text), lengths, shape
+work/
+  model/           Qwen3, random weights, and its tokenizer
+  prompts.parquet  rows of the chat format, `extra_info.lengths` = tokens of each answer
+  work.json        prompts (text), lengths, shape
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-INSTRUCTION = " Let's think step by step and output the final answer after \"####\"."
+INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
 TEMPLATE = "{%- for m in messages -%}{{ m['content'] }}{%- endfor -%}"
 
 
@@ -78,9 +78,13 @@ def build(folder: Path, shape: Shape, data: Path | None) -> dict:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|end|>", "<|pad|>"]
-    trainer = trainers.BpeTrainer(vocab_size=shape.vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape.vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE
+    )
     fast.save_pretrained(folder / "model")
     torch.manual_seed(shape.seed)
     config = Qwen3Config(

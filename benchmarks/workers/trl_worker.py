@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the shared work, one step for each line on stdin. Runs in its own environment.
 
-    python trl_worker.py WORK_DIR --precision default|fp32 --threads N
+python trl_worker.py WORK_DIR --precision default|fp32 --threads N
 """
 
 from __future__ import annotations

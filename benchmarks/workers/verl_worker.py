@@ -1,6 +1,6 @@
 """Our whole loop on the shared work, one step for each line on stdin, with the default settings.
 
-    python verl_worker.py WORK_DIR --precision default|fp32 --threads N [key=value …]
+python verl_worker.py WORK_DIR --precision default|fp32 --threads N [key=value …]
 """
 
 from __future__ import annotations
@@ -95,7 +95,13 @@ def main() -> None:
             timings = parts.phases.timings()
             sampling = timings["gen"] + timings["reward"]
             tokens = int(trainer.last_batch.lengths.sum())
-            record = {"step": wall, "sampling": sampling, "training": wall - sampling, "cpu": cpu, "peak_gib": peak_gib()}
+            record = {
+                "step": wall,
+                "sampling": sampling,
+                "training": wall - sampling,
+                "cpu": cpu,
+                "peak_gib": peak_gib(),
+            }
             print(json.dumps(record | {"tokens": tokens, "timings": timings}), file=out, flush=True)
         parts.rewards.close()
         parts.sampler.close()

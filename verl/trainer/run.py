@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
+from verl.platform.environment import prepare_process
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -34,6 +35,7 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     """
     from verl.tracking.tracker import Tracking
 
+    prepare_process()
     import_plugins(config)
     tracking = Tracking(config, Path(config.trainer.default_local_dir).expanduser())
     with interrupt.handled():

@@ -1,9 +1,12 @@
 """Synthetic arithmetic in the GSM8K format: small problems a tiny model can learn, made from a seed.
 
 Each problem is a chain of one to three operations, asked bare or as a short story; the answer works it out
-step by step, left to right, and ends in `#### n`. Levels: 1 two numbers up to 20, + only; 2 two numbers up to
-99, + and −; 3 (default) two to four numbers up to 99, + and −; 4 as 3, with one small product in some. Training
+step by step, left to right, and ends in `#### n`. Levels: 1 three or four numbers up to 9, + and −; 2 two numbers up to 99, + and −; 3 (default) two to four numbers up to 99, + and −; 4 as 3, with one small product in some. Training
 and validation problems are disjoint as arithmetic: no chain of one is a chain of the other.
+
+With a careless share there is a third file, warm_up.parquet: the training problems with worked answers of mixed
+quality, of which that share forgets one operation. A model warmed up on it has the format and the skill, and is
+often wrong: what reinforcement learning can put right.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from verl.data.files import DataError
 from verl.data.prepare import common
 from verl.data.rows import GSM8K
 
-LEVELS = {1: ((1,), 20, "+"), 2: ((1,), 99, "+-"), 3: ((1, 2, 3), 99, "+-"), 4: ((1, 2, 3), 99, "+-*")}
+LEVELS = {1: ((2, 3), 9, "+-"), 2: ((1,), 99, "+-"), 3: ((1, 2, 3), 99, "+-"), 4: ((1, 2, 3), 99, "+-*")}
 """level → (numbers of operations, largest operand, operations)."""
 BARE = ("What is {e}?", "Calculate {e}.", "Work out {e}.")
 STARTS = ("Tom has {a} apples.", "A box holds {a} pens.", "Mia has {a} coins.", "A shop has {a} cups.")
@@ -62,11 +65,23 @@ def question(chain: Chain, rng: random.Random, *, stories: bool) -> str:
     return " ".join([rng.choice(STARTS).format(a=first), *told, ASKS])
 
 
+def worked_answer(chain: Chain) -> str:
+    """The steps, then `#### value`."""
+    value, steps = value_steps(chain)
+    return "\n".join([*steps, f"#### {value}"])
+
+
+def forget_one(chain: Chain, rng: random.Random) -> Chain:
+    """The chain without one of its operations: what somebody careless works out."""
+    left_out = rng.randrange(1, len(chain))
+    return chain[:left_out] + chain[left_out + 1 :]
+
+
 def row(chain: Chain, rng: random.Random, split: str, index: int, *, stories: bool) -> dict[str, Any]:
     """One row of the chat format."""
-    value, steps = value_steps(chain)
+    value, _ = value_steps(chain)
     text = question(chain, rng, stories=stories)
-    answer = "\n".join([*steps, f"#### {value}"])
+    answer = worked_answer(chain)
     return {
         "data_source": GSM8K,
         "prompt": [{"role": "user", "content": text}],
@@ -77,9 +92,12 @@ def row(chain: Chain, rng: random.Random, split: str, index: int, *, stories: bo
 
 
 def make(
-    *, train: int, test: int, level: int = 3, seed: int = 0, stories: bool = True
+    *, train: int, test: int, level: int = 3, seed: int = 0, stories: bool = True, careless: float = 0.0
 ) -> dict[str, list[dict[str, Any]]]:
-    """{"train": rows, "test": rows}, a function of the arguments alone. Raises DataError if the level is too small."""
+    """{"train": rows, "test": rows}, a function of the arguments alone. Raises DataError if the level is too small.
+
+    careless > 0 adds "warm_up": the training rows, that share of the answers with an operation forgotten.
+    """
     if level not in LEVELS:
         raise DataError(f"--level {level}: the levels are {', '.join(map(str, LEVELS))}")
     rng = random.Random(f"arithmetic/{seed}/{level}")
@@ -95,9 +113,25 @@ def make(
             )
     drawn = list(chains)
     splits = {"test": drawn[:test], "train": drawn[test:]}
-    return {
+    made = {
         name: [row(chain, rng, name, i, stories=stories) for i, chain in enumerate(splits[name])]
         for name in ("train", "test")
+    }
+    if careless > 0:
+        made["warm_up"] = [
+            mixed_quality(line, chain, careless, rng)
+            for line, chain in zip(made["train"], splits["train"], strict=True)
+        ]
+    return made
+
+
+def mixed_quality(line: dict[str, Any], chain: Chain, careless: float, rng: random.Random) -> dict[str, Any]:
+    """A row for the warm-up: with probability `careless` its worked answer forgets an operation."""
+    forgets = len(chain) > 1 and rng.random() < careless
+    answer = worked_answer(forget_one(chain, rng)) if forgets else line["extra_info"]["answer"]
+    return {
+        **line,
+        "extra_info": {**line["extra_info"], "split": "warm_up", "answer": answer, "careless": forgets},
     }
 
 
@@ -108,12 +142,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--test", type=int, default=400, help="held-out rows")
     parser.add_argument("--level", type=int, default=3, help="1 (easy) to 4")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--careless", type=float, default=0.0, help="share of careless answers in warm_up.parquet"
+    )
     parser.add_argument("--no_stories", action="store_true", help="bare expressions only")
     args = parser.parse_args(argv)
     where = common.target(args)
     if args.train < 1 or args.test < 1:
         raise DataError(f"--train {args.train} --test {args.test}: at least one row each is needed")
+    if not 0 <= args.careless <= 1:
+        raise DataError(f"--careless {args.careless}: a share between 0 and 1")
     made = make(
-        train=args.train, test=args.test, level=args.level, seed=args.seed, stories=not args.no_stories
+        train=args.train,
+        test=args.test,
+        level=args.level,
+        seed=args.seed,
+        stories=not args.no_stories,
+        careless=args.careless,
     )
     return common.finish(made, where)

@@ -1,0 +1,18 @@
+"""Environment variables that must be set before the first numerical library is loaded. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+
+_DEFAULTS = {
+    # Threads of a parallel region sleep while they wait instead of spinning: on a machine that does anything
+    # else (reward processes, a browser) spinning threads take the core from the one they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "true",
+}
+
+
+def prepare_process() -> None:
+    """Set what is not set already; effective only before torch is imported."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
