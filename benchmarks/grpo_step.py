@@ -83,11 +83,15 @@ def trl_python(given: str | None, folder: Path) -> str:
 
 def matmul_gflops(threads: int, precision: str) -> float:
     """Measured product rate at the model's main shape, GFLOP/s: the limit that the step is held against."""
+    dtype = "float32" if precision == "fp32" else "bfloat16"
     code = (
-        "import torch,time;torch.set_num_threads(%d);d=torch.%s;a=torch.randn(2048,512).to(d);b=torch.randn(1536,512).to(d)\n"
+        f"import torch,time;torch.set_num_threads({threads});d=torch.{dtype}\n"
+        "a=torch.randn(2048,512).to(d);b=torch.randn(1536,512).to(d)\n"
         "for _ in range(5): a@b.T\n"
-        "n=40;t=time.perf_counter()\nfor _ in range(n): a@b.T\nprint(n*2*2048*512*1536/(time.perf_counter()-t)/1e9)"
-    ) % (threads, "float32" if precision == "fp32" else "bfloat16")
+        "n=40;t=time.perf_counter()\n"
+        "for _ in range(n): a@b.T\n"
+        "print(n*2*2048*512*1536/(time.perf_counter()-t)/1e9)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 

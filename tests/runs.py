@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 
 from tests.tiny import tiny_model
 
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     text = solution_str or ""
     return {"score": sum(c in "aeiou0123" for c in text) / (1 + len(text)), "length": len(text)}
-'''
+"""
 # What may differ between two runs that are the same: clocks and memory.
 UNSTABLE = ("timing_s/", "timing_per_token_ms/", "perf/", "reward/latency_s/")
 
@@ -80,13 +80,21 @@ class TinyRun:
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a child: one thread, offline."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **more,
+    }
 
 
 def main_ppo(words: list[str], timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(**more), check=False
+    )
 
 
 def records(run: Path) -> dict[int, dict]:

@@ -47,24 +47,24 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.work / "model", dtype=torch.float32)
     total = shape["prompts"] * shape["answers"]
     longest = max(max(row) for row in work["lengths"])
-    settings = dict(
-        output_dir=str(args.work / "trl_out"),
-        use_cpu=True,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=total // 8,
-        num_generations=shape["answers"],
-        max_completion_length=longest,
-        max_steps=1000,
-        beta=0.0,
-        learning_rate=1e-6,
-        logging_steps=1000,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=1,
-    )
+    settings = {
+        "output_dir": str(args.work / "trl_out"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": total // 8,
+        "num_generations": shape["answers"],
+        "max_completion_length": longest,
+        "max_steps": 1000,
+        "beta": 0.0,
+        "learning_rate": 1e-6,
+        "logging_steps": 1000,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 1,
+    }
     if fp32:
-        settings |= dict(bf16=False, gradient_checkpointing=False)
+        settings |= {"bf16": False, "gradient_checkpointing": False}
     state = {"sampling": 0.0, "lengths": []}
 
     class Exact(LogitsProcessor):

@@ -85,16 +85,30 @@ def build_model(out: Path, seed: int) -> None:
     rows = pq.read_table(out / "data/train.parquet", columns=["extra_info"])["extra_info"].to_pylist()
     texts.write_text("\n".join(f"{row['question']}\n{row['answer']}" for row in rows[:2000]))
     run(
-        [sys.executable, str(HERE / "build_model.py"), "--out", str(out / "model"), "--texts", str(texts)]
-        + ["--hidden", "128", "--layers", "4", "--seed", str(seed)],
+        [
+            sys.executable,
+            str(HERE / "build_model.py"),
+            "--out",
+            str(out / "model"),
+            "--texts",
+            str(texts),
+            "--hidden",
+            "128",
+            "--layers",
+            "4",
+            "--seed",
+            str(seed),
+        ],
         out / "model.log",
     )
 
 
 def warm_up(out: Path, seed: int, steps: int) -> None:
     run(
-        [sys.executable, "-m", "verl.trainer.sft_trainer"]
-        + [
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.sft_trainer",
             f"data.train_files={out / 'data/warm_up.parquet'}",
             f"data.val_files={out / 'data/test.parquet'}",
             "data.prompt_key=extra_info",
@@ -120,8 +134,10 @@ def warm_up(out: Path, seed: int, steps: int) -> None:
 
 def reinforce(out: Path, seed: int, warm_steps: int, steps: int, extra: list[str]) -> None:
     run(
-        [sys.executable, "-m", "verl.trainer.main_ppo"]
-        + [
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
             "algorithm.adv_estimator=grpo",
             f"data.train_files={out / 'data/train.parquet'}",
             f"data.val_files={out / 'data/test.parquet'}",

@@ -29,12 +29,25 @@ def test_a_run_writes_all_it_promises(finished) -> None:
     found = records(out)
     assert sorted(found) == [0, 1, 2, 3, 4]
     last = found[4]
-    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "training/global_step"):
+    for name in (
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "critic/score/mean",
+        "training/global_step",
+    ):
         assert math.isfinite(last[name]), name
     assert last["critic/score/max"] > last["critic/score/min"]
     assert last["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampler and trainer agree in float32"
     assert any(name.startswith("val-core/test/letters/") for name in last)
-    for name in ("config.yaml", "versions.json", "events.jsonl", "data_report.jsonl", "report.html", "trajectories/4.jsonl"):
+    for name in (
+        "config.yaml",
+        "versions.json",
+        "events.jsonl",
+        "data_report.jsonl",
+        "report.html",
+        "trajectories/4.jsonl",
+    ):
         assert (out / name).is_file(), name
     assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
 
@@ -76,13 +89,21 @@ def test_other_architectures_train_and_agree(arch, tmp_path) -> None:
     "words",
     [
         ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entropy_coeff=0.01"],
-        ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+        [
+            "algorithm.use_kl_in_reward=True",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.horizon=100",
+        ],
         [
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
             "algorithm.norm_adv_by_std_in_grpo=False",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         ],
-        ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True"],
+        [
+            "reward_model.reward_manager=dapo",
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "actor_rollout_ref.actor.shuffle=True",
+        ],
     ],
     ids=["kl-loss", "kl-in-reward", "dr-grpo", "epochs"],
 )

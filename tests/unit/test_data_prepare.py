@@ -191,7 +191,7 @@ def test_arithmetic_is_right_seeded_and_disjoint(level: int) -> None:
 
 
 def test_level_too_small_for_the_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["arithmetic", "--local_save_dir", str(tmp_path), "--train", "9000", "--level", "1"]
+    argv = ["arithmetic", "--local_save_dir", str(tmp_path), "--train", "90000", "--level", "2"]
     assert prepare.main(argv) == 2
     assert "raise --level" in capsys.readouterr().err
 

@@ -113,7 +113,9 @@ def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     (t,) = asyncio.run(go())
     assert t.score == 0.25 and scored == [] and t.num_turns == 4
     assert t.rollout_log_probs[3] == 0 and t.policy_tokens == 6
-    assert len({request for request, *_ in engine.calls}) == 2, "every call of an answer has its own request id"
+    assert len({request for request, *_ in engine.calls}) == 2, (
+        "every call of an answer has its own request id"
+    )
 
 
 def test_unknown_loops_are_named() -> None:

@@ -62,7 +62,8 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     sampler = NativeEngine(
         engine.module,
         eos_token_ids=end_token_ids(engine.module.config, engine.module.generation_config, tokenizer),
-        max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+        max_model_len=rollout.max_model_len
+        or config.data.max_prompt_length + config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         dtype=str(engine.compute_dtype).removeprefix("torch."),

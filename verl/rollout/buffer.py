@@ -60,7 +60,7 @@ class GroupBuffer:
 
     def start(self, limit: int | None = None) -> list[Group]:
         """Move up to `limit` waiting groups (None: all) to in flight, oldest draw first."""
-        started = []
+        started: list[Group] = []
         while self._waiting and (limit is None or len(started) < limit):
             draw, group = self._waiting.popitem(last=False)
             self._in_flight[draw] = group
@@ -85,7 +85,9 @@ class GroupBuffer:
         draws = sorted(self._done)[:count]
         older = [d for d in (*self._waiting, *self._in_flight) if draws and d < draws[-1]]
         if len(draws) < count or older:
-            raise ValueError(f"asked for {count} groups, {len(draws)} done, {len(older)} older ones unfinished")
+            raise ValueError(
+                f"asked for {count} groups, {len(draws)} done, {len(older)} older ones unfinished"
+            )
         return [self._done.pop(draw) for draw in draws]
 
     @property

@@ -70,7 +70,9 @@ class Rollouts:
         self._event = event or (lambda kind, **fields: None)
         self._scoring: set[asyncio.Task[None]] = set()
 
-    async def take(self, prompts: Sequence[Prompt], on_progress: Callable[[int], None] | None = None) -> Batch:
+    async def take(
+        self, prompts: Sequence[Prompt], on_progress: Callable[[int], None] | None = None
+    ) -> Batch:
         """Sample `n` answers to each prompt; returns them in draw order once all are back.
 
         Scoring of the last answers may still be running: `scored` waits for it. Raises RolloutError when
@@ -83,7 +85,11 @@ class Rollouts:
         return self._collect(taken)
 
     async def sample(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int, on_progress: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        n: int,
+        on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
         """The same outside of the training buffer, with other settings: validation and generation."""
         buffer = GroupBuffer(n)
@@ -151,7 +157,9 @@ class Rollouts:
         }
         started = time.monotonic()
         try:
-            loop = agent_loop.get(prompt.agent_name or settings.default_loop)(generate, self._tokenizer, self._config)
+            loop = agent_loop.get(prompt.agent_name or settings.default_loop)(
+                generate, self._tokenizer, self._config
+            )
             output = await loop.run(params, **row)
         except Exception as error:
             return self._lost(prompt, index, error)
@@ -190,7 +198,9 @@ class Rollouts:
         ids = np.asarray(output.response_ids, dtype=np.int64)
         mask = np.asarray(output.response_mask, dtype=bool)
         if len(mask) != len(ids):
-            raise ValueError(f"agent loop gave {len(ids)} response ids and a mask of {len(mask)} ({prompt.uid})")
+            raise ValueError(
+                f"agent loop gave {len(ids)} response ids and a mask of {len(mask)} ({prompt.uid})"
+            )
         log_probs = None
         if output.response_logprobs is not None:
             log_probs = np.asarray(output.response_logprobs, dtype=np.float32) * mask
@@ -205,7 +215,10 @@ class Rollouts:
             text=self._decode(ids.tolist()),
             num_turns=output.num_turns,
             score=output.reward_score,
-            timing={"generate_sequences": seconds, "num_preempted": float(sum(c.num_preempted for c in completions))},
+            timing={
+                "generate_sequences": seconds,
+                "num_preempted": float(sum(c.num_preempted for c in completions)),
+            },
             extra=dict(output.metrics),
         )
 
@@ -213,6 +226,8 @@ class Rollouts:
         batch = Batch(t for group in groups for t in group.trajectories)
         lost = [t for t in batch if t.finish_reason == "lost"]
         if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
-            raise RolloutError(f"the sampler lost {len(lost)} of {len(batch)} answers; the first: {lost[0].score_error}")
+            raise RolloutError(
+                f"the sampler lost {len(lost)} of {len(batch)} answers; the first: {lost[0].score_error}"
+            )
         batch.meta["lost"] = len(lost)
         return batch

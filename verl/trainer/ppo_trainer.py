@@ -77,7 +77,7 @@ class PPOTrainer:
         self.step = parts.checkpoints.resume(self)
         parts.weight_sync.push(self.step)
         parts.tracking.start_progress(self.total_steps, self.step)
-        if trainer.val_before_train and self.step == 0 or trainer.val_only:
+        if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
         if not trainer.val_only:
             for step in self.steps():
@@ -201,5 +201,3 @@ class PPOTrainer:
 
 class DisagreementError(RuntimeError):
     """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`."""
-
-

@@ -32,7 +32,13 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
             arrays[column] = np.concatenate(values)
     save_file(arrays, directory / "batch.safetensors")
     listing = [
-        {"uid": r.uid, "index": r.index, "prompt_ids": r.prompt.ids.tolist(), "text": r.text, "score": r.score}
+        {
+            "uid": r.uid,
+            "index": r.index,
+            "prompt_ids": r.prompt.ids.tolist(),
+            "text": r.text,
+            "score": r.score,
+        }
         for r in rows
     ]
     (directory / "batch.json").write_text(json.dumps({"reason": reason, "rows": listing}, ensure_ascii=False))
@@ -59,7 +65,9 @@ class RefusedSteps:
             except OSError as error:
                 self._tracking.event("dump_failed", path=str(directory), error=str(error))
             self._tracking.event("refused_update", step=step, reason=refusal.reason, dump=str(directory))
-            self._tracking.notice(f"step {step}: update refused, {refusal.reason}; the batch is in {directory}")
+            self._tracking.notice(
+                f"step {step}: update refused, {refusal.reason}; the batch is in {directory}"
+            )
         if self._in_a_row >= self._limit:
             raise TooManyRefused(
                 f"{self._in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "

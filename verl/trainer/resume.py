@@ -32,7 +32,11 @@ def data_identity(config: Config) -> dict[str, Any]:
 
 def refuse_other_data(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
     """Raise UserError naming every setting that changed since the checkpoint."""
-    changed = [f"{key}: {saved[key]!r} then, {now[key]!r} now" for key in now if key in saved and saved[key] != now[key]]
+    changed = [
+        f"{key}: {saved[key]!r} then, {now[key]!r} now"
+        for key in now
+        if key in saved and saved[key] != now[key]
+    ]
     if changed:
         raise UserError(
             f"cannot resume from {checkpoint}: the order of the data would change ({'; '.join(changed)}). Restore the "

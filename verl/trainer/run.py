@@ -47,7 +47,9 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
         except Exception as error:
             import traceback
 
-            tracking.event("failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+            tracking.event(
+                "failed", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()
+            )
             if not getattr(error, "explained", False):
                 traceback.print_exc()
             return _stopped(tracking, "failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
@@ -150,13 +152,17 @@ def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Pa
         weight_sync=roles.weight_sync,
         sampler=roles.sampler,
         validator=build_validator(config, validation, rollouts, rewards, tracking),
-        checkpoints=Checkpoints(tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice),
+        checkpoints=Checkpoints(
+            tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice
+        ),
         tracking=tracking,
         phases=Phases(),
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
     )
-    print(f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}")
+    print(
+        f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
+    )
     return parts, total_steps
 
 
@@ -191,7 +197,11 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
             f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
             "lower the batch size or add data"
         )
-    validation = PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known) if data.val_files else None
+    validation = (
+        PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known)
+        if data.val_files
+        else None
+    )
     tracking.data_report(train, validation)
     return train, validation
 
@@ -221,7 +231,9 @@ def rollout_settings(config: Config) -> Any:
         ignore_eos=rollout.ignore_eos,
     )
     seed = rollout.seed if rollout.seed is not None else config.trainer.seed
-    return RolloutSettings(sampling=sampling, n=rollout.n, seed=seed, default_loop=rollout.agent.default_agent_loop)
+    return RolloutSettings(
+        sampling=sampling, n=rollout.n, seed=seed, default_loop=rollout.agent.default_agent_loop
+    )
 
 
 def kl_controller(config: Config) -> Any:

@@ -56,7 +56,9 @@ class Validator:
             shown.setdefault(trajectory.prompt.data_source, trajectory)
         for t in shown.values():
             messages = t.prompt.messages
-            prompt = messages if isinstance(messages, str) else "\n".join(str(m.get("content")) for m in messages)
+            prompt = (
+                messages if isinstance(messages, str) else "\n".join(str(m.get("content")) for m in messages)
+            )
             say(f"[prompt] {one_line(prompt)}")
             say(f"[response] {one_line(t.text)}")
             say(f"[ground_truth] {one_line(t.prompt.ground_truth)}")

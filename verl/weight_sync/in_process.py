@@ -30,7 +30,9 @@ class SharesWeights(Protocol):
 class InProcessSync(WeightSync):
     """Zero-copy transfer between two engines that share one module."""
 
-    def __init__(self, trainer: TrainingEngine, sampler: SharesWeights, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, trainer: TrainingEngine, sampler: SharesWeights, clock: Callable[[], float] = time.monotonic
+    ):
         self._trainer = trainer
         self._sampler = sampler
         self._clock = clock
