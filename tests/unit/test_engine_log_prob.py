@@ -151,5 +151,5 @@ def test_memory_is_flat_in_the_vocabulary():
             [sys.executable, "-c", _MEMORY, str(vocab)], cwd=root, capture_output=True, text=True, check=True
         )
         grown[vocab] = int(run.stdout) / 1024
-    # All logits in float32 would be 297 MB at 152 000; their gradient as much again; a block is 16 MB.
+    # All logits in float32 would be 297 MB at 152 000; their gradient as much again; a block is 8 MB.
     assert grown[152_000] < 120, grown

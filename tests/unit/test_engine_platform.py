@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.engine.training.settings import compute_dtype
+from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.errors import UserError
 from verl.platform import cpu, detect
 from verl.platform.base import KINDS, _build
@@ -66,6 +66,20 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
     )
     with pytest.raises(UserError, match=r"fsdp_config\.dtype='int8'"):
         compute_dtype({"fsdp_config": {"dtype": "int8"}}, platform)
+
+
+def test_micro_batches_suit_the_device_within_the_budget():
+    platform = detect("cpu")
+    assert [preferred_tokens(platform, n) for n in (1, 1 << 19, 1 << 30)] == [4096, 2048, 1024]
+
+    class Other(cpu.CpuPlatform):
+        preferred_tokens = None
+
+    assert preferred_tokens(Other(), 1) is None
+    asked = {"ppo_max_token_len_per_gpu": 3000}
+    assert micro_batching(asked, "ppo", share_prompt=None, preferred=2048).tokens == 2048
+    assert micro_batching(asked, "ppo", share_prompt=None, preferred=4096).tokens == 3000
+    assert micro_batching(asked, "ppo", share_prompt=None).tokens == 3000
 
 
 def test_seed_covers_numpy_and_torch():

@@ -18,8 +18,10 @@ class Platform(ABC):
     """One kind of device. `name` is torch's device type."""
 
     name: str = ""
-    #: Tokens of a micro-batch beyond which bigger packs are no faster.
-    preferred_tokens: int = 1 << 30
+    #: Least and most tokens of a micro-batch worth asking for, and the bytes of activations aimed at between
+    #: them. None: as many as the configuration allows.
+    preferred_tokens: tuple[int, int] | None = None
+    preferred_activations: int = 1 << 30
 
     @abstractmethod
     def count(self) -> int:

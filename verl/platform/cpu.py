@@ -29,9 +29,9 @@ class CpuPlatform(Platform):
     """Counts as one device however many cores it has."""
 
     name = "cpu"
-    # Measured on 26 M parameters: packs of 4096 tokens are as fast as larger ones and keep the activations in
-    # buffers that are used again for the next pack.
-    preferred_tokens = 4096
+    # Measured on 26 M parameters: packs of 2048 tokens are as fast as larger ones, take a third less memory, and
+    # their activations lie in buffers that the next pack uses again. Below 1024 the weights' own traffic counts.
+    preferred_tokens = (1024, 4096)
 
     def count(self) -> int:
         return 1

@@ -35,7 +35,7 @@ from verl.engine.training.optimizer import (
 )
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packing import Pack, pack, split_rows
-from verl.engine.training.settings import compute_dtype, micro_batching, read
+from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
@@ -98,12 +98,13 @@ class LocalEngine(TrainingEngine):
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any) -> None:
         share = read(role_cfg, "use_prefix_grouper")
-        updates = micro_batching(role_cfg, "ppo", self.platform, share_prompt=share)
+        preferred = preferred_tokens(self.platform, models.activation_bytes(self.config, 1))
+        updates = micro_batching(role_cfg, "ppo", share_prompt=share, preferred=preferred)
         if log_prob_cfg is None and read(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
             log_prob_cfg = role_cfg
         passes = updates
         if log_prob_cfg is not None:
-            passes = micro_batching(log_prob_cfg, "log_prob", self.platform, share_prompt=share)
+            passes = micro_batching(log_prob_cfg, "log_prob", share_prompt=share, preferred=preferred)
         if models.is_recurrent(self.module):
             updates, passes = replace(updates, one_by_one=True), replace(passes, one_by_one=True)
         self.update_batching, self.forward_batching = updates, passes

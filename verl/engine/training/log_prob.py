@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_SCORES = 4 * 1024 * 1024
-BLOCK_COLUMNS = 16 * 1024
+BLOCK_SCORES = 2 * 1024 * 1024
+BLOCK_COLUMNS = 4 * 1024
 
 
 @dataclass(frozen=True, slots=True)

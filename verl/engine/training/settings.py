@@ -23,17 +23,28 @@ def read(group: Any, path: str, default: Any = None) -> Any:
 
 
 def micro_batching(
-    group: Any, prefix: str, platform: Platform, *, share_prompt: bool | None
+    group: Any, prefix: str, *, share_prompt: bool | None, preferred: int | None = None
 ) -> MicroBatching:
     """The micro-batches asked for by `{prefix}_micro_batch_size_per_gpu`, `…_max_token_len_per_gpu` and the
-    dynamic-batch switch. The token budget is a limit: where smaller packs are as fast, they are smaller."""
+    dynamic-batch switch. The token budget is a limit: where smaller packs are `preferred`, they are smaller."""
     rows = read(group, f"{prefix}_micro_batch_size_per_gpu")
     switch = "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz"
     dynamic = read(group, switch)
     tokens = int(read(group, f"{prefix}_max_token_len_per_gpu", 16384))
-    tokens = min(tokens, platform.preferred_tokens)
+    tokens = tokens if preferred is None else min(tokens, preferred)
     use_rows = rows is not None and not dynamic
     return MicroBatching(tokens=tokens, rows=int(rows) if use_rows else None, share_prompt=share_prompt)
+
+
+def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:
+    """Tokens of a micro-batch that suit a device, from what the model's activations take per token.
+
+    Not from the memory that happens to be free: the same run must be cut the same way again.
+    """
+    if platform.preferred_tokens is None:
+        return None
+    least, most = platform.preferred_tokens
+    return max(least, min(most, platform.preferred_activations // max(1, bytes_per_token)))
 
 
 def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
