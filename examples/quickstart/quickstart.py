@@ -29,12 +29,14 @@ def say(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
-def run(command: list[str], log: Path) -> None:
-    """Run a command, its step lines into a log, its progress on the screen; SystemExit if it fails."""
-    print("  $ " + " \\\n      ".join(shlex.quote(word) for word in command[2:]), flush=True)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run(program: str, words: list[str], log: Path) -> None:
+    """Run `python -m program words`, its output into a log, its progress on the screen; SystemExit if it fails."""
+    start = [sys.executable, program] if program.endswith(".py") else [sys.executable, "-m", program]
+    shown = " ".join([Path(sys.executable).name, *start[1:]])
+    print("  $ " + " \\\n      ".join([shown, *map(shlex.quote, words)]), flush=True)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, env=environment, check=False)
+        done = subprocess.run([*start, *words], stdout=out, env=environment, check=False)
     if done.returncode:
         print("".join(log.read_text().splitlines(keepends=True)[-20:]), file=sys.stderr)
         raise SystemExit(f"the command ended with status {done.returncode}; its output is in {log}")
@@ -51,31 +53,8 @@ def accuracy(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def prepare_data(out: Path, seed: int) -> None:
-    run(
-        [
-            sys.executable,
-            "-m",
-            "verl.cli.main",
-            "prepare",
-            "arithmetic",
-            "--local_save_dir",
-            str(out / "data"),
-        ]
-        + [
-            "--train",
-            "8000",
-            "--test",
-            "200",
-            "--level",
-            "1",
-            "--no_stories",
-            "--careless",
-            "0.5",
-            "--seed",
-            str(seed),
-        ],
-        out / "prepare.log",
-    )
+    words = f"prepare arithmetic --train 8000 --test 200 --level 1 --no_stories --careless 0.5 --seed {seed}"
+    run("verl.cli.main", [*words.split(), "--local_save_dir", str(out / "data")], out / "prepare.log")
 
 
 def build_model(out: Path, seed: int) -> None:
@@ -84,31 +63,14 @@ def build_model(out: Path, seed: int) -> None:
     texts = out / "data/texts.txt"
     rows = pq.read_table(out / "data/train.parquet", columns=["extra_info"])["extra_info"].to_pylist()
     texts.write_text("\n".join(f"{row['question']}\n{row['answer']}" for row in rows[:2000]))
-    run(
-        [
-            sys.executable,
-            str(HERE / "build_model.py"),
-            "--out",
-            str(out / "model"),
-            "--texts",
-            str(texts),
-            "--hidden",
-            "128",
-            "--layers",
-            "4",
-            "--seed",
-            str(seed),
-        ],
-        out / "model.log",
-    )
+    words = ["--out", str(out / "model"), "--texts", str(texts), "--seed", str(seed)]
+    run(str(HERE / "build_model.py"), [*words, "--hidden", "128", "--layers", "4"], out / "model.log")
 
 
 def warm_up(out: Path, seed: int, steps: int) -> None:
     run(
+        "verl.trainer.sft_trainer",
         [
-            sys.executable,
-            "-m",
-            "verl.trainer.sft_trainer",
             f"data.train_files={out / 'data/warm_up.parquet'}",
             f"data.val_files={out / 'data/test.parquet'}",
             "data.prompt_key=extra_info",
@@ -134,10 +96,8 @@ def warm_up(out: Path, seed: int, steps: int) -> None:
 
 def reinforce(out: Path, seed: int, warm_steps: int, steps: int, extra: list[str]) -> None:
     run(
+        "verl.trainer.main_ppo",
         [
-            sys.executable,
-            "-m",
-            "verl.trainer.main_ppo",
             "algorithm.adv_estimator=grpo",
             f"data.train_files={out / 'data/train.parquet'}",
             f"data.val_files={out / 'data/test.parquet'}",
