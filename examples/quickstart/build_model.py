@@ -49,7 +49,9 @@ def build_model(out: Path, vocab_size: int, *, hidden: int, layers: int, seed: i
     """Save a randomly initialised Qwen3 with that many hidden units and layers; returns its parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=-(-vocab_size // 64) * 64,

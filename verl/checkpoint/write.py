@@ -108,6 +108,7 @@ def _write_and_seal(
     loop = beside / LOOP
     loop.parent.mkdir(parents=True, exist_ok=True)
     write_synced(loop, json.dumps({"step": step, **loop_state}, indent=1))
+    _share_like_the_folder(beside)
     sync_tree(beside)
     hashing = time.perf_counter()
     files = hash_files(beside, files_under(beside))
@@ -115,6 +116,14 @@ def _write_and_seal(
     manifest = Manifest(step, _next_serial(root), time.time(), files)
     write_manifest(beside, manifest)
     return manifest, hash_seconds
+
+
+def _share_like_the_folder(beside: Path) -> None:
+    """Give files the permissions that the umask gave their directory: some writers make theirs private (0600)."""
+    mode = beside.stat().st_mode & 0o666
+    for path in beside.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _publish(root: Path, beside: Path, step: int) -> Path:

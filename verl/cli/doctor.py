@@ -66,7 +66,7 @@ def _together() -> Iterator[Finding]:
     yield from _beside_torch()
     antlr = probe.version("antlr4-python3-runtime")
     if antlr is not None and probe.version("omegaconf") and not satisfies(antlr, "==4.9.*"):
-        todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4_9_3]'"
+        todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4-9-3]'"
         yield Finding(
             "together",
             "antlr4 runtime",

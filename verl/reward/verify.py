@@ -81,7 +81,7 @@ def _prepare() -> None:
     if not (_compare(r"\frac{1}{2}", "0.5") and not _compare("1", "2")):
         raise VerifyFailed(
             "math-verify does not work in this environment: it finds 1/2 and 0.5 different. Its LaTeX parser needs "
-            "a matching antlr4 runtime: pip install 'math-verify[antlr4_9_3]'"
+            "a matching antlr4 runtime: pip install 'math-verify[antlr4-9-3]'"
         )
     _ready = True
 

@@ -28,6 +28,8 @@ OnFinished = Callable[[Trajectory], Awaitable[None]]
 class RolloutError(RuntimeError):
     """Too many answers were lost by the sampler to go on."""
 
+    explained = True
+
 
 def answer_seed(seed: int, uid: str, index: int) -> int:
     """63-bit seed of one answer, from the run's seed, the prompt's uid and the answer's number."""

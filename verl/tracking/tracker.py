@@ -166,6 +166,11 @@ class Tracking:
             for text in dataset.describe():
                 console.notice(text)
 
+    def rows_refused(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """The rows that made a data set unusable, into data_report.jsonl."""
+        if records:
+            self._folder.data_report(records)
+
     def dump_trajectories(self, step: int, batch: Sequence[Any] | Any, tokenizer: Any = None) -> None:
         """Up to 64 answers in whole groups to trajectories/{step}.jsonl; all to `trainer.rollout_data_dir`.
 

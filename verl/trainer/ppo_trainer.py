@@ -75,6 +75,12 @@ class PPOTrainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         parts, trainer = self.parts, self.config.trainer
         self.step = parts.checkpoints.resume(self)
+        if self.step >= self.total_steps > 0 and not trainer.val_only:
+            parts.tracking.notice(
+                f"nothing is left to do: step {self.step} of {self.total_steps} is saved in {parts.tracking.run_dir}. Raise "
+                "trainer.total_training_steps (or trainer.total_epochs), or start anew with another "
+                "trainer.experiment_name or trainer.resume_mode=disable"
+            )
         parts.weight_sync.push(self.step)
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
@@ -82,6 +88,7 @@ class PPOTrainer:
         if not trainer.val_only:
             for step in self.steps():
                 self._one_step(step)
+        parts.checkpoints.say_unsaved()
         parts.tracking.finish("finished")
 
     def steps(self) -> Iterator[int]:
@@ -201,3 +208,5 @@ class PPOTrainer:
 
 class DisagreementError(RuntimeError):
     """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`."""
+
+    explained = True

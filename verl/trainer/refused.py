@@ -19,6 +19,8 @@ _COLUMNS = ("response_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "
 class TooManyRefused(RuntimeError):
     """`trainer.max_refused_steps` updates in a row were refused."""
 
+    explained = True
+
 
 def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
     """Write the rows of a refused update: `batch.safetensors` (columns, concatenated) and `batch.json`."""

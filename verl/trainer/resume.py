@@ -61,6 +61,15 @@ class Checkpoints:
         self._save_tokenizer = save_tokenizer
         self._event = event
         self._notice = notice
+        self._unsaved: int | None = None
+
+    def say_unsaved(self) -> None:
+        """At the end of a run: say once more that its last checkpoint could not be written."""
+        if self._unsaved is not None:
+            self._notice(
+                f"the checkpoint of step {self._unsaved} was NOT written (see events.jsonl): the newest weights of this run "
+                "are lost. Free space in the run folder and run the same command again"
+            )
 
     def save(self, trainer: PPOTrainer, record: dict[str, Any]) -> Path | None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
@@ -84,6 +93,7 @@ class Checkpoints:
             keep=keep.max_ckpt_to_keep or keep.max_actor_ckpt_to_keep,
             on_event=self._event,
         )
+        self._unsaved = trainer.step if path is None else None
         if path is not None and not {"model", "optimizer", "extra"} <= contents:
             self._notice(f"{path.name} holds {sorted(contents)} only: it can be used but not resumed")
         return path

@@ -33,11 +33,13 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
 
     Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
     """
-    from verl.tracking.tracker import Tracking
-
     prepare_process()
-    import_plugins(config)
-    tracking = Tracking(config, Path(config.trainer.default_local_dir).expanduser())
+    try:
+        import_plugins(config)
+        tracking = open_tracking(config)
+    except UserError as error:
+        print(f"verl: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER
     with interrupt.handled():
         try:
             train(config, tracking)
@@ -80,7 +82,34 @@ def import_plugins(config: Any) -> None:
     modules = [named] if isinstance(named, str) else list(named)
     modules += [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
     for module in modules:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise UserError(_plugin_problem(module, error)) from error
+
+
+def _plugin_problem(module: str, error: Exception) -> str:
+    import traceback
+
+    what = f"the plug-in module {module} (model.external_lib, VERL_USE_EXTERNAL_MODULES) cannot be imported: "
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"{what}no module {error.name} is found; install it, or put its folder on PYTHONPATH"
+    own_code = "".join(traceback.format_exception(error, limit=-3)).rstrip()
+    return f"{what}{type(error).__name__}: {error}\n{own_code}"
+
+
+def open_tracking(config: Any) -> Any:
+    """The run folder's records and the trackers. UserError if the folder cannot be made or written."""
+    from verl.tracking.tracker import Tracking
+
+    folder = Path(config.trainer.default_local_dir).expanduser()
+    try:
+        return Tracking(config, folder)
+    except OSError as error:
+        raise UserError(
+            f"trainer.default_local_dir={folder}: the run folder cannot be made or written ({error.strerror or error}); "
+            "name another one"
+        ) from error
 
 
 def _stopped(tracking: Any, status: str, message: str, code: int) -> int:

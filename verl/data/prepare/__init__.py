@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -57,7 +58,12 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     script = importlib.import_module(f"verl.data.prepare.{name}")
     try:
         status: int = script.main(argv)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        # Whoever read the summary has seen enough; the files are written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except UserError as error:
         print(f"verl prepare {name}: {error}", file=sys.stderr)
         return 2
