@@ -183,3 +183,12 @@ def test_a_reference_has_no_optimizer(tmp_path):
     assert math.isfinite(engine.log_probs(rows_of(GROUPS), temperature=1.0).log_probs.sum())
     with pytest.raises(RuntimeError, match="trainable"):
         engine.step(rows_of(GROUPS), simple_loss(26), temperature=1.0)
+
+
+def test_a_reference_may_share_the_actors_model(tmp_path):
+    actor = engine_at(tiny_model(tmp_path / "m"))
+    frozen = LocalEngine.from_module(actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
+    rows = rows_of(GROUPS)
+    assert actor.step(rows, simple_loss(26), temperature=1.0).grad_norm > 0
+    a, b = (e.log_probs(rows, temperature=1.0).log_probs for e in (actor, frozen))
+    assert np.array_equal(a, b)

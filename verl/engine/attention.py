@@ -78,7 +78,14 @@ def _attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     out = current().attend(
-        module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        module,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
     )
     return out, None
 

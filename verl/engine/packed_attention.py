@@ -165,7 +165,7 @@ class PackedPlan:
 
     def tiles_for(self, window: int | None) -> list[Tile]:
         """The tiles; with a sliding window that cuts something, tiles whose masks know of it."""
-        if self._uncut(window):
+        if window is None or self._uncut(window):
             return self.tiles
         if window not in self._windows:
             self._windows[window] = [

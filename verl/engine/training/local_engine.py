@@ -72,6 +72,7 @@ class LocalEngine(TrainingEngine):
         self.device = self.platform.device()
         self.role, self.trainable = role, trainable
         self.platform.seed(seed)
+        loaded = module is None
         if module is None:
             if model_path is None:
                 raise ValueError("give model_path or module")
@@ -81,19 +82,21 @@ class LocalEngine(TrainingEngine):
             models.check_supported(module, model_path or type(module).__name__)
             module.set_attn_implementation(attention.IMPLEMENTATION)
         self._serving_dtype = _serving_dtype(module, model_path, model_cfg)
-        self.module = module.to(self.device).eval()
+        module.to(self.device)  # type: ignore[arg-type]
+        self.module = module.eval()
         self.config = self.module.config
         self.compute_dtype = compute_dtype(role_cfg, self.platform)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg)
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule | None = None
-        self.module.requires_grad_(trainable)
+        if loaded:
+            self.module.requires_grad_(trainable)
         if trainable:
             self._prepare_training(role_cfg)
 
     @classmethod
     def from_module(cls, module: PreTrainedModel, **options: Any) -> LocalEngine:
-        """Around a model that is already built; its tensors are used as they are."""
+        """Around a model that is already built; its tensors and their requires_grad are used as they are."""
         return cls(module=module, **options)
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any) -> None:

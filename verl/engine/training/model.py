@@ -29,13 +29,14 @@ def load_model(
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config,
             dtype=dtype,
@@ -43,8 +44,11 @@ def load_model(
             trust_remote_code=bool(read(model_cfg, "trust_remote_code", False)),
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: cannot be loaded as a causal language model: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"model.path={path}: cannot be loaded as a causal language model: {error}{_damaged(where)}"
+        ) from error
+    module, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
@@ -53,6 +57,20 @@ def load_model(
         )
     check_supported(module, path)
     return module.eval()
+
+
+def _damaged(where: str) -> str:
+    """Which weight files of a directory cannot be opened, as an addition to a message."""
+    from safetensors import SafetensorError, safe_open
+
+    damaged = []
+    for file in sorted(Path(where).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            damaged.append(f"{file.name} ({file.stat().st_size} bytes)")
+    return f". Damaged or cut short: {', '.join(damaged)}; fetch or copy the model again" if damaged else ""
 
 
 def check_directory(path: str | Path) -> str:

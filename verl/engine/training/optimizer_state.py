@@ -42,13 +42,18 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     UserError if the directory has no such state, or state of other parameters.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not (directory / ".metadata").is_file():
         raise UserError(
             f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
         )
     described = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
-    flat = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in described.items()}
+    flat: dict[str, torch.Tensor] = {}
+    for key, meta in described.items():
+        if not isinstance(meta, TensorStorageMetadata):
+            raise UserError(f"{directory}: {key} is no tensor; this was not written by verl")
+        flat[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
     unknown = sorted({k.rsplit("/", 1)[0] for k in flat if k != _STEP} - set(names))
     if unknown:
         raise UserError(
