@@ -94,7 +94,7 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 _HINTS = (
-    "enable_chunked_prefill|enable_prefix_caching|enforce_eager|cudagraph_capture_sizes|free_cache_engine|load_format"
+    "enable_chunked_prefill|enable_prefix_caching|cudagraph_capture_sizes|free_cache_engine|load_format"
     "|gpu_memory_utilization|scheduling_policy|disable_log_stats|skip_tokenizer_init|multi_stage_wake_up"
     "|calculate_log_probs|logprobs_mode|checkpoint_engine\\..*"
 )

@@ -67,6 +67,7 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         dtype=str(engine.compute_dtype).removeprefix("torch."),
+        enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
     )
     return Roles(actor, reference, sampler, InProcessSync(engine, sampler))
