@@ -51,22 +51,22 @@ def test_built_in_names() -> None:
 
 def test_unknown_names_list_what_is_there() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: grpo, grpo_vec"
+        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_vec"
     ):
         core_algos.get_adv_estimator_fn("gprpo")
-    with pytest.raises(ValueError, match=r"Unknown policy loss simply: ppo\. There are: vanilla"):
+    with pytest.raises(ValueError, match=r"Unknown policy loss simply: ppo\. There are: .*vanilla"):
         core_algos.get_policy_loss_fn("ppo")
 
 
 @pytest.mark.parametrize("name", ["gae", "rloo", "optimal_token_baseline", core_algos.AdvantageEstimator.OPO])
 def test_known_estimators_of_later_releases(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not in this release\. There are: grpo"):
+    with pytest.raises(ValueError, match=r"is not in this release\. There are: .*grpo"):
         core_algos.get_adv_estimator_fn(name)
 
 
 @pytest.mark.parametrize("name", ["gspo", "kl_cov", "bypass_mode"])
 def test_known_losses_of_later_releases(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not in this release\. There are: vanilla"):
+    with pytest.raises(ValueError, match=r"is not in this release\. There are: .*vanilla"):
         core_algos.get_policy_loss_fn(name)
 
 
