@@ -1,1 +1,16 @@
 """Loaded by pytest first; being in the package `tests` it makes `from tests.tiny import ...` work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.zygote import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Starts commands without paying for the imports each time; made when the first test asks for it."""
+    with Zygote(tmp_path_factory.mktemp("zygote")) as helper:
+        yield helper

@@ -19,7 +19,7 @@ from tests.chaos.killing import (
     state_files,
     step_lines,
 )
-from tests.chaos.zygote import SFT, Zygote, until
+from tests.chaos.zygote import SFT, until
 from tests.runs import TinyRun, records, weights
 
 KILLS = 20
@@ -50,12 +50,6 @@ EVERYTHING = [
     "trainer.save_freq=2",
     "trainer.test_freq=3",
 ]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    with Zygote(tmp_path_factory.mktemp("zygote")) as helper:
-        yield helper
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,9 @@ def load_tokenizer(
         )
     except (OSError, ValueError, KeyError) as error:
         raise DataError(_why(source, local, error)) from error
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        # transformers makes an empty one where the files of a known architecture are missing
+        raise DataError(_why(source, local, ValueError("its vocabulary is empty")))
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
     if tokenizer.pad_token_id is None:

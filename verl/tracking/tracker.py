@@ -176,6 +176,8 @@ class Tracking:
 
         Rows are taken here and now; files are written by a thread.
         """
+        if not self._folder.begun:
+            self._begin(None)
         tokenizer = self._use(tokenizer)
         every = list(batch)
         rows = answers.report_rows(step, answers.sampled(every), self._texts, tokenizer)

@@ -8,6 +8,7 @@ the event loop's thread, and between two of them every other coroutine has its t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -235,6 +236,12 @@ class NativeEngine(RolloutEngine):
         }
         tokens, log_probs = sample(logits, rows, seen=seen)
         for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
+            if math.isnan(log_prob):
+                raise FloatingPointError(
+                    f"the model's logits are not finite after {len(request.tokens)} tokens of an answer, with the weights "
+                    f"of version {self._version}: training has blown them up (a lower learning rate, an earlier "
+                    "checkpoint), or the model cannot be computed in this precision (rollout.dtype=float32)"
+                )
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             if not request.versions or request.versions[-1] != self._version:

@@ -67,7 +67,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N].
 
-    seen: for each row with a repetition penalty, the ids (int64) of its prompt and answer so far.
+    seen: for each row with a repetition penalty, the ids (int64) of its prompt and answer so far. A row whose logits
+    are not finite gets some token with log-prob nan.
     """
     for row, ids in (seen or {}).items():
         penalty = float(rows.penalty[row])
@@ -113,7 +114,8 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double().cumsum(-1)
     # the chunk's float32 sum and this float64 one may differ by rounding: stay below the last step
     rest = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
-    return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0]
+    # not a number anywhere finds no step at all: the log-prob then says so
+    return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0].clamp_(max=vocab - 1)
 
 
 def _truncate(logits: torch.Tensor, rows: Rows, which: np.ndarray) -> None:

@@ -1,0 +1,492 @@
+"""What bad input gets, through the command line: the right exit status, one clear message, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.chaos.killing import answers, sealed_steps
+from tests.chaos.zygote import Run
+from tests.runs import TinyRun, records, weights
+
+PLUGIN = {"VERL_USE_EXTERNAL_MODULES": "tests.integration.bad_plugin"}
+CONFIGURATION, MACHINE, FAILED = 2, 3, 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyRun:
+    return TinyRun(tmp_path_factory.mktemp("tiny"))
+
+
+def errors(run: Run) -> list[str]:
+    """The messages a run ended with: what starts with "verl: " and is neither progress nor about the data it read."""
+    harmless = ("verl: Training Progress", "verl: train: ", "verl: val: ")
+    lines = run.stderr.splitlines()
+    starts = [
+        i for i, line in enumerate(lines) if line.startswith("verl: ") and not line.startswith(harmless)
+    ]
+    return ["\n".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+
+
+def refused(run: Run, status: int, *said: str) -> str:
+    """Assert that the run ended with the status and one message without a traceback that says all of `said`."""
+    assert run.status == status, f"{run.status}\n{run.stderr}"
+    assert "Traceback" not in run.stderr, run.stderr
+    found = errors(run)
+    assert len(found) == 1, run.stderr
+    for words in said:
+        assert words in found[0], f"{words!r} is not in\n{found[0]}"
+    return found[0]
+
+
+def table(tiny: TinyRun, path: Path, *, drop: str = "", rows: int | None = None) -> Path:
+    """The training file without a column, or with fewer rows."""
+    data = pq.read_table(tiny.train)
+    data = data.drop([drop]) if drop else data
+    pq.write_table(data.slice(0, rows), path)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- data
+
+
+def test_missing_parquet(tiny, zygote, tmp_path) -> None:
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tiny.root}/trian.parquet"))
+    refused(run, MACHINE, "data.train_files", f"{tiny.root}/trian.parquet", "no such file", "train.parquet")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+def test_empty_parquet(tiny, zygote, tmp_path, key) -> None:
+    (tmp_path / "zero.parquet").write_bytes(b"")
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/zero.parquet"))
+    refused(run, CONFIGURATION, key, "zero.parquet", "empty")
+    none = table(tiny, tmp_path / "none.parquet", rows=0)
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={none}"))
+    refused(run, CONFIGURATION, key, "none.parquet", "no rows")
+
+
+def test_a_file_that_is_no_parquet(tiny, zygote, tmp_path) -> None:
+    (tmp_path / "text.parquet").write_text("question,answer\n1,2\n")
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tmp_path}/text.parquet"))
+    refused(run, CONFIGURATION, "data.train_files", "text.parquet", "not a parquet file")
+
+
+@pytest.mark.parametrize(
+    ("column", "key"), [("prompt", "data.prompt_key"), ("data_source", "data.reward_fn_key")]
+)
+def test_absent_column(tiny, zygote, tmp_path, column, key) -> None:
+    path = table(tiny, tmp_path / "short.parquet", drop=column)
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={path}"))
+    refused(run, CONFIGURATION, str(path), f"no column '{column}'", "ability", f"{key}=")
+
+
+def test_absent_ground_truth_of_a_built_in_rule(tiny, zygote, tmp_path) -> None:
+    data = pq.read_table(tiny.train).drop(["reward_model", "data_source"])
+    path = tmp_path / "none.parquet"
+    pq.write_table(data.append_column("data_source", pa.array(["openai/gsm8k"] * len(data))), path)
+    words = tiny.overrides(tmp_path / "out", f"data.train_files={path}", f"data.val_files={path}")
+    run = zygote.run([word for word in words if not word.startswith("custom_reward_function")])
+    assert run.status == CONFIGURATION and "Traceback" not in run.stderr, run.stderr
+    assert "reward_model" in errors(run)[0] or "ground truth" in errors(run)[0], run.stderr
+
+
+LONG = ["trainer.total_training_steps=1", "trainer.val_before_train=False", "trainer.test_freq=-1"]
+TEXT = "".join(f"{i:03d} " for i in range(30))
+
+
+@pytest.fixture(scope="module")
+def long_rows(tiny) -> Path:
+    """24 rows, every other one 120 characters of content."""
+    rows = pq.read_table(tiny.train).to_pylist()
+    for row in rows[1::2]:
+        row["prompt"] = [{"role": "user", "content": TEXT}]
+    pq.write_table(pa.Table.from_pylist(rows), tiny.root / "long.parquet")
+    return tiny.root / "long.parquet"
+
+
+def test_long_prompts_are_refused_by_default(tiny, zygote, long_rows, tmp_path) -> None:
+    run = zygote.run(
+        tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error")
+    )
+    message = refused(
+        run, CONFIGURATION, "12 of 24 prompts", f"{long_rows} row 1: 139", "data.max_prompt_length=64"
+    )
+    for way_out in (
+        "data.max_prompt_length=139",
+        "data.filter_overlong_prompts=True",
+        "data.truncation=left|right|middle",
+    ):
+        assert way_out in message
+
+
+@pytest.mark.parametrize("mode", ["left", "right", "middle"])
+def test_long_prompts_are_cut(tiny, zygote, long_rows, tmp_path, mode) -> None:
+    out = tmp_path / "out"
+    words = [f"data.train_files={long_rows}", f"data.truncation={mode}", "data.train_batch_size=24", *LONG]
+    run = zygote.run(tiny.overrides(out, *words, "actor_rollout_ref.rollout.n=2", "trainer.save_freq=-1"))
+    assert run.status == 0, run.stderr
+    assert f"12 prompts are cut to 64 tokens (data.truncation={mode})" in run.stderr
+    assert records(out)[1]["prompt_length/max"] == 64
+    cut = [a["input"] for a in answers(out, 1) if "001" in a["input"] or "029" in a["input"]]
+    assert cut
+    for text in cut:
+        assert ("000 " in text) == (mode != "left"), text
+        assert ("029 " in text) == (mode != "right"), text
+        assert text.endswith("assistant\n") == (mode != "right"), text
+
+
+def test_long_prompts_are_dropped_with_the_filter(tiny, zygote, long_rows, tmp_path) -> None:
+    out = tmp_path / "out"
+    words = [
+        f"data.train_files={long_rows}",
+        "data.filter_overlong_prompts=True",
+        "data.train_batch_size=12",
+        *LONG,
+    ]
+    run = zygote.run(tiny.overrides(out, *words, "trainer.save_freq=-1"))
+    assert run.status == 0 and "dropped 12 prompts (50.0%) longer than 64 tokens" in run.stderr, run.stderr
+    run = zygote.run(tiny.overrides(tmp_path / "b", *words, "data.train_batch_size=13"))
+    refused(run, CONFIGURATION, "12 usable rows", "data.train_batch_size=13")
+
+
+# -------------------------------------------------------------------------------------------------- reward
+
+SIGNATURE = "data_source, solution_str, ground_truth, extra_info=None"
+
+
+def reward(folder: Path, body: str, signature: str = SIGNATURE) -> str:
+    path = folder / "my_reward.py"
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(f"import os, time\n\ndef compute_score({signature}):\n{lines}")
+    return f"custom_reward_function.path={path}"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("time.sleep(1000)", "it took more than 1 s"),
+        ("return float('nan')", "what it returned is nan; a score must be finite"),
+        ("return 'good'", "what it returned is the text 'good', not a number"),
+        ("return None", "what it returned is None; return a number, or a dict with 'score'"),
+        ("return {'accuracy': 1.0}", "the dict it returned has no 'score' (keys: 'accuracy')"),
+        ("os._exit(3)", "it ended the scoring process (exit code 3)"),
+    ],
+    ids=["hangs", "nan", "string", "none", "dict without score", "exits"],
+)
+def test_a_useless_reward_is_refused_before_the_run(tiny, zygote, tmp_path, body, said) -> None:
+    words = tiny.overrides(tmp_path / "out", reward(tmp_path, body), "reward_model.timeout=1")
+    message = refused(
+        zygote.run(words), CONFIGURATION, "the reward cannot be used", f"{tmp_path}/my_reward.py", said
+    )
+    assert f"{tiny.train} row 0" in message
+
+
+def test_a_reward_that_raises_shows_its_own_traceback(tiny, zygote, tmp_path) -> None:
+    run = zygote.run(tiny.overrides(tmp_path / "out", reward(tmp_path, "return {}['key']")))
+    assert run.status == CONFIGURATION and len(errors(run)) == 1, run.stderr
+    assert "it raised KeyError: 'key'" in errors(run)[0] and 'my_reward.py", line 4' in errors(run)[0]
+    assert "site-packages" not in run.stderr and "verl/trainer" not in run.stderr, (
+        "only the function's own lines"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "def compute_score(answer):\n    return 1.0\n",
+            "is called with data_source, solution_str, ground_truth",
+        ),
+        ("def compute_score(\n", "cannot be read as Python"),
+        ("def compute_scores(**kwargs):\n    return 1.0\n", "compute_scores"),
+        (None, "no such file"),
+    ],
+    ids=["signature", "syntax", "other name", "no file"],
+)
+def test_a_reward_that_cannot_be_called(tiny, zygote, tmp_path, text, said) -> None:
+    if text is not None:
+        (tmp_path / "r.py").write_text(text)
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"custom_reward_function.path={tmp_path}/r.py"))
+    refused(run, CONFIGURATION, "custom_reward_function.", said)
+
+
+FAILS_ON_LONG = (
+    "if ground_truth in {rows} and len(solution_str) > 3:\n    {what}\nreturn float(len(solution_str))"
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "timeouts"),
+    [
+        ("raise ValueError(f'odd answer {len(solution_str)}')", 0),
+        ("return float('inf')", 0),
+        ("time.sleep(1000)", 1),
+    ],
+    ids=["raises", "inf", "hangs"],
+)
+def test_failed_scores_below_the_limit_are_counted(tiny, zygote, tmp_path, what, timeouts) -> None:
+    out = tmp_path / "out"
+    body = FAILS_ON_LONG.format(rows="('17',)", what=what)
+    limits = ["reward_model.max_error_ratio=0.4", "reward_model.timeout=0.5", "trainer.save_freq=-1", *LONG]
+    run = zygote.run(tiny.overrides(out, reward(tmp_path, body), *limits))
+    assert run.status == 0, run.stderr
+    failed = [a for a in answers(out, 1) if a["gts"] == "17"]
+    assert len(failed) == 3, "the first step draws row 17"
+    assert all(a["score"] is None and a["score_error"] for a in failed), "a failure is not a zero"
+    first = records(out)[1]
+    assert first["reward/errors"] == 3 and first["reward/error_ratio"] == pytest.approx(3 / 12)
+    assert first["reward/timeouts"] == 3 * timeouts
+    assert first["critic/score/min"] > 0, "left out of the statistics"
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert sum("17" in json.dumps(event) and "my_reward" in json.dumps(event) for event in told) >= 3
+
+
+def test_failed_scores_above_the_limit_stop_the_run(tiny, zygote, tmp_path) -> None:
+    out = tmp_path / "out"
+    body = "if len(solution_str) > 3:\n    raise ValueError(f'odd answer {len(solution_str)}')\nreturn 1.0"
+    run = zygote.run(tiny.overrides(out, reward(tmp_path, body), "trainer.val_before_train=False"))
+    assert run.status == CONFIGURATION, run.stderr
+    message = errors(run)[-1]
+    for said in (
+        "12 of 12 answers",
+        "reward_model.max_error_ratio",
+        "The most frequent error (12 times)",
+        "ValueError: odd answer",
+    ):
+        assert said in message, message
+    assert "run_end" in (out / "events.jsonl").read_text()
+
+
+# --------------------------------------------------------------------------------------------------- model
+
+
+@pytest.fixture
+def model(tiny, tmp_path) -> Path:
+    """A copy of the model to be broken."""
+    return Path(shutil.copytree(tiny.model, tmp_path / "model"))
+
+
+def test_a_model_directory_without_weights(tiny, zygote, model, tmp_path) -> None:
+    (model / "model.safetensors").unlink()
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    refused(run, CONFIGURATION, f"actor_rollout_ref.model.path={model}", "no *.safetensors", "config.json")
+
+
+def test_a_model_directory_with_weights_cut_short(tiny, zygote, model, tmp_path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    refused(run, CONFIGURATION, f"model.path={model}", f"model.safetensors ({file.stat().st_size} bytes)")
+
+
+def test_a_model_directory_without_config(tiny, zygote, model, tmp_path) -> None:
+    (model / "config.json").unlink()
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    refused(run, CONFIGURATION, "actor_rollout_ref.model.path", f"{model}/config.json does not exist")
+
+
+def test_a_model_directory_without_tokenizer(tiny, zygote, model, tmp_path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    refused(run, CONFIGURATION, str(model), "no tokenizer", "actor_rollout_ref.model.tokenizer_path")
+
+
+def test_no_model_directory(tiny, zygote, tmp_path) -> None:
+    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={tmp_path}/none"))
+    refused(run, MACHINE, "actor_rollout_ref.model.path", f"{tmp_path}/none: no such directory")
+
+
+# ------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["data.train_batchsize=4"], 2, ["no key data.train_batchsize", "nearest: data.train_batch_size"]),
+        (["actor_rolout_ref.actor.optim.lr=1"], 2, ["nearest: actor_rollout_ref.actor.optim.lr"]),
+        (["data.train_batch_size=100"], 2, ["data.train_batch_size=100", "24 rows", "24 or less"]),
+        (["data.train_batch_size=0"], 2, ["data.train_batch_size=0", "at least 1"]),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=-1"], 2, ["ppo_mini_batch_size=-1", "at least 1"]),
+        (
+            [
+                "actor_rollout_ref.actor.ppo_micro_batch_size=2",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            ],
+            2,
+            ["2 and 4", "keep actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"],
+        ),
+        (["data.max_response_length=5000"], 2, ["5064 tokens", "2048"]),
+        (["data.truncation=centre"], 2, ["data.truncation=centre", "left, right, middle"]),
+        (["actor_rollout_ref.rollout.temperature=0"], 2, ["temperature"]),
+        (
+            ["trainer.device=auto", "trainer.n_gpus_per_node=8"],
+            3,
+            ["trainer.n_gpus_per_node=8", "1 cpu", "set both to 1"],
+        ),
+        (["actor_rollout_ref.model.external_lib=my_plugins.loss"], 2, ["my_plugins", "PYTHONPATH"]),
+    ],
+    ids=lambda value: value[0].rpartition(".")[2] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_settings_that_cannot_work(tiny, zygote, tmp_path, words, status, said) -> None:
+    refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), status, *said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_problems_come_in_one_report(tiny, zygote, tmp_path) -> None:
+    words = [
+        "data.train_batch_size=100",
+        "data.max_response_length=5000",
+        f"data.val_files={tmp_path}/none.parquet",
+    ]
+    refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet")
+
+
+def test_a_plugin_that_raises_shows_where(tiny, zygote, tmp_path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import math\n\nmath.nothing()\n")
+    words = tiny.overrides(tmp_path / "out", "actor_rollout_ref.model.external_lib=broken_plugin")
+    run = zygote.run(words, PYTHONPATH=str(tmp_path))
+    assert run.status == CONFIGURATION and len(errors(run)) == 1, run.stderr
+    assert 'broken_plugin.py", line 3' in errors(run)[0] and "AttributeError" in errors(run)[0]
+
+
+def test_a_run_folder_that_cannot_be_made(tiny, zygote, tmp_path) -> None:
+    (tmp_path / "file").write_text("mine")
+    run = zygote.run(tiny.overrides(tmp_path / "file"))
+    refused(run, CONFIGURATION, f"trainer.default_local_dir={tmp_path}/file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# --------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def three_steps(tiny, zygote, tmp_path_factory) -> Path:
+    """A finished run of three steps, each saved; not to be written to."""
+    out = tmp_path_factory.mktemp("three") / "out"
+    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"))
+    assert run.status == 0, run.stderr
+    return out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["actor/model.safetensors", "state/loop.json", "manifest.json", "state/actor_optim/__0_0.distcp"],
+)
+def test_a_checkpoint_cut_in_the_middle_is_passed_over(tiny, zygote, three_steps, tmp_path, damage) -> None:
+    out = Path(shutil.copytree(three_steps, tmp_path / "out"))
+    for step in (2, 3):
+        file = out / f"global_step_{step}" / damage
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"))
+    assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
+    for step in (2, 3):
+        line = next(line for line in errors(run) if "passed over" in line and f"global_step_{step}" in line)
+        assert damage in line, line
+    assert f"resuming from {out}/global_step_1, step 1" in run.stderr
+    assert records(out) == records(three_steps) and weights(out, 3) == weights(three_steps, 3)
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tiny, zygote, three_steps, tmp_path) -> None:
+    out = Path(shutil.copytree(three_steps, tmp_path / "out"))
+    (out / "global_step_2/state/rng").rename(out / "global_step_2/state/gone")
+    path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={out}/global_step_2"]
+    run = zygote.run(tiny.overrides(tmp_path / "other", *path))
+    refused(run, CONFIGURATION, f"{out}/global_step_2 is damaged", "state/rng/")
+
+
+@pytest.mark.parametrize("plugin", ["full_disk:2", "small_files:60000"], ids=["once", "always"])
+def test_a_full_disk_during_a_save_does_not_end_the_run(tiny, zygote, three_steps, tmp_path, plugin) -> None:
+    out = tmp_path / "out"
+    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"), BAD_PLUGIN=plugin, **PLUGIN)
+    assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
+    once = plugin == "full_disk:2"
+    assert sealed_steps(out) == ([1, 3] if once else []) and not list(out.glob("*.tmp"))
+    said = [line for line in errors(run) if "could not be saved" in line]
+    assert len(said) == (1 if once else 3) and "the run goes on with the checkpoints saved before" in said[0]
+    assert ("No space left on device" if once else "File too large") in said[0] or not once, said
+    assert records(out) == records(three_steps), "a failed save changes nothing"
+
+
+# ------------------------------------------------------------------------------- updates, sampler, trackers
+
+NAN = ["actor_rollout_ref.actor.policy_loss.loss_mode=nan_at_times"]
+
+
+def test_a_non_finite_update_is_refused_and_counted(tiny, zygote, tmp_path) -> None:
+    out = tmp_path / "out"
+    run = zygote.run(tiny.overrides(out, *NAN), BAD_UPDATES="3,8", **PLUGIN)
+    assert run.status == 0, run.stderr
+    found = records(out)
+    assert [found[step]["training/refused_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
+    assert all(np.isfinite(found[step]["actor/grad_norm"]) for step in (1, 2, 3, 4)), (
+        "the other mini-batch counts"
+    )
+    for step in (2, 4):
+        dump = out / f"refused/step_{step}/0"
+        listing = json.loads((dump / "batch.json").read_text())
+        assert len(listing["rows"]) == 6 and "nan" in listing["reason"]
+        assert (dump / "batch.safetensors").stat().st_size > 0
+        assert f"step {step}: update refused" in run.stderr and str(dump) in run.stderr
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in told if event["event"] == "refused_update"] == [2, 4]
+
+
+def test_too_many_refused_updates_stop_the_run(tiny, zygote, tmp_path) -> None:
+    out = tmp_path / "out"
+    words = tiny.overrides(out, *NAN, "trainer.max_refused_steps=3", "trainer.total_training_steps=9")
+    run = zygote.run(words, BAD_UPDATES="all", **PLUGIN)
+    assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
+    message = errors(run)[-1]
+    assert (
+        "3 steps in a row" in message
+        and "trainer.max_refused_steps=3" in message
+        and f"{out}/refused" in message
+    )
+    from safetensors.numpy import load_file
+
+    before = {name: tensor.tobytes() for name, tensor in load_file(tiny.model / "model.safetensors").items()}
+    assert sealed_steps(out) == [1, 2]
+    assert weights(out, 2) == before, "the optimizer never moved"
+
+
+def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, zygote, tmp_path) -> None:
+    run = zygote.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
+    assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
+    assert "the sampler lost 12 of 12 answers" in errors(run)[-1] and "logits are not finite" in errors(run)[-1]
+    assert "learning rate" in errors(run)[-1], run.stderr
+
+
+def test_lost_answers(tiny, zygote, tmp_path) -> None:
+    out, no_val = tmp_path / "out", ["trainer.val_before_train=False", "trainer.test_freq=-1"]
+    run = zygote.run(tiny.overrides(out, *no_val), BAD_PLUGIN="losing_sampler:12", **PLUGIN)
+    assert run.status == 0, run.stderr
+    lost = [a for step in (1, 2, 3, 4) for a in answers(out, step) if a["finish_reason"] == "lost"]
+    assert len(lost) == 4 and all(a["score"] is None and "dropped request" in a["score_error"] for a in lost)
+    told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "rollout_failure" for event in told) == 4
+    run = zygote.run(tiny.overrides(tmp_path / "b", *no_val), BAD_PLUGIN="losing_sampler:3", **PLUGIN)
+    assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
+    assert "the sampler lost 4 of 12 answers" in errors(run)[-1] and "dropped request" in errors(run)[-1]
+
+
+def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, zygote, tmp_path) -> None:
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent/wandb.py").write_text("raise ImportError('no wandb here')\n")
+    words = [
+        "trainer.logger=[console,wandb,tensorboard]",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
+    ]
+    home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
+    run = zygote.run(tiny.overrides(tmp_path / "a", *words), PYTHONPATH=str(tmp_path / "absent"), **home)
+    assert run.status == 0 and "tracker wandb" in run.stderr and 1 in records(tmp_path / "a"), run.stderr
+    run = zygote.run(tiny.overrides(tmp_path / "b", *words), **(home | {"WANDB_MODE": "offline"}))
+    assert run.status == 0 and 1 in records(tmp_path / "b"), run.stderr
