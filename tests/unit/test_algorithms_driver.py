@@ -17,6 +17,7 @@ from tests.algorithms_rows import algorithm, answer
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.outcomes import prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS
+from verl.tracking.step_metrics import score_metrics
 from verl.trajectory import Batch
 
 
@@ -185,6 +186,17 @@ def test_all_failed_and_all_empty_batches_go_through() -> None:
     assert compute_advantages(empty, algorithm(), rollout_n=2) == {"training/dropped_groups": 0}
     assert [len(t.advantages) for t in empty] == [0, 0]
     assert compute_advantages(Batch([]), algorithm(), rollout_n=2) == {"training/dropped_groups": 0}
+
+
+def test_an_answer_left_alone_keeps_its_score_as_reward() -> None:
+    batch = Batch([answer("a", [1, 1], 1.0), answer("a", [1], None, 1), answer("b", [1], 0.0)])
+    metrics = compute_advantages(batch, algorithm(), 2)
+    assert metrics["training/dropped_groups"] == 2
+    assert [t.token_rewards.tolist() for t in batch] == [[0, 1], [0], [0]]
+    assert [t.advantages.tolist() for t in batch] == [[0, 0], [0], [0]]
+    found = score_metrics(batch)
+    for kind in ("mean", "max", "min"):
+        assert found[f"critic/rewards/{kind}"] == found[f"critic/score/{kind}"]
 
 
 def test_running_it_again_gives_the_same() -> None:

@@ -94,6 +94,7 @@ def test_a_right_one(base):
 
 # (overrides, parts of the one problem they make)
 REFUSED = [
+    (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
     # 1
     (
         [f"{ARR}.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"],
@@ -346,7 +347,10 @@ NOTICES = [
     ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_type=k1"], "expected gradient is 0"),
     ([f"{ARR}.actor.checkpoint.save_contents=[model,hf_model]"], "hf_model has no effect"),
     (["trainer.logger=[mlflow]"], "not in this release, left out"),
-    ([f"{ARR}.rollout.multi_stage_wake_up=True"], "rollout.multi_stage_wake_up=True: the native engine decides"),
+    (
+        [f"{ARR}.rollout.multi_stage_wake_up=True"],
+        "rollout.multi_stage_wake_up=True: the native engine decides",
+    ),
     ([f"{ARR}.ref.fsdp_config.param_offload=True"], "nothing is sharded"),
     ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "the run is as without"),
     (

@@ -14,6 +14,7 @@ from verl.engine.training.optimizer import (
     lr_factor,
     warmup_steps,
 )
+from verl.engine.training.optimizer_state import load_state, save_state
 from verl.errors import UserError
 
 
@@ -72,3 +73,19 @@ def test_another_optimizer_and_its_arguments():
     settings = OptimizerSettings(optimizer="SGD", override_optimizer_config={"momentum": 0.5})
     optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(1))], settings)
     assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_loaded_step_count_lies_where_the_optimizer_reads_it(tmp_path, fused, device):
+    here = torch.nn.Parameter(torch.ones(3))
+    saved = torch.optim.AdamW([here], fused=True)
+    here.grad = torch.ones(3)
+    saved.step()
+    save_state(tmp_path / "optim", saved, {"w": here}, step=1)
+    # "meta" stands for an accelerator
+    there = torch.nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = torch.optim.AdamW([there])
+    optimizer.param_groups[0]["fused"] = fused
+    assert load_state(tmp_path / "optim", optimizer, {"w": there}) == 1
+    assert optimizer.state[there]["step"].device.type == device
+    assert optimizer.state[there]["exp_avg"].device.type == "meta"

@@ -46,6 +46,12 @@ def test_resume_drops_steps_of_the_earlier_life(tmp_path: Path) -> None:
     assert [m["event"] for m in metrics.marks] == ["resume"]
 
 
+def test_validation_of_a_finished_run_adds_to_its_last_step(tmp_path: Path) -> None:
+    rows = [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
+    file = lines(tmp_path / "metrics.jsonl", *rows, {"event": "resume", "step": 2}, {"step": 2, "val": 0.5})
+    assert read_metrics(file, Counter()).columns == {"a": [1.0, 2.0], "val": [None, 0.5]}
+
+
 def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:
     deep = "[" * 100_000 + "\n"
     file = lines(

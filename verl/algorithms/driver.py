@@ -14,7 +14,7 @@ import torch
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.outcomes import prepare_outcomes, token_rewards
+from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS, Algorithm
 from verl.algorithms.settings import setting
 from verl.trajectory import Batch
@@ -43,7 +43,7 @@ def compute_advantages(
     `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
     log-probs must be there). `extras`: further arguments that an estimator may name (reward_baselines,
     sum_pi_squared), over the whole batch, first dimension N. Answers that do not count (see
-    `outcomes.prepare_outcomes`) get zeros and an empty loss mask, and no estimator sees them.
+    `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient.
     """
@@ -51,7 +51,9 @@ def compute_advantages(
     usable, counts = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
     metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
     for t in batch:
-        t.token_rewards, t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(3))
+        t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(2))
+        # What is not trained on may have a score all the same: an answer left alone in its group.
+        t.token_rewards = (token_rewards(t) if has_outcome(t) else t.advantages).astype(np.float32)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
     beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
     if beta is None and setting(algorithm, "use_kl_in_reward", False):
@@ -83,8 +85,6 @@ def _rewards(rows: Batch, algorithm: Any, beta: float | None) -> tuple[torch.Ten
     The score of an answer without a policy token stands in its first column: its mask is 0 there, and the
     row's sum is the score, as for every other.
     """
-    for t in rows:
-        t.token_rewards = token_rewards(t).astype(np.float32)
     rewards = _pad(rows, "token_rewards")
     metrics: dict[str, float] = {}
     if beta is not None:

@@ -51,7 +51,7 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
         engine,
         arr.actor,
         temperature=rollout.temperature,
-        horizon=int(arr.actor.loss_scale_factor or config.data.max_response_length),
+        horizon=float(arr.actor.loss_scale_factor or config.data.max_response_length),
         batch_prompts=config.data.train_batch_size,
     )
     reference = None

@@ -109,9 +109,10 @@ def read_metrics(path: Path, unreadable: Counter[str]) -> Metrics:
     """Columns of `metrics.jsonl`. The last record of a step wins.
 
     A resume marker `{"event": "resume", "step": k}` drops what an earlier life logged after step k:
-    those steps are computed again.
+    those steps are computed again. What is logged for step k itself after it (trainer.val_only) adds to the record.
     """
     rows: dict[int, Record] = {}
+    resumed: int | None = None
     marks: list[Record] = []
     for record in json_lines(path, unreadable):
         found = record.get("step")
@@ -120,8 +121,9 @@ def read_metrics(path: Path, unreadable: Counter[str]) -> Metrics:
             marks.append(record)
             if kind_of(record) == "resume" and step is not None:
                 rows = {s: r for s, r in rows.items() if s <= step}
+                resumed = step
         elif step is not None:
-            rows[step] = record
+            rows[step] = rows.get(step, {}) | record if step == resumed else record
         else:
             unreadable[path.name] += 1
     return _columns(rows, marks)

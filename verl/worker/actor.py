@@ -68,7 +68,13 @@ class Actor:
     """
 
     def __init__(
-        self, engine: TrainingEngine, actor_cfg: Any, *, temperature: float, horizon: int, batch_prompts: int
+        self,
+        engine: TrainingEngine,
+        actor_cfg: Any,
+        *,
+        temperature: float,
+        horizon: float,
+        batch_prompts: int,
     ):
         self.engine = engine
         self._cfg = actor_cfg

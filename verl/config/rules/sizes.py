@@ -98,6 +98,8 @@ def _batches(c: Check) -> None:
         c.notice(
             f"the longest sequence ({longest} tokens) is above the token budget ({budget}); it goes alone"
         )
+    if c.trainer.val_only and not data.val_files:
+        c.refuse("trainer.val_only=True, data.val_files", "there is nothing to validate on; name the files")
     validates = c.trainer.test_freq > 0
     if validates and not data.val_files:
         c.notice(

@@ -67,10 +67,12 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
         number = entry.endswith(_NUMBER)
         found.setdefault(name, {})[entry.removesuffix(_NUMBER)] = float(value) if number else value
     optimizer.state.clear()
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, state in found.items():
         parameter = names[name]
         for entry, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            # A fused optimizer reads its step count on the device; the others want it in host memory.
+            if isinstance(value, torch.Tensor) and (on_device or value.shape == parameter.shape):
                 state[entry] = value.to(parameter.device)
         optimizer.state[parameter] = state
     return step

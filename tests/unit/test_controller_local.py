@@ -1,0 +1,27 @@
+"""What the configuration becomes on its way into the roles of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny import tiny_model, tiny_tokenizer
+from verl.config import load
+from verl.controller.local import build_roles
+
+
+@pytest.mark.parametrize(
+    ("words", "horizon"), [([], 12), (["actor_rollout_ref.actor.loss_scale_factor=0.5"], 0.5)]
+)
+def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
+    config = load(
+        [
+            "algorithm.adv_estimator=grpo",
+            "data.max_prompt_length=16",
+            "data.max_response_length=12",
+            f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'model')}",
+            "actor_rollout_ref.rollout.name=native",
+            "trainer.device=cpu",
+            *words,
+        ]
+    )
+    assert build_roles(config, tiny_tokenizer(), total_steps=1).actor._horizon == horizon
