@@ -69,6 +69,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from verl.platform.environment import prepare_process
+
+    prepare_process()
     import torch
 
     from verl.config import load

@@ -129,9 +129,11 @@ class PPOTrainer:
             timings=self.parts.phases.timings(),
             sampler=sampled,
             sync_bytes=sync.bytes,
+            memory=self.parts.actor.engine.platform.memory_metrics(),
             weight_version=step,
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
+            memory=self.parts.actor.memory(),
         )
         return step_metrics(batch, facts, self.parts.counters)
 
@@ -174,6 +176,8 @@ class PPOTrainer:
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         self._refused.note(step, update)
+        if update.tokens:
+            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - update.computed / update.tokens)
         return metrics | update.metrics
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.objective import ActorObjective, count_normalisers
+from verl.algorithms.settings import setting
 from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
 from verl.tracking.reduce import merge_metrics
 from verl.trajectory import Batch, Trajectory, split_groups
@@ -30,11 +31,16 @@ class Refusal:
 
 @dataclass(slots=True)
 class UpdateResult:
-    """What a step's updates did. metrics are means over mini-batches and epochs."""
+    """What a step's updates did. metrics are means over mini-batches and epochs.
+
+    `tokens` were given (each answer with its prompt), `computed` of them went through the model.
+    """
 
     metrics: dict[str, float]
     updates: int = 0
     skipped: int = 0
+    tokens: int = 0
+    computed: int = 0
     refused: list[Refusal] = field(default_factory=list)
 
 
@@ -58,6 +64,11 @@ class _Recording:
                 if getattr(row, column) is None:
                     setattr(row, column, part.copy())
         return result
+
+
+def _usable(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """The rows with a token to train on."""
+    return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
 class Actor:
@@ -98,6 +109,7 @@ class Actor:
         """Mini-batches × epochs of optimizer steps. A group is never split between mini-batches."""
         out = UpdateResult(metrics={})
         parts: list[tuple[dict[str, float], float]] = []
+        computed = alone = 0
         minis = split_groups(batch.groups(), self._mini_batches)
         for epoch in range(self._cfg.ppo_epochs):
             for index in self._order(len(minis), step, epoch):
@@ -106,12 +118,18 @@ class Actor:
                 if result is None:
                     out.skipped += 1
                     continue
+                out.tokens += sum(row.length + len(row.prompt.ids) for row in rows)
+                out.computed += result.tokens
                 if result.refused:
                     out.refused.append(Refusal(result.refused, rows))
                 else:
                     out.updates += 1
                     parts.append((result.metrics, 1.0))
+                    computed += result.tokens
+                    alone += sum(len(row.prompt.ids) + row.length - 1 for row in _usable(rows))
         out.metrics = merge_metrics(parts)
+        if computed and setting(self._cfg, "use_prefix_grouper") is not False:
+            out.metrics["perf/prompt_sharing_saved_ratio"] = 1 - computed / alone
         out.metrics["actor/lr"] = self.engine.advance()
         return out
 
@@ -123,11 +141,18 @@ class Actor:
 
     def _update_mini(self, rows: list[Trajectory]) -> StepResult | None:
         """One optimizer step, or None when no token is left to train on."""
-        usable = [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
+        usable = _usable(rows)
         if not usable:
             return None
         objective = ActorObjective(self._cfg, count_normalisers(usable, self._horizon))
         return self.engine.step(usable, _Recording(objective), temperature=self._temperature, entropy=True)
+
+    def memory(self) -> dict[str, float]:
+        """perf/max_memory_allocated_gb of an accelerator, GiB; empty on a CPU."""
+        platform = self.engine.platform
+        return (
+            {} if platform.name == "cpu" else {"perf/max_memory_allocated_gb": platform.peak_memory() / 2**30}
+        )
 
     def save(self, directory: Path) -> None:
         """Hugging Face directory of the policy."""

@@ -16,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from verl.platform import Platform
     from verl.trajectory import Trajectory
 
 
@@ -59,7 +60,9 @@ class StepResult:
 
 
 class TrainingEngine(ABC):
-    """A model with (or, for a reference, without) an optimizer."""
+    """A model with (or, for a reference, without) an optimizer. `platform` is the kind of device it runs on."""
+
+    platform: Platform
 
     @abstractmethod
     def log_probs(
