@@ -35,10 +35,6 @@ class Platform(ABC):
     def peak_memory(self, index: int = 0) -> int:
         """Most bytes in use by this process since the start, or since `reset_peak_memory` where there is one."""
 
-    def memory_metrics(self) -> dict[str, float]:
-        """`perf/max_memory_{allocated,reserved}_gb`, GiB since the start; {} where memory is the host's own."""
-        return {}
-
     @property
     @abstractmethod
     def default_dtype(self) -> torch.dtype:

@@ -19,12 +19,6 @@ class CudaPlatform(Platform):
     def peak_memory(self, index: int = 0) -> int:
         return torch.cuda.max_memory_allocated(index)
 
-    def memory_metrics(self) -> dict[str, float]:
-        return {
-            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
-            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
-        }
-
     @property
     def default_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32

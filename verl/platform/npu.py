@@ -33,12 +33,6 @@ class NpuPlatform(Platform):
     def peak_memory(self, index: int = 0) -> int:
         return int(_npu().max_memory_allocated(index))
 
-    def memory_metrics(self) -> dict[str, float]:
-        return {
-            "perf/max_memory_allocated_gb": _npu().max_memory_allocated() / 2**30,
-            "perf/max_memory_reserved_gb": _npu().max_memory_reserved() / 2**30,
-        }
-
     @property
     def default_dtype(self) -> torch.dtype:
         return torch.bfloat16

@@ -129,7 +129,6 @@ class PPOTrainer:
             timings=self.parts.phases.timings(),
             sampler=sampled,
             sync_bytes=sync.bytes,
-            memory=self.parts.actor.engine.platform.memory_metrics(),
             weight_version=step,
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,

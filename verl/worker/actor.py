@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from verl.algorithms.objective import ActorObjective, count_normalisers
-from verl.algorithms.settings import setting
 from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
 from verl.tracking.reduce import merge_metrics
 from verl.trajectory import Batch, Trajectory, split_groups
@@ -66,11 +65,6 @@ class _Recording:
         return result
 
 
-def _usable(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """The rows with a token to train on."""
-    return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
-
-
 class Actor:
     """The policy's role beside a training engine.
 
@@ -109,7 +103,6 @@ class Actor:
         """Mini-batches × epochs of optimizer steps. A group is never split between mini-batches."""
         out = UpdateResult(metrics={})
         parts: list[tuple[dict[str, float], float]] = []
-        computed = alone = 0
         minis = split_groups(batch.groups(), self._mini_batches)
         for epoch in range(self._cfg.ppo_epochs):
             for index in self._order(len(minis), step, epoch):
@@ -125,11 +118,7 @@ class Actor:
                 else:
                     out.updates += 1
                     parts.append((result.metrics, 1.0))
-                    computed += result.tokens
-                    alone += sum(len(row.prompt.ids) + row.length - 1 for row in _usable(rows))
         out.metrics = merge_metrics(parts)
-        if computed and setting(self._cfg, "use_prefix_grouper") is not False:
-            out.metrics["perf/prompt_sharing_saved_ratio"] = 1 - computed / alone
         out.metrics["actor/lr"] = self.engine.advance()
         return out
 
@@ -141,7 +130,7 @@ class Actor:
 
     def _update_mini(self, rows: list[Trajectory]) -> StepResult | None:
         """One optimizer step, or None when no token is left to train on."""
-        usable = _usable(rows)
+        usable = [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
         if not usable:
             return None
         objective = ActorObjective(self._cfg, count_normalisers(usable, self._horizon))
