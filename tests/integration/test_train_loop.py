@@ -121,3 +121,21 @@ def test_variants_train(tiny, tmp_path, words) -> None:
         assert last["actor/reward_kl_penalty_coeff"] < first["actor/reward_kl_penalty_coeff"], "β adapts"
         state = json.loads((out / "global_step_2/state/loop.json").read_text())
         assert state["kl_controller"]["type"] == "adaptive"
+
+
+def test_val_only_and_a_run_that_saves_nothing_say_so(tiny, finished, tmp_path) -> None:
+    none = main_ppo(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
+    assert none.returncode == 2 and "nothing to validate on" in none.stderr
+    unsaved = main_ppo(
+        tiny.overrides(
+            tmp_path / "unsaved",
+            "trainer.total_training_steps=1",
+            "trainer.save_freq=-1",
+            "trainer.test_freq=0",
+            "trainer.val_before_train=False",
+        )
+    )
+    assert unsaved.returncode == 0, unsaved.stderr[-3000:]
+    assert "will NOT be saved" in unsaved.stderr and not list((tmp_path / "unsaved").glob("global_step_*"))
+    assert sorted(records(tmp_path / "unsaved")) == [1]
+    assert "will NOT be saved" not in finished[1].stderr

@@ -81,6 +81,10 @@ class PPOTrainer:
                 "trainer.total_training_steps (or trainer.total_epochs), or start anew with another "
                 "trainer.experiment_name or trainer.resume_mode=disable"
             )
+        if trainer.save_freq <= 0 and self.step < self.total_steps and not trainer.val_only:
+            parts.tracking.notice(
+                "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
+            )
         parts.weight_sync.push(self.step)
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:

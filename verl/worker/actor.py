@@ -32,7 +32,7 @@ class Refusal:
 class UpdateResult:
     """What a step's updates did. metrics are means over mini-batches and epochs.
 
-    `tokens` were given (each answer with its prompt), `computed` of them went through the model.
+    `computed` tokens went through the model; without shared prompts it would have been `tokens`.
     """
 
     metrics: dict[str, float]
@@ -63,6 +63,11 @@ class _Recording:
                 if getattr(row, column) is None:
                     setattr(row, column, part.copy())
         return result
+
+
+def _usable(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """The rows with a token to train on."""
+    return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
 class Actor:
@@ -111,11 +116,11 @@ class Actor:
                 if result is None:
                     out.skipped += 1
                     continue
-                out.tokens += sum(row.length + len(row.prompt.ids) for row in rows)
-                out.computed += result.tokens
                 if result.refused:
                     out.refused.append(Refusal(result.refused, rows))
                 else:
+                    out.tokens += sum(len(row.prompt.ids) + row.length - 1 for row in _usable(rows))
+                    out.computed += result.tokens
                     out.updates += 1
                     parts.append((result.metrics, 1.0))
         out.metrics = merge_metrics(parts)
@@ -130,7 +135,7 @@ class Actor:
 
     def _update_mini(self, rows: list[Trajectory]) -> StepResult | None:
         """One optimizer step, or None when no token is left to train on."""
-        usable = [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
+        usable = _usable(rows)
         if not usable:
             return None
         objective = ActorObjective(self._cfg, count_normalisers(usable, self._horizon))
