@@ -135,3 +135,21 @@ def test_an_architecture_with_its_own_attention_is_refused(tmp_path):
     module = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(UserError, match="own attention"):
         LocalEngine.from_module(module, device="cpu")
+
+
+def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):
+    """OPT reads its dropout rate beside the layer's `training` flag, which recomputation has to set."""
+    path = tiny_model(
+        tmp_path / "m", "opt", word_embed_proj_dim=32, ffn_dim=64, dropout=0.3, max_position_embeddings=64
+    )
+    engine = LocalEngine(path, role_cfg=FP32, device="cpu", model_cfg={"enable_gradient_checkpointing": True})
+    rows = rows_of([(5, [4, 3]), (7, [6])])
+    expected = torch.from_numpy(engine.log_probs(rows, temperature=1.0).log_probs)
+    seen = []
+
+    def loss(batch):
+        seen.append(batch.log_probs.detach().clone())
+        return batch.log_probs.sum(), {}
+
+    engine.step(rows, loss, temperature=1.0)
+    assert_close(torch.cat(seen), expected, 1e-6)

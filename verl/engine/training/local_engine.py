@@ -130,6 +130,7 @@ class LocalEngine(TrainingEngine):
         if self._checkpointing is not False and self._layers:
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _recompute_contexts}
             self.module.gradient_checkpointing_enable(options)
+            models.switch_off_dropout(self._layers)
         self.schedule(1)
 
     # -- forward -------------------------------------------------------------------------------------------
@@ -234,7 +235,8 @@ class LocalEngine(TrainingEngine):
     def _recomputing(self, tokens: int) -> Iterator[None]:
         """Recompute layers in the backward pass of this block if asked for, or if memory asks for it.
 
-        transformers looks at each layer's own `training` flag; nothing below it is told, so dropout stays off.
+        transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
+        a layer's own was switched off for good.
         """
         wanted = self._checkpointing
         if wanted is None:

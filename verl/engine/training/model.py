@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +178,14 @@ def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def switch_off_dropout(layers: Iterable[torch.nn.Module]) -> None:
+    """Set the rates that layers keep as numbers of their own (OPT) to 0: their `training` flag has another use."""
+    for layer in layers:
+        for name, value in vars(layer).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
 
 
 def activation_bytes(config: Any, tokens: int) -> int:
