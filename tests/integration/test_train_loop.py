@@ -123,6 +123,16 @@ def test_variants_train(tiny, tmp_path, words) -> None:
         assert state["kl_controller"]["type"] == "adaptive"
 
 
+def test_val_only_with_shorter_answers(tiny, tmp_path) -> None:
+    out = tmp_path / "out"
+    done = main_ppo(
+        tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5")
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(records(out)) == [0] and (out / "report.html").is_file()
+    assert records(out)[0]["val-aux/test/letters/length/mean@1"] <= 5
+
+
 def test_val_only_and_a_run_that_saves_nothing_say_so(tiny, finished, tmp_path) -> None:
     none = main_ppo(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
     assert none.returncode == 2 and "nothing to validate on" in none.stderr

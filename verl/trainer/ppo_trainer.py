@@ -89,6 +89,7 @@ class PPOTrainer:
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
+            parts.report.write(last=trainer.val_only)
         if not trainer.val_only:
             for step in self.steps():
                 self._one_step(step)

@@ -249,7 +249,7 @@ def rollout_settings(config: Config) -> Any:
 
     rollout = config.actor_rollout_ref.rollout
     sampling = SamplingParams(
-        max_tokens=config.data.max_response_length,
+        max_tokens=min(rollout.response_length, config.data.max_response_length),
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
