@@ -94,6 +94,7 @@ def test_a_right_one(base):
 
 # (overrides, parts of the one problem they make)
 REFUSED = [
+    ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
     # 1
     (

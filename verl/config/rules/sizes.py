@@ -36,6 +36,11 @@ def _lengths(c: Check) -> None:
     if longest > rollout.max_model_len:
         key = f"{c.rollout_key}.max_model_len"
         c.refuse(text, f"= {longest} tokens, {key}={rollout.max_model_len}; raise it or leave it null")
+    if c.ppo and rollout.prompt_length < c.cfg.data.max_prompt_length:
+        c.refuse(
+            f"{c.rollout_key}.prompt_length={rollout.prompt_length}",
+            f"prompts may have data.max_prompt_length={c.cfg.data.max_prompt_length} tokens; leave it unset",
+        )
     batched = rollout.max_num_batched_tokens
     if not rollout.enable_chunked_prefill and batched < rollout.max_model_len:
         c.refuse(
