@@ -23,7 +23,7 @@ from tests.chaos.zygote import SFT, until
 from tests.runs import TinyRun, records, weights
 
 KILLS = 20
-STEPS = 24
+STEPS = 32
 # What each of the kills may be seen to have hit, by the last mark before it.
 PARTS = {
     "start-up": {"start-up"},
@@ -212,7 +212,7 @@ def test_supervised_training_survives_kills(tiny, zygote, tmp_path) -> None:
             "optim.lr_scheduler_type=cosine",
             "trainer.device=cpu",
             "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=16",
+            "trainer.total_training_steps=24",
             "trainer.save_freq=2",
             "trainer.test_freq=3",
             "trainer.max_ckpt_to_keep=2",
@@ -246,6 +246,6 @@ def test_supervised_training_survives_kills(tiny, zygote, tmp_path) -> None:
         return {step: {k: v for k, v in r.items() if "time" not in k} for step, r in records(run).items()}
 
     assert steady(out) == steady(whole), story
-    assert sealed_steps(out) == [14, 16], story
-    mine, theirs = state_files(out, 16), state_files(whole, 16)
+    assert sealed_steps(out) == [22, 24], story
+    mine, theirs = state_files(out, 24), state_files(whole, 24)
     assert [name for name in theirs if mine.get(name) != theirs[name]] == [], story
