@@ -34,7 +34,7 @@ def errors(run: Run) -> list[str]:
     return ["\n".join(lines[a:b]) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
 
 
-def refused(run: Run, status: int, *said: str) -> str:
+def assert_refused(run: Run, status: int, *said: str) -> str:
     """Assert that the run ended with the status and one message without a traceback that says all of `said`."""
     assert run.status == status, f"{run.status}\n{run.stderr}"
     assert "Traceback" not in run.stderr, run.stderr
@@ -58,7 +58,9 @@ def table(tiny: TinyRun, path: Path, *, drop: str = "", rows: int | None = None)
 
 def test_missing_parquet(tiny, zygote, tmp_path) -> None:
     run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tiny.root}/trian.parquet"))
-    refused(run, MACHINE, "data.train_files", f"{tiny.root}/trian.parquet", "no such file", "train.parquet")
+    assert_refused(
+        run, MACHINE, "data.train_files", f"{tiny.root}/trian.parquet", "no such file", "train.parquet"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -66,16 +68,16 @@ def test_missing_parquet(tiny, zygote, tmp_path) -> None:
 def test_empty_parquet(tiny, zygote, tmp_path, key) -> None:
     (tmp_path / "zero.parquet").write_bytes(b"")
     run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/zero.parquet"))
-    refused(run, CONFIGURATION, key, "zero.parquet", "empty")
+    assert_refused(run, CONFIGURATION, key, "zero.parquet", "empty")
     none = table(tiny, tmp_path / "none.parquet", rows=0)
     run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={none}"))
-    refused(run, CONFIGURATION, key, "none.parquet", "no rows")
+    assert_refused(run, CONFIGURATION, key, "none.parquet", "no rows")
 
 
 def test_a_file_that_is_no_parquet(tiny, zygote, tmp_path) -> None:
     (tmp_path / "text.parquet").write_text("question,answer\n1,2\n")
     run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tmp_path}/text.parquet"))
-    refused(run, CONFIGURATION, "data.train_files", "text.parquet", "not a parquet file")
+    assert_refused(run, CONFIGURATION, "data.train_files", "text.parquet", "not a parquet file")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_a_file_that_is_no_parquet(tiny, zygote, tmp_path) -> None:
 def test_absent_column(tiny, zygote, tmp_path, column, key) -> None:
     path = table(tiny, tmp_path / "short.parquet", drop=column)
     run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={path}"))
-    refused(run, CONFIGURATION, str(path), f"no column '{column}'", "ability", f"{key}=")
+    assert_refused(run, CONFIGURATION, str(path), f"no column '{column}'", "ability", f"{key}=")
 
 
 def test_absent_ground_truth_of_a_built_in_rule(tiny, zygote, tmp_path) -> None:
@@ -115,7 +117,7 @@ def test_long_prompts_are_refused_by_default(tiny, zygote, long_rows, tmp_path) 
     run = zygote.run(
         tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error")
     )
-    message = refused(
+    message = assert_refused(
         run, CONFIGURATION, "12 of 24 prompts", f"{long_rows} row 1: 139", "data.max_prompt_length=64"
     )
     for way_out in (
@@ -153,7 +155,7 @@ def test_long_prompts_are_dropped_with_the_filter(tiny, zygote, long_rows, tmp_p
     run = zygote.run(tiny.overrides(out, *words, "trainer.save_freq=-1"))
     assert run.status == 0 and "dropped 12 prompts (50.0%) longer than 64 tokens" in run.stderr, run.stderr
     run = zygote.run(tiny.overrides(tmp_path / "b", *words, "data.train_batch_size=13"))
-    refused(run, CONFIGURATION, "12 usable rows", "data.train_batch_size=13")
+    assert_refused(run, CONFIGURATION, "12 usable rows", "data.train_batch_size=13")
 
 
 # -------------------------------------------------------------------------------------------------- reward
@@ -182,7 +184,7 @@ def reward(folder: Path, body: str, signature: str = SIGNATURE) -> str:
 )
 def test_a_useless_reward_is_refused_before_the_run(tiny, zygote, tmp_path, body, said) -> None:
     words = tiny.overrides(tmp_path / "out", reward(tmp_path, body), "reward_model.timeout=1")
-    message = refused(
+    message = assert_refused(
         zygote.run(words), CONFIGURATION, "the reward cannot be used", f"{tmp_path}/my_reward.py", said
     )
     assert f"{tiny.train} row 0" in message
@@ -214,7 +216,7 @@ def test_a_reward_that_cannot_be_called(tiny, zygote, tmp_path, text, said) -> N
     if text is not None:
         (tmp_path / "r.py").write_text(text)
     run = zygote.run(tiny.overrides(tmp_path / "out", f"custom_reward_function.path={tmp_path}/r.py"))
-    refused(run, CONFIGURATION, "custom_reward_function.", said)
+    assert_refused(run, CONFIGURATION, "custom_reward_function.", said)
 
 
 FAILS_ON_LONG = (
@@ -276,32 +278,36 @@ def model(tiny, tmp_path) -> Path:
 def test_a_model_directory_without_weights(tiny, zygote, model, tmp_path) -> None:
     (model / "model.safetensors").unlink()
     run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    refused(run, CONFIGURATION, f"actor_rollout_ref.model.path={model}", "no *.safetensors", "config.json")
+    assert_refused(
+        run, CONFIGURATION, f"actor_rollout_ref.model.path={model}", "no *.safetensors", "config.json"
+    )
 
 
 def test_a_model_directory_with_weights_cut_short(tiny, zygote, model, tmp_path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    refused(run, CONFIGURATION, f"model.path={model}", f"model.safetensors ({file.stat().st_size} bytes)")
+    assert_refused(
+        run, CONFIGURATION, f"model.path={model}", f"model.safetensors ({file.stat().st_size} bytes)"
+    )
 
 
 def test_a_model_directory_without_config(tiny, zygote, model, tmp_path) -> None:
     (model / "config.json").unlink()
     run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    refused(run, CONFIGURATION, "actor_rollout_ref.model.path", f"{model}/config.json does not exist")
+    assert_refused(run, CONFIGURATION, "actor_rollout_ref.model.path", f"{model}/config.json does not exist")
 
 
 def test_a_model_directory_without_tokenizer(tiny, zygote, model, tmp_path) -> None:
     for file in model.glob("tokenizer*"):
         file.unlink()
     run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    refused(run, CONFIGURATION, str(model), "no tokenizer", "actor_rollout_ref.model.tokenizer_path")
+    assert_refused(run, CONFIGURATION, str(model), "no tokenizer", "actor_rollout_ref.model.tokenizer_path")
 
 
 def test_no_model_directory(tiny, zygote, tmp_path) -> None:
     run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={tmp_path}/none"))
-    refused(run, MACHINE, "actor_rollout_ref.model.path", f"{tmp_path}/none: no such directory")
+    assert_refused(run, MACHINE, "actor_rollout_ref.model.path", f"{tmp_path}/none: no such directory")
 
 
 # ------------------------------------------------------------------------------------------- configuration
@@ -336,7 +342,7 @@ def test_no_model_directory(tiny, zygote, tmp_path) -> None:
     ids=lambda value: value[0].rpartition(".")[2] if isinstance(value, list) and "=" in value[0] else "",
 )
 def test_settings_that_cannot_work(tiny, zygote, tmp_path, words, status, said) -> None:
-    refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), status, *said)
+    assert_refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), status, *said)
     assert not (tmp_path / "out").exists()
 
 
@@ -346,7 +352,9 @@ def test_all_problems_come_in_one_report(tiny, zygote, tmp_path) -> None:
         "data.max_response_length=5000",
         f"data.val_files={tmp_path}/none.parquet",
     ]
-    refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet")
+    assert_refused(
+        zygote.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet"
+    )
 
 
 def test_a_plugin_that_raises_shows_where(tiny, zygote, tmp_path) -> None:
@@ -360,7 +368,7 @@ def test_a_plugin_that_raises_shows_where(tiny, zygote, tmp_path) -> None:
 def test_a_run_folder_that_cannot_be_made(tiny, zygote, tmp_path) -> None:
     (tmp_path / "file").write_text("mine")
     run = zygote.run(tiny.overrides(tmp_path / "file"))
-    refused(run, CONFIGURATION, f"trainer.default_local_dir={tmp_path}/file")
+    assert_refused(run, CONFIGURATION, f"trainer.default_local_dir={tmp_path}/file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -399,7 +407,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tiny, zygote, three_step
     (out / "global_step_2/state/rng").rename(out / "global_step_2/state/gone")
     path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={out}/global_step_2"]
     run = zygote.run(tiny.overrides(tmp_path / "other", *path))
-    refused(run, CONFIGURATION, f"{out}/global_step_2 is damaged", "state/rng/")
+    assert_refused(run, CONFIGURATION, f"{out}/global_step_2 is damaged", "state/rng/")
 
 
 @pytest.mark.parametrize("plugin", ["full_disk:2", "small_files:60000"], ids=["once", "always"])
@@ -460,7 +468,9 @@ def test_too_many_refused_updates_stop_the_run(tiny, zygote, tmp_path) -> None:
 def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, zygote, tmp_path) -> None:
     run = zygote.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
-    assert "the sampler lost 12 of 12 answers" in errors(run)[-1] and "logits are not finite" in errors(run)[-1]
+    assert (
+        "the sampler lost 12 of 12 answers" in errors(run)[-1] and "logits are not finite" in errors(run)[-1]
+    )
     assert "learning rate" in errors(run)[-1], run.stderr
 
 
