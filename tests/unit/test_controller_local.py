@@ -6,7 +6,8 @@ import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
-from verl.controller.local import build_roles
+from verl.controller.local import build_roles, sampler_dtype
+from verl.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,20 @@ def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
         ]
     )
     assert build_roles(config, tiny_tokenizer(), total_steps=1).actor._horizon == horizon
+
+
+@pytest.mark.parametrize(
+    ("wanted", "trainer", "expected"),
+    [
+        (None, "torch.bfloat16", "bfloat16"),
+        ("fp32", "torch.bfloat16", "float32"),
+        ("bfloat16", "torch.float32", "bfloat16"),
+    ],
+)
+def test_the_samplers_data_type_is_its_own_or_the_trainers(wanted, trainer, expected) -> None:
+    assert sampler_dtype(wanted, trainer) == expected
+
+
+def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match="rollout.dtype=float16"):
+        sampler_dtype("float16", "torch.float32")

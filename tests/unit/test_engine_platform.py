@@ -70,7 +70,7 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
 
 def test_micro_batches_suit_the_device_within_the_budget():
     platform = detect("cpu")
-    assert [preferred_tokens(platform, n) for n in (1, 1 << 19, 1 << 30)] == [4096, 2048, 1024]
+    assert [preferred_tokens(platform, n) for n in (1, 1 << 18, 1 << 30)] == [4096, 2048, 1024]
 
     class Other(cpu.CpuPlatform):
         preferred_tokens = None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.engine.rollout.native.engine import NativeEngine
 from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.settings import DTYPES
+from verl.errors import UserError
 from verl.weight_sync.in_process import InProcessSync
 from verl.worker.actor import Actor
 from verl.worker.reference import Reference
@@ -40,6 +42,18 @@ def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> 
     return sorted(set(found))
 
 
+def sampler_dtype(wanted: str | None, trainer: str) -> str:
+    """rollout.dtype under torch's name, or the trainer's. UserError for one the embedded sampler does not have."""
+    name = str(wanted or trainer).removeprefix("torch.")
+    known = {key: value for key, value in DTYPES.items() if value != "float16"}
+    if name not in known:
+        raise UserError(
+            f"actor_rollout_ref.rollout.dtype={wanted}: the native engine computes in float32 or bfloat16; set it to one "
+            "of them, or leave it null for the trainer's"
+        )
+    return known[name]
+
+
 def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
@@ -66,7 +80,7 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
         or config.data.max_prompt_length + config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        dtype=str(engine.compute_dtype).removeprefix("torch."),
+        dtype=sampler_dtype(rollout.dtype, str(engine.compute_dtype)),
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
     )

@@ -21,7 +21,7 @@ class Platform(ABC):
     #: Least and most tokens of a micro-batch worth asking for, and the bytes of activations aimed at between
     #: them. None: as many as the configuration allows.
     preferred_tokens: tuple[int, int] | None = None
-    preferred_activations: int = 1 << 30
+    preferred_activations: int = 1 << 29
 
     @abstractmethod
     def count(self) -> int:

@@ -124,6 +124,7 @@ class PPOTrainer:
         self.last_batch = batch
         parts.tracking.log(step, metrics)
         parts.report.write(last=step == self.total_steps)
+        self._refused.check()
         self._limit_disagreement(metrics)
 
     def _facts(self, step: int, batch: Batch, sampled: dict[str, float], sync: SyncResult) -> dict[str, Any]:

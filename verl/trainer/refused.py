@@ -53,9 +53,10 @@ class RefusedSteps:
         self._limit = limit
         self._tracking = tracking
         self._in_a_row = 0
+        self._last = ""
 
     def note(self, step: int, update: UpdateResult) -> None:
-        """Record a step's outcome. Raises TooManyRefused at the limit."""
+        """Record a step's outcome; `check` then says whether the run may go on."""
         if not update.refused:
             self._in_a_row = 0 if update.updates else self._in_a_row
             return
@@ -70,9 +71,13 @@ class RefusedSteps:
             self._tracking.notice(
                 f"step {step}: update refused, {refusal.reason}; the batch is in {directory}"
             )
+        self._last = update.refused[-1].reason
+
+    def check(self) -> None:
+        """Raise TooManyRefused at the limit. Called when the step is logged, so that its record is there."""
         if self._in_a_row >= self._limit:
             raise TooManyRefused(
                 f"{self._in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "
-                f"the last: {update.refused[-1].reason}. The batches are in {self._tracking.run_dir}/refused. "
+                f"the last: {self._last}. The batches are in {self._tracking.run_dir}/refused. "
                 "Lower actor_rollout_ref.actor.optim.lr, check the reward's range, or start from an earlier checkpoint"
             )
