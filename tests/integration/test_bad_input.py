@@ -461,8 +461,9 @@ def test_too_many_refused_updates_stop_the_run(tiny, zygote, tmp_path) -> None:
     from safetensors.numpy import load_file
 
     before = {name: tensor.tobytes() for name, tensor in load_file(tiny.model / "model.safetensors").items()}
-    assert sealed_steps(out) == [1, 2]
-    assert weights(out, 2) == before, "the optimizer never moved"
+    assert sealed_steps(out) == [1, 2, 3]
+    assert weights(out, 3) == before, "the optimizer never moved"
+    assert records(out)[3]["training/refused_steps"] >= 3, "the step that ended the run is logged"
 
 
 def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, zygote, tmp_path) -> None:

@@ -41,5 +41,5 @@ def test_the_samplers_data_type_is_its_own_or_the_trainers(wanted, trainer, expe
 
 
 def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
-    with pytest.raises(UserError, match="rollout.dtype=float16"):
+    with pytest.raises(UserError, match=r"rollout\.dtype=float16"):
         sampler_dtype("float16", "torch.float32")

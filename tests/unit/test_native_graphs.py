@@ -16,7 +16,9 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 
 
-def stand_in(engine: NativeEngine) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
+def stand_in(
+    engine: NativeEngine,
+) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
     plan = engine._runner._decode
 
     def capture(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -41,7 +43,9 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
     path = tiny_model(tmp_path, arch, scale=8.0, **config)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     lengths = [60, 60, 50, 44, 60, 9, 60, 58, 60, 60]
-    prompts = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)]
+    prompts = [
+        torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)
+    ]
 
     def answers(graphs: bool) -> tuple[list[Completion], NativeEngine]:
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=8)
