@@ -10,6 +10,8 @@ from collections.abc import Callable
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
+from verl.config.schema.actor import POLICY_LOSSES
+
 Algorithm = Callable[..., Any]
 F = TypeVar("F", bound=Algorithm)
 Name = str | Enum
@@ -32,22 +34,6 @@ class AdvantageEstimator(StrEnum):
     GPG = "gpg"
     OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
     TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-
-
-POLICY_LOSSES = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "cispo",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "bypass_mode",
-)
 
 
 class Registry:
