@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from verl.platform.base import Platform
+from verl.platform.memory import trim
 
 
 @cache
@@ -58,6 +59,10 @@ class CpuPlatform(Platform):
         if dtype == torch.bfloat16:
             return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
         return dtype == torch.float32
+
+    def empty_cache(self) -> None:
+        """The C library's heap, which `tune_allocator` lets grow, gives its free pages back."""
+        trim()
 
     def prepare(self) -> None:
         """Send float32 products to oneDNN where that is exact; see `onednn_float32`."""

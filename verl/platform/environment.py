@@ -8,9 +8,10 @@ _DEFAULTS = {
     # Threads of a parallel region sleep while they wait instead of spinning: on a machine that does anything
     # else (reward processes, a browser) spinning threads take the core from the one they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Every new shape of a matrix product keeps a kernel; ragged batches have many shapes, and the library's own
-    # limit of 1024 kernels holds several hundred MB.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    # Every new shape of a matrix product keeps a kernel, in oneDNN's cache and once more in torch's own; ragged
+    # batches have many shapes, and the libraries' limits of 1024 each hold several hundred MB.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
     "TOKENIZERS_PARALLELISM": "true",
 }
 

@@ -109,9 +109,12 @@ class PPOTrainer:
             batch = self._sample()
             sampled = parts.sampler.stats()
             metrics = self._score(batch)
+            if self.config.actor_rollout_ref.rollout.free_cache_engine:
+                parts.sampler.sleep()
             metrics |= self._train(step, batch)
             parts.stream.update(batch)
             with phases("update_weights"):
+                parts.sampler.wake()
                 sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)

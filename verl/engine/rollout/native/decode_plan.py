@@ -74,6 +74,12 @@ class DecodePlan:
         self._place_of_row[0][live], self._place_of_row[1][live] = asked, number
         self.tensors = {}
 
+    def forget(self) -> None:
+        """Hold no memory of the cache any more."""
+        self._answers.forget()
+        self._prompts.forget()
+        self.tensors = {}
+
     def signature(self) -> Hashable:
         """Equal signatures: the same shapes, the same tiles, and the same masks in use."""
         rows, longest = len(self._slot_of_row), int(self._position.max())

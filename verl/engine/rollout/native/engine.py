@@ -24,14 +24,12 @@ from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
 from verl.engine.rollout.native.stopping import Stopper
+from verl.platform import detect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_KEEP_ASLEEP = (
-    1 << 30
-)  # bytes of cache that a CPU keeps while asleep: touching new pages costs more than it saves
 
 
 class NativeEngine(RolloutEngine):
@@ -76,6 +74,7 @@ class NativeEngine(RolloutEngine):
         self._max_model_len = max_model_len
         self._prefill_once = prefill_once
         device = next(model.parameters()).device
+        self._platform = detect(device.type)
         if cache_tokens is None:
             cache_tokens = default_cache_tokens(model, max_num_seqs, max_model_len, compute)
         geometry = Geometry.fit(cache_tokens, max_model_len, max_num_seqs)
@@ -293,14 +292,17 @@ class NativeEngine(RolloutEngine):
         self.weights_updated(version)
 
     def sleep(self) -> None:
-        """Drop the cache; free its memory, except a small one on a CPU."""
+        """Drop the cache and the copies of weights, and give their memory back to the device."""
         self._scheduler.forget_cache()
-        if self._pool.device.type != "cpu" or self._pool.nbytes() > _KEEP_ASLEEP:
-            self._pool.drop()
-            self._runner.forget_graphs()
+        self._pool.drop()
+        self._runner.release()
+        self._platform.empty_cache()
         self._asleep = True
 
     def wake(self) -> None:
+        """Undo `sleep`; what the trainer has freed meanwhile goes back to the device before the cache grows again."""
+        if self._asleep:
+            self._platform.empty_cache()
         self._asleep = False
 
     @property

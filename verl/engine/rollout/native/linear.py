@@ -40,11 +40,16 @@ class FastLinears:
         """The weights changed: copy them again before the next product."""
         self._stale = True
 
+    def release(self) -> None:
+        """Free the copies; the next product makes them again."""
+        self._forwards, self._copies, self._stale = [], {}, True
+
     @torch.no_grad()
     def refresh(self) -> None:
         if not self._stale:
             return
         self._stale = False
+        self._forwards = []  # the old copies go before the new ones come
         if self._on_cpu and _onednn():
             self._forwards = [(m, self._packed(m)) for m in self._modules]
         elif self._dtype != torch.float32:

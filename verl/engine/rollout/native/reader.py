@@ -55,6 +55,11 @@ class Reader:
         self._signature: object = None
         self._views: dict[tuple[int, int], list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
+    def forget(self) -> None:
+        """Let go of the pool's memory: the next `plan` looks at it anew."""
+        self.zones, self.slots, self._signature = (), 0, None
+        self._views.clear()
+
     def plan(self, lengths: np.ndarray, *, whole_banks: bool = False) -> None:
         """Choose zones for slots whose visible tokens are `lengths` (int64 [slots], 0 where nobody asks).
 

@@ -44,10 +44,12 @@ class Runner:
         """Decode from captured graphs from now on."""
         self._graphs = DecodeGraphs(lambda i, p: self._forward(i, p, self._decode, 0), self._decode, capture)
 
-    def forget_graphs(self) -> None:
-        """The cache's memory moves: captured graphs would read the old one."""
+    def release(self) -> None:
+        """Hold nothing but the model: the cache's memory goes, and so do graphs that read it and copies of weights."""
         if self._graphs is not None:
             self._graphs.clear()
+        self._decode.forget()
+        self.linears.release()
 
     def forbid(self, token_ids: Sequence[int]) -> None:
         """Tokens that are never sampled."""
