@@ -52,19 +52,19 @@ def compute_advantages(
     metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
     for t in batch:
         t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(2))
-        # What is not trained on may have a score all the same: an answer left alone in its group.
         t.token_rewards = (token_rewards(t) if has_outcome(t) else t.advantages).astype(np.float32)
+    # What is not trained on may have a reward all the same: an answer left alone in its group.
+    scored = Batch([t for t in batch if has_outcome(t)], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
     beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
     if beta is None and setting(algorithm, "use_kl_in_reward", False):
         raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
+    if beta is not None:
+        metrics |= _charge_kl(scored, algorithm, beta)
     if len(rows):
-        rewards, penalty = _rewards(rows, algorithm, beta)
-        metrics |= penalty
+        rewards = _rewards(rows)
         chosen = {name: value[usable] for name, value in (extras or {}).items()}
         _estimate(rows, rewards, estimator, algorithm, chosen)
-    elif beta is not None:
-        metrics |= {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
     return metrics
 
 
@@ -79,28 +79,33 @@ def _pad(rows: Batch, column: str) -> torch.Tensor:
     return torch.from_numpy(rows.padded(column, width=width))
 
 
-def _rewards(rows: Batch, algorithm: Any, beta: float | None) -> tuple[torch.Tensor, dict[str, float]]:
-    """Token rewards float32 [N, W], after the KL penalty; fills the column.
+def _charge_kl(scored: Batch, algorithm: Any, beta: float) -> dict[str, float]:
+    """Take β·KL(old‖ref) off the token rewards of every scored answer; returns the metrics of the penalty."""
+    if not len(scored):
+        return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
+    rewards, metrics = apply_kl_penalty(
+        _pad(scored, "token_rewards"),
+        _needed(scored, "old_log_probs"),
+        _needed(scored, "ref_log_probs"),
+        _pad(scored, "response_mask"),
+        beta,
+        setting(algorithm, "kl_penalty", "kl"),
+    )
+    scored.fill("token_rewards", rewards.numpy())
+    return metrics
+
+
+def _rewards(rows: Batch) -> torch.Tensor:
+    """Token rewards float32 [N, W], KL penalty taken off.
 
     The score of an answer without a policy token stands in its first column: its mask is 0 there, and the
     row's sum is the score, as for every other.
     """
     rewards = _pad(rows, "token_rewards")
-    metrics: dict[str, float] = {}
-    if beta is not None:
-        rewards, metrics = apply_kl_penalty(
-            rewards,
-            _needed(rows, "old_log_probs"),
-            _needed(rows, "ref_log_probs"),
-            _pad(rows, "response_mask"),
-            beta,
-            setting(algorithm, "kl_penalty", "kl"),
-        )
-        rows.fill("token_rewards", rewards.numpy())
     for row, t in zip(rewards, rows, strict=True):
         if t.policy_tokens == 0:
             row[0] = t.score
-    return rewards, metrics
+    return rewards
 
 
 def _needed(rows: Batch, column: str) -> torch.Tensor:
