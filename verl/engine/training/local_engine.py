@@ -279,7 +279,7 @@ class LocalEngine(TrainingEngine):
     @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`. In place: tensors shared with a sampler stay shared."""
-        loaded = dict(models.load_model(directory).state_dict())
+        loaded = models.saved_tensors(self.module, directory)
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(loaded[name])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 
 from verl.engine import attention
 from verl.engine.packed_attention import PackedPlan, Segment
+from verl.engine.training import overrides
 from verl.engine.training.log_prob import Head
 from verl.engine.training.settings import read
 from verl.errors import UserError
@@ -59,6 +61,28 @@ def load_model(
     return module.eval()
 
 
+def saved_tensors(module: PreTrainedModel, directory: str | Path) -> dict[str, torch.Tensor]:
+    """What `save_model` wrote of this very model, under the names of its `state_dict`.
+
+    The model's own class and configuration read it, so nothing in the directory is trusted or guessed again.
+    UserError if a file cannot be read or a weight is missing.
+    """
+    from safetensors import SafetensorError
+
+    kind: Any = type(module)
+    try:
+        loaded, report = kind.from_pretrained(
+            directory, config=copy.deepcopy(module.config), dtype=module.dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"{directory}: cannot be loaded into the model of this run: {error}{_damaged(str(directory))}"
+        ) from error
+    if report["missing_keys"]:
+        raise UserError(f"{directory}: weights are missing, for example {min(report['missing_keys'])}")
+    return dict(loaded.state_dict())
+
+
 def _damaged(where: str) -> str:
     """Which weight files of a directory cannot be opened, as an addition to a message."""
     from safetensors import SafetensorError, safe_open
@@ -105,16 +129,7 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
-    overrides = dict(read(model_cfg, "override_config", {}) or {})
-    nested = overrides.pop("model_config", None)
-    if isinstance(nested, Mapping):
-        overrides |= dict(nested)
-    for name, value in overrides.items():
-        if name == "attn_implementation":
-            continue
-        if not hasattr(config, name):
-            raise UserError(f"model.override_config.{name}: a {type(config).__name__} has no such field")
-        setattr(config, name, value)
+    overrides.apply(config, read(model_cfg, "override_config", {}) or {})
     return config
 
 
