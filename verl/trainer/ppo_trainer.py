@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from verl.trainer.validation import Validator
     from verl.trajectory import Batch
     from verl.weight_sync.base import SyncResult, WeightSync
-    from verl.worker.actor import Actor
-    from verl.worker.reference import Reference
+    from verl.worker.actor import ActorRole
+    from verl.worker.reference import ReferenceRole
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Parts:
     stream: PromptStream
     rollouts: Rollouts
     rewards: RewardRunner
-    actor: Actor
-    reference: Reference | None
+    actor: ActorRole
+    reference: ReferenceRole | None
     kl_controller: KLController | None
     weight_sync: WeightSync
     sampler: RolloutEngine

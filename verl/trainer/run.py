@@ -126,7 +126,7 @@ def _train(config: Config, tracking: Any) -> None:
         parts, total_steps = build_parts(config, tracking, loop)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
-            tracking.event("plan", total_steps=total_steps, device=parts.actor.engine.platform.describe())
+            tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
             with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
