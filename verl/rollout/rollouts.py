@@ -149,7 +149,8 @@ class Rollouts:
 
         params = replace(sampling, seed=answer_seed(settings.seed, prompt.uid, index))
         row = {
-            **prompt.columns,
+            **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
+            "columns": prompt.columns,
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
             "data_source": prompt.data_source,
