@@ -10,10 +10,17 @@ import torch
 from verl.weight_sync.base import WeightSyncError
 
 
-def checksums(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Name → BLAKE2b of the tensor's bytes, shape and dtype included. Tensors may live on any device."""
+def checksums(
+    weights: Iterable[tuple[str, torch.Tensor]], *, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """Name → BLAKE2b of the tensor's bytes, shape and dtype included. Tensors may live on any device.
+
+    dtype: hash floating point weights as they are after conversion to it (what a sampler of that type receives).
+    """
     out = {}
     for name, tensor in weights:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.detach().to(dtype)
         flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         digest = hashlib.blake2b(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), digest_size=16)
         digest.update(flat.numpy().data)
