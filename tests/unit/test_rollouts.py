@@ -128,7 +128,7 @@ def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
             first = await self.generate(row["prompt_ids"], sampling_params)
             return agent_loop.AgentLoopOutput(row["prompt_ids"], first.token_ids, [1, 1, 1], first.log_probs)
 
-    own = {name: "the user's" for name in (*agent_loop.OWN_NAMES, "data_source", "extra_info", "difficulty")}
+    own = dict.fromkeys((*agent_loop.OWN_NAMES, "data_source", "extra_info", "difficulty"), "the user's")
     (prompt,) = _prompts(1)
     prompt.columns = own
 
