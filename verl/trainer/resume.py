@@ -111,7 +111,7 @@ class Checkpoints:
         return {
             "step": trainer.step,
             "weight_version": trainer.step,
-            "data_position": parts.stream.state(),
+            "data_position": trainer.draws.position(trainer.step),
             "data_identity": data_identity(self._config),
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
             "counters": parts.counters.state(),

@@ -16,6 +16,7 @@ from verl.platform.environment import prepare_process
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.rollout.background import Loop
     from verl.trainer.ppo_trainer import Parts
 
 EXIT_USER = 2
@@ -119,10 +120,11 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 
 def _train(config: Config, tracking: Any) -> None:
+    from verl.rollout.background import BackgroundLoop
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    with asyncio.Runner() as loop:
+    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop:
         parts, total_steps = build_parts(config, tracking, loop)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
@@ -134,7 +136,7 @@ def _train(config: Config, tracking: Any) -> None:
             parts.sampler.close()
 
 
-def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Parts, int]:
+def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
     from verl.controller.local import build_roles
     from verl.data.stream import open_stream
@@ -235,7 +237,7 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     return train, validation
 
 
-def check_reward(rewards: Any, train: Any, loop: asyncio.Runner, rows: int = 8) -> None:
+def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 
