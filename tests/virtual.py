@@ -56,13 +56,13 @@ class TimedEngine(RolloutEngine):
         self._version = 0
         self.under_way: set[str] = set()
         self.started: list[tuple[float, str, int]] = []
-        self.groups: dict[str, str | None] = {}
+        self.groups: dict[str, tuple[str | None, int]] = {}
 
     async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
         assert request_id not in self.under_way, "request ids must be unique"
         loop = asyncio.get_running_loop()
         self.under_way.add(request_id)
-        self.groups[request_id] = group
+        self.groups[request_id] = (group, sampling.start)
         total, tokens, versions = self._length(sampling.seed), [], []
         assert sampling.start < total, "nothing is left to write"
         try:
