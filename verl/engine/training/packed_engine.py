@@ -122,6 +122,8 @@ class PackedEngine(TrainingEngine):
 
     # -- what ranks agree on: here there is one --------------------------------------------------------------
 
+    _alone = True
+
     def _agreed_count(self, micro_batches: int) -> int:
         """The number of micro-batches that every rank runs, at least this rank's own."""
         return micro_batches
@@ -163,6 +165,7 @@ class PackedEngine(TrainingEngine):
         with self._autocast(), attention.use(batch.plan(self._heads)):
             return tensors(
                 self.scorer(
+                    self.scorer.stats,
                     batch.input_ids,
                     batch.positions,
                     batch.source,
@@ -235,7 +238,7 @@ class PackedEngine(TrainingEngine):
                 tally.refused = (
                     tally.refused or f"the loss of micro-batch {number} is {value} ({_name_rows(chunk)})"
                 )
-                if self.dp_size == 1:
+                if self._alone:
                     break
             tally.add(metrics)
         self._after_passes()

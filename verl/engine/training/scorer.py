@@ -1,13 +1,14 @@
-"""From packed tokens to statistics of the response tokens: one module whose `forward` is one forward pass.
+"""From packed tokens to statistics of the response tokens, inside the forward of one module.
 
-Body and head run inside this module's own forward, because that is what sharding hooks on: while it runs, the
-weights that are outside of the layers (embedding, last normalisation, head) are whole.
+That is what sharding hooks on: while this module's forward runs, the weights that are outside of the layers
+(embedding, last normalisation, head) are whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,15 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_T = TypeVar("_T")
+
+
 class Scorer(torch.nn.Module):
-    """`head` is the model's head as a formula, None to go through the model's own logits."""
+    """`head` is the model's head as a formula, None to go through the model's own logits.
+
+    Use: `scorer(scorer.stats, ids, …)`.
+    """
 
     def __init__(self, module: PreTrainedModel, head: Head | None = None):
         super().__init__()
         self.module = module
         self.head = head
 
-    def forward(
+    def forward(self, work: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        """work(*args, **options), run where all weights outside of layers are whole."""
+        return work(*args, **options)
+
+    def stats(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
