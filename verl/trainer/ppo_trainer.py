@@ -15,7 +15,7 @@ with the new weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,9 @@ class Parts:
     report: LiveReport
     loop: Loop
     counters: Counters = field(default_factory=Counters)
+    devices: int = 1
+    stacks: Callable[[], str] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 class PPOTrainer:
@@ -146,6 +149,7 @@ class PPOTrainer:
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
             memory=self.parts.actor.memory(),
+            devices=self.parts.devices,
         )
         return step_metrics(batch, facts, self.parts.counters)
 
