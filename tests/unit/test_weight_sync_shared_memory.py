@@ -2,62 +2,39 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from tests.weight_sync_processes import (
+    channel_name,
+    check_clean,
+    context,
+    hangs,
+    hashes,
+    kill,
+    reads_two,
+    spawn,
+    stalls,
+    weights,
+)
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.segment import Segment, folder, path_of, sweep
+from verl.weight_sync.segment import Segment, path_of, sweep
 from verl.weight_sync.shared_memory import BucketSender, receive
 from verl.weight_sync.verify import checksums
 
-fork = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
 def channel(request: pytest.FixtureRequest) -> Iterator[str]:
-    name = f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**8}"
+    name = channel_name(request.node.nodeid)
     yield name
-    left = [p.name for p in folder().glob(f"*{name}*")]
-    for file in left:
-        os.unlink(folder() / file)
-    assert not left, f"segments left: {left}"
-
-
-def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        ("embed", torch.randn(300, 40, generator=generator)),
-        ("empty", torch.zeros(0, 3)),
-        ("scalar", torch.randn((), generator=generator)),
-        ("half", torch.randn(77, generator=generator).bfloat16()),
-        ("big", torch.randn(9000, generator=generator)),
-        ("count", torch.arange(5)),
-    ]
-
-
-def hashes(channel: str, reader: int, pushes: int, out: Any) -> None:
-    """A reader process: receives `pushes` transfers, reports what it saw."""
-    torch.set_num_threads(1)
-    for version in range(pushes):
-        try:
-            out.put((reader, checksums(receive(channel, reader, timeout=20, version=version))))
-        except Exception as error:
-            out.put((reader, f"{type(error).__name__}: {error}"))
-
-
-def spawn(target: Any, *args: Any) -> Any:
-    process = fork.Process(target=target, args=args, daemon=True)
-    process.start()
-    return process
+    check_clean(name)
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -65,7 +42,7 @@ def spawn(target: Any, *args: Any) -> Any:
 def test_every_reader_gets_the_same_bytes_twice(channel: str, readers: int, bucket: int) -> None:
     if bucket == 1:
         bucket = 640  # 64-byte buckets of 36 kB would be many rounds, and say no more
-    out = fork.Queue()
+    out = context.Queue()
     processes = [spawn(hashes, channel, r, 2, out) for r in range(readers)]
     sender = BucketSender(channel, readers, bucket, timeout=20)
     expected = []
@@ -82,7 +59,7 @@ def test_every_reader_gets_the_same_bytes_twice(channel: str, readers: int, buck
 
 
 def test_bfloat16_on_the_way_halves_the_bytes(channel: str) -> None:
-    out = fork.Queue()
+    out = context.Queue()
     spawn(hashes, channel, 0, 1, out)
     result = BucketSender(channel, 1, 4096, dtype=torch.bfloat16, timeout=20).send(weights(), 0)
     expected = [(n, t.bfloat16() if t.is_floating_point() else t) for n, t in weights()]
@@ -130,7 +107,7 @@ def test_a_failing_gather_reaches_the_readers_and_a_wrong_version_the_sender(cha
         yield from weights()[:2]
         raise ArithmeticError("rank 3 said no")
 
-    out = fork.Queue()
+    out = context.Queue()
     spawn(hashes, channel, 0, 1, out)
     with pytest.raises(ArithmeticError):
         BucketSender(channel, 1, 4096, timeout=20).send(broken(), 0)
@@ -150,27 +127,15 @@ def test_gathering_goes_on_to_the_end_when_a_reader_stops(channel: str) -> None:
             seen.append(name)
             yield name, tensor
 
-    def two(channel: str) -> None:
-        stream = receive(channel, 0, timeout=20)
-        next(stream), next(stream)
-        stream.close()
-
-    spawn(two, channel)
+    spawn(reads_two, channel)
     with pytest.raises(WeightSyncError, match="stopped reading after"):
         BucketSender(channel, 1, 4096, timeout=20).send(gather(), 0)
     assert len(seen) == len(given)
 
 
-def hang(channel: str, reader: int, out: Any) -> None:
-    stream = receive(channel, reader, timeout=20)
-    next(stream)
-    out.put("reading")
-    time.sleep(60)
-
-
 def test_a_killed_reader_is_named_at_once(channel: str) -> None:
-    out = fork.Queue()
-    process = spawn(hang, channel, 0, out)
+    out = context.Queue()
+    process = spawn(hangs, channel, 0, out)
     failed: list[BaseException] = []
 
     def push() -> None:
@@ -181,31 +146,22 @@ def test_a_killed_reader_is_named_at_once(channel: str) -> None:
 
     thread = threading.Thread(target=push)
     thread.start()
-    assert out.get(timeout=20) == "reading"
+    assert out.get(timeout=20) == ("hanging", 0)
     started = time.monotonic()
-    os.kill(process.pid, signal.SIGKILL)
+    kill(process.pid)
     thread.join(10)
     assert time.monotonic() - started < 5
     assert f"reader 0 of channel {channel!r} (process {process.pid}) died" in str(failed[0])
     process.join(5)
 
 
-def stall(channel: str, out: Any) -> None:
-    def slow() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights()
-        out.put("sent")
-        time.sleep(60)
-
-    BucketSender(channel, 1, 4096, timeout=20).send(slow(), 0)
-
-
 def test_a_killed_sender_is_named_at_once_and_its_memory_removed(channel: str) -> None:
-    out = fork.Queue()
-    process = spawn(stall, channel, out)
+    out = context.Queue()
+    process = spawn(stalls, channel, out)
     stream = receive(channel, 0, timeout=50)
     names = [next(stream)[0]]
     assert out.get(timeout=20) == "sent"
-    os.kill(process.pid, signal.SIGKILL)
+    kill(process.pid)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=rf"process {process.pid}\) died"):
         for name, _ in stream:
@@ -215,14 +171,14 @@ def test_a_killed_sender_is_named_at_once_and_its_memory_removed(channel: str) -
 
 
 def test_segments_of_the_dead_are_swept_and_their_channel_is_free(channel: str) -> None:
-    out = fork.Queue()
+    out = context.Queue()
     for again in range(2):
-        process = spawn(stall, channel, out)
+        process = spawn(stalls, channel, out)
         deadline = time.monotonic() + 20
         while not path_of(channel).exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
+        kill(process.pid)
         process.join(5)
         assert path_of(channel).exists()
         if again:
@@ -235,7 +191,7 @@ def test_segments_of_the_dead_are_swept_and_their_channel_is_free(channel: str) 
 
 def test_memory_is_reserved_as_it_is_written(channel: str) -> None:
     """A bucket may be far larger than a small model, and larger than the memory there is."""
-    out = fork.Queue()
+    out = context.Queue()
     spawn(hashes, channel, 0, 1, out)
     BucketSender(channel, 1, 1 << 40, timeout=20).send(weights(), 0)
     assert out.get(timeout=20)[1] == checksums(weights())

@@ -9,15 +9,14 @@ gathered tensors, and, for a reader, one tensor that was larger than a bucket.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
+from verl.weight_sync.copier import Copier
 from verl.weight_sync.segment import DONE, FAILED, RUNNING, Segment, path_of, sweep, taken_by, wait
 
 TIMEOUT = 300.0
@@ -61,7 +60,7 @@ class BucketSender:
         with SharedMemorySink(
             self._channel, self._readers, self._bucket_bytes, version, timeout=self._timeout
         ) as sink:
-            moved = _Copier(sink, self._dtype, self._bucket_bytes).run(weights)
+            moved = Copier(sink, self._dtype, self._bucket_bytes).run(weights)
             sink.finish()
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
@@ -138,80 +137,6 @@ class SharedMemorySink(buckets.Sink):
             elif status != DONE and taken <= wanted:
                 names.append(f"reader {number} (process {int(entry[0])}, {taken} buckets taken)")
         return f"the sender of channel {self._channel!r} waits for {', '.join(names) or 'nobody'}"
-
-
-class _Copier:
-    """Packs tensors in a thread while the caller's thread gathers the next ones."""
-
-    def __init__(self, sink: buckets.Sink, dtype: torch.dtype | None, budget: int):
-        self._sink, self._dtype, self._budget = sink, dtype, budget
-        self._queue: deque[tuple[str, torch.Tensor]] = deque()
-        self._waiting_bytes = 0
-        self._ended = False
-        self._changed = threading.Condition()
-        self._moved = 0
-        self._error: BaseException | None = None
-
-    def run(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Pack all weights; returns their bytes. Raises what packing raised, after `weights` is used up."""
-        thread = threading.Thread(target=self._pack, name="weight-sync-copy", daemon=True)
-        thread.start()
-        try:
-            for name, tensor in weights:
-                self._put(name, tensor)
-        except BaseException:
-            with self._changed:
-                self._queue.clear()
-                self._error = self._error or _Stopped()
-            raise
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-            thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._moved
-
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None or not self._queue or self._waiting_bytes + size <= self._budget
-                )
-            )
-            if self._error is None:
-                self._queue.append((name, tensor))
-                self._waiting_bytes += size
-                self._changed.notify_all()
-
-    def _pack(self) -> None:
-        try:
-            self._moved = buckets.pack(self._take(), self._sink, dtype=self._dtype)
-        except BaseException as error:  # carried to the caller's thread
-            with self._changed:
-                self._error = self._error or error
-                self._queue.clear()
-                self._changed.notify_all()
-
-    def _take(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._ended)
-                if self._error is not None:
-                    raise self._error
-                if not self._queue:
-                    return
-                name, tensor = self._queue.popleft()
-                self._waiting_bytes -= tensor.numel() * tensor.element_size()
-                self._changed.notify_all()
-            yield name, tensor
-            del tensor
-
-
-class _Stopped(Exception):
-    """The caller's iterator raised; the thread only has to end."""
 
 
 def receive(
