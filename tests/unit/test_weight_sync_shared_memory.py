@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,40 @@ def test_memory_is_reserved_as_it_is_written(channel: str) -> None:
     finally:
         segment.remove()
         segment.close()
+
+
+def test_handles_of_device_memory_travel_as_plain_data(channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The protocol around CUDA's handles, with a table in this process in the place of the driver: no device here."""
+    import json
+
+    from verl.platform import handles
+
+    table: list[torch.Tensor] = []
+
+    def share(buffer: torch.Tensor) -> dict[str, Any]:
+        table.append(buffer)
+        return {"at": len(table) - 1}
+
+    monkeypatch.setattr(handles, "share", share)
+    monkeypatch.setattr(handles, "open_shared", lambda note: table[json.loads(json.dumps(note))["at"]])
+    got: list[dict[str, str]] = []
+    readers = [
+        threading.Thread(target=lambda r=r: got.append(checksums(receive(channel, r, timeout=20))))
+        for r in range(2)
+    ]
+    for thread in readers:
+        thread.start()
+    sender = BucketSender(channel, 2, 4096, timeout=20, device=torch.device("cpu"))
+    result = sender.send(iter(weights()), 0)
+    for thread in readers:
+        thread.join(20)
+    assert got == [checksums(weights())] * 2
+    assert result.bytes == sum(t.numel() * t.element_size() for _, t in weights())
+    assert len(table) == 4 and len({t.data_ptr() for t in table}) == 2
+
+
+def test_a_tensor_on_the_host_has_no_handle() -> None:
+    from verl.platform.handles import share
+
+    with pytest.raises(ValueError, match="only uint8 tensors on a CUDA device"):
+        share(torch.zeros(3, dtype=torch.uint8))

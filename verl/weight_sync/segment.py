@@ -34,6 +34,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # int64 fields of the control page
 _PID, _BORN, _READERS, _BUCKET, _VERSION, _STATUS, _PRODUCED = range(1, 8)
 _SIZES = 8  # header and used bytes of bucket 0, then of bucket 1
+_ON_DEVICE = 12  # buckets carry handles of device memory
 _REASON = 128  # first byte of the sender's failure text
 _REASON_BYTES = 1024
 _READER = 1280  # first byte of the readers' fields, 32 bytes each
@@ -107,7 +108,9 @@ class Segment:
         self._reserved = [0, 0]
 
     @classmethod
-    def create(cls, channel: str, readers: int, bucket_bytes: int, version: int) -> Segment:
+    def create(
+        cls, channel: str, readers: int, bucket_bytes: int, version: int, *, on_device: bool = False
+    ) -> Segment:
         """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
         path = path_of(channel)
         old = cls.open(path)
@@ -129,7 +132,7 @@ class Segment:
             segment = cls(path, fd, size)
             fields = segment._fields
             fields[[_PID, _BORN, _READERS, _BUCKET]] = os.getpid(), _born(os.getpid()), readers, bucket
-            fields[[_VERSION, _STATUS]] = version, RUNNING
+            fields[[_VERSION, _STATUS, _ON_DEVICE]] = version, RUNNING, on_device
             fields[0] = _MAGIC
             os.link(hidden, path)
         except FileExistsError:
@@ -180,6 +183,11 @@ class Segment:
     def version(self) -> int:
         """Version of the weights that are sent."""
         return int(self._fields[_VERSION])
+
+    @property
+    def on_device(self) -> bool:
+        """Buckets carry handles instead of bytes."""
+        return bool(self._fields[_ON_DEVICE])
 
     @property
     def produced(self) -> int:

@@ -31,6 +31,8 @@ class BucketSender:
     channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket; two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
     timeout: seconds without progress after which `send` gives up.
+    device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
+        through the host's memory.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class BucketSender:
         *,
         dtype: torch.dtype | None = None,
         timeout: float = TIMEOUT,
+        device: torch.device | None = None,
     ):
         if readers < 1:
             raise ValueError(f"readers={readers}: a channel has at least one reader")
         path_of(channel)
         self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
+        self._device = device
         self._bucket_bytes = buckets.bucket_size(bucket_bytes)
         sweep()
 
@@ -57,22 +61,35 @@ class BucketSender:
         WeightSyncError says which reader failed, and how.
         """
         started = time.monotonic()
-        with SharedMemorySink(
-            self._channel, self._readers, self._bucket_bytes, version, timeout=self._timeout
-        ) as sink:
+        with self._sink(version) as sink:
             moved = Copier(sink, self._dtype, self._bucket_bytes).run(weights)
             sink.finish()
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+
+    def _sink(self, version: int) -> SharedMemorySink:
+        where = (self._channel, self._readers, self._bucket_bytes, version)
+        if self._device is None:
+            return SharedMemorySink(*where, timeout=self._timeout)
+        from verl.weight_sync.device_handles import HandleSink
+
+        return HandleSink(*where, device=self._device, timeout=self._timeout)
 
 
 class SharedMemorySink(buckets.Sink):
     """The writing side of one transfer. A context: leaving it by an exception tells the readers, and removes the file."""
 
     def __init__(
-        self, channel: str, readers: int, bucket_bytes: int, version: int, *, timeout: float = TIMEOUT
+        self,
+        channel: str,
+        readers: int,
+        bucket_bytes: int,
+        version: int,
+        *,
+        timeout: float = TIMEOUT,
+        on_device: bool = False,
     ):
         self._channel, self._timeout = channel, timeout
-        self._segment = Segment.create(channel, readers, bucket_bytes, version)
+        self._segment = Segment.create(channel, readers, bucket_bytes, version, on_device=on_device)
         self._entries = [self._segment.reader(number) for number in range(readers)]
         self._number = 0
 
@@ -156,7 +173,12 @@ def receive(
             raise WeightSyncError(
                 f"weight sync: channel {channel!r} carries version {segment.version}, version {version} was expected"
             )
-        yield from buckets.unpack(_buckets(segment, channel, reader, timeout))
+        stream = _buckets(segment, channel, reader, timeout)
+        if segment.on_device:
+            from verl.weight_sync.device_handles import opened
+
+            stream = opened(stream, reader)
+        yield from buckets.unpack(stream)
         done = True
     finally:
         segment.leave(reader, done=done)
