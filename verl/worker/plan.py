@@ -75,15 +75,19 @@ class UpdatePlan:
 
     def mini_batches(self, batch: Batch, step: int) -> list[MiniBatch]:
         """Every optimizer step of a training step, in order. A group is never split between mini-batches."""
-        minis = [self._mini_batch(groups) for groups in split_groups(batch.groups(), self._mini_batches)]
+        minis = [self._mini_batch(rows) for rows in self.parts(batch)]
         return [
             minis[index]
             for epoch in range(self._cfg.ppo_epochs)
             for index in self._order(len(minis), step, epoch)
         ]
 
-    def _mini_batch(self, groups: Sequence[list[Trajectory]]) -> MiniBatch:
-        rows = [row for group in groups for row in group]
+    def parts(self, batch: Batch) -> list[list[Trajectory]]:
+        """The answers of each mini-batch, as they are in the first epoch without shuffling."""
+        split = split_groups(batch.groups(), self._mini_batches)
+        return [[row for group in groups for row in group] for groups in split]
+
+    def _mini_batch(self, rows: list[Trajectory]) -> MiniBatch:
         usable = [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
         return MiniBatch(rows, usable, count_normalisers(usable, self.horizon))
 
