@@ -85,8 +85,12 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
     )
 
 
-def own_native_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
-    """The embedded sampler with weights of its own, float32, to be filled by a weight transfer."""
+def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
+    """The configured sampling engine with weights of its own, to be filled by a weight transfer."""
+    return _own_native(config, tokenizer, platform)
+
+
+def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
     from verl.engine.training.model import load_model
     from verl.engine.training.settings import compute_dtype
 
