@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,6 @@ from verl.engine.training.settings import named_dtype, read
 from verl.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from verl.engine.training.fuse import FusedForwards
     from verl.engine.training.scorer import Scorer
     from verl.engine.training.weight_source import WeightSource
@@ -163,7 +162,7 @@ def shard(
         part.set_force_sum_reduction_for_comms(True)
     if policy.forward_prefetch:
         first = [unit[0] for unit in units]
-        for one, following in zip(first, first[1:], strict=False):
+        for one, following in pairwise(first):
             one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
