@@ -58,7 +58,7 @@ class Quiet:
     def progress(self, name: str, total: int):
         return lambda count: None
 
-    def save(self, trainer: PPOTrainer, record: dict[str, Any]) -> None:
+    def save(self, trainer: PPOTrainer, *_: Any) -> None:
         self.positions[trainer.step] = trainer.draws.position(trainer.step)
 
     def resume(self, trainer: PPOTrainer) -> int:
@@ -93,7 +93,7 @@ class Run:
             trainer=trainer,
             data=Space(train_batch_size=BATCH, max_prompt_length=8, max_response_length=64),
             actor_rollout_ref=Space(rollout=Space(n=N)),
-            algorithm=Space(adv_estimator="grpo", use_kl_in_reward=False, norm_adv_by_std_in_grpo=True),
+            algorithm=Space(adv_estimator="grpo", use_kl_in_reward=False, rollout_correction=None),
         )  # fmt: skip
         settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
         rollouts = Rollouts(engine, settings_, decode=lambda ids: "", on_finished=self._score)

@@ -1,6 +1,6 @@
 """From scores to advantages: what the loop calls once per step, on the driver.
 
-decide which answers count → token rewards → KL in the reward → the estimator → columns of the batch.
+decide which answers count → token rewards → KL in the reward → correction → the estimator → columns of the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms.correction import correct
+from verl.algorithms.importance import parse_correction
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS, Algorithm
@@ -45,11 +47,16 @@ def compute_advantages(
     sum_pi_squared), over the whole batch, first dimension N. Answers that do not count (see
     `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
-    Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient.
+    With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
+    bypass mode that is done before each update (verl.worker.plan), for it needs the weights of that moment.
+
+    Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
+    rollout_corr/rollout_is_… and rollout_rs_….
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     usable, counts = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
     metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
+    correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
         t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(2))
         t.token_rewards = (token_rewards(t) if has_outcome(t) else t.advantages).astype(np.float32)
@@ -60,7 +67,10 @@ def compute_advantages(
     if beta is None and setting(algorithm, "use_kl_in_reward", False):
         raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
     if beta is not None:
-        metrics |= _charge_kl(scored, algorithm, beta)
+        old = "rollout_log_probs" if correction.bypass else "old_log_probs"
+        metrics |= _charge_kl(scored, algorithm, beta, old)
+    if correction.active and not correction.bypass:
+        metrics |= correct(rows.trajectories, correction)
     if len(rows):
         rewards = _rewards(rows)
         chosen = {name: value[usable] for name, value in (extras or {}).items()}
@@ -79,13 +89,13 @@ def _pad(rows: Batch, column: str) -> torch.Tensor:
     return torch.from_numpy(rows.padded(column, width=width))
 
 
-def _charge_kl(scored: Batch, algorithm: Any, beta: float) -> dict[str, float]:
+def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str, float]:
     """Take β·KL(old‖ref) off the token rewards of every scored answer; returns the metrics of the penalty."""
     if not len(scored):
         return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
     rewards, metrics = apply_kl_penalty(
         _pad(scored, "token_rewards"),
-        _needed(scored, "old_log_probs"),
+        _needed(scored, old),
         _needed(scored, "ref_log_probs"),
         _pad(scored, "response_mask"),
         beta,

@@ -33,6 +33,7 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
         temperature=arr.rollout.temperature,
         horizon=build.horizon(config),
         batch_prompts=config.data.train_batch_size,
+        rollout_correction=config.algorithm.rollout_correction,
     )
     reference = None
     if build.wants_reference(config):

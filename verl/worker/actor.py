@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.engine.training.base import StepResult, TrainingEngine
-from verl.trajectory import Batch
+from verl.trajectory import Batch, Trajectory
 from verl.worker import execute
-from verl.worker.plan import Refusal, UpdatePlan, UpdateResult, summarise
+from verl.worker.plan import MiniBatch, Refusal, UpdatePlan, UpdateResult, summarise
 
 __all__ = ["Actor", "ActorRole", "Refusal", "UpdateResult"]
 
@@ -77,9 +79,12 @@ class Actor(ActorRole):
         temperature: float,
         horizon: float,
         batch_prompts: int,
+        rollout_correction: Any = None,
     ):
         self.engine = engine
-        self.plan = UpdatePlan(actor_cfg, horizon=horizon, batch_prompts=batch_prompts)
+        self.plan = UpdatePlan(
+            actor_cfg, horizon=horizon, batch_prompts=batch_prompts, rollout_correction=rollout_correction
+        )
         self._cfg = actor_cfg
         self._temperature = temperature
 
@@ -92,16 +97,27 @@ class Actor(ActorRole):
 
     def update(self, batch: Batch, *, step: int) -> UpdateResult:
         """See `ActorRole.update`."""
-        minis = self.plan.mini_batches(batch, step)
-        results: list[StepResult | None] = [
-            execute.update(self.engine, self._cfg, mini.usable, mini.normalisers, self._temperature)
-            if mini.usable
-            else None
-            for mini in minis
-        ]
-        out = summarise(zip(minis, results, strict=True))
+        out = summarise(self._update(mini) for mini in self.plan.mini_batches(batch, step))
         out.metrics["actor/lr"] = self.engine.advance()
         return out
+
+    def _update(self, mini: MiniBatch) -> tuple[MiniBatch, StepResult | None]:
+        mini, found = self.plan.corrected(mini, self._log_probs)
+        if not mini.usable:
+            return mini, None
+        result = execute.update(
+            self.engine,
+            self._cfg,
+            mini.usable,
+            mini.normalisers,
+            self._temperature,
+            self.plan.rollout_correction,
+        )
+        result.metrics |= found
+        return mini, result
+
+    def _log_probs(self, rows: list[Trajectory]) -> np.ndarray:
+        return self.engine.log_probs(rows, temperature=self._temperature).log_probs
 
     def memory(self) -> dict[str, float]:
         """See `ActorRole.memory`."""

@@ -41,10 +41,11 @@ def update(
     rows: Sequence[Trajectory],
     normalisers: Normalisers,
     temperature: float,
+    rollout_correction: Any = None,
 ) -> StepResult:
     """One optimizer step on `rows`, which are this rank's share of a mini-batch with these global counts.
 
     Fills `old_log_probs` and `entropy` of rows that have none.
     """
-    objective = Recording(ActorObjective(actor_cfg, normalisers))
+    objective = Recording(ActorObjective(actor_cfg, normalisers, rollout_correction))
     return engine.step(rows, objective, temperature=temperature, entropy=True)

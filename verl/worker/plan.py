@@ -7,12 +7,14 @@ Pure, and the same whoever executes it: the actor of this process (`verl.worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from verl.algorithms.correction import correct
+from verl.algorithms.importance import parse_correction
 from verl.algorithms.objective import Normalisers, count_normalisers
 from verl.engine.training.base import StepResult
 from verl.tracking.reduce import merge_metrics
@@ -44,11 +46,15 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The answers of one optimizer step. `usable` have a token to train on; without any the step is left out."""
+    """The answers of one optimizer step. `usable` have a token to train on; without any the step is left out.
+
+    `masks` are the loss masks of `rows` as the plan found them.
+    """
 
     rows: list[Trajectory]
     usable: list[Trajectory]
     normalisers: Normalisers
+    masks: list[np.ndarray | None]
 
     @property
     def tokens(self) -> int:
@@ -60,12 +66,14 @@ class UpdatePlan:
     """Mini-batches × epochs of a step.
 
     `actor_cfg` is `actor_rollout_ref.actor`; `horizon` is H of seq-mean-token-sum-norm; `batch_prompts` the
-    prompts of a step (fixes the number of mini-batches).
+    prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
     """
 
-    def __init__(self, actor_cfg: Any, *, horizon: float, batch_prompts: int):
+    def __init__(self, actor_cfg: Any, *, horizon: float, batch_prompts: int, rollout_correction: Any = None):
         self._cfg = actor_cfg
         self.horizon = horizon
+        self.rollout_correction = rollout_correction
+        self.correction = parse_correction(rollout_correction)
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property
@@ -87,15 +95,37 @@ class UpdatePlan:
         split = split_groups(batch.groups(), self._mini_batches)
         return [[row for group in groups for row in group] for groups in split]
 
-    def _mini_batch(self, rows: list[Trajectory]) -> MiniBatch:
-        usable = [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
-        return MiniBatch(rows, usable, count_normalisers(usable, self.horizon))
+    def corrected(
+        self, mini: MiniBatch, log_probs: Callable[[list[Trajectory]], np.ndarray]
+    ) -> tuple[MiniBatch, dict[str, float]]:
+        """The mini-batch after rejection and with weights, where they need its current log-probs; and metrics.
+
+        `log_probs(rows)` computes those, [ΣL], with the weights of this moment. Only with
+        `correction.needs_mini_batch_pass` (algorithms.md §7, bypass mode); otherwise the mini-batch as it is.
+        """
+        if not self.correction.needs_mini_batch_pass or not mini.usable:
+            return mini, {}
+        for row, mask in zip(mini.rows, mini.masks, strict=True):
+            row.loss_mask = mask
+        rows = _usable(mini.rows)
+        current = np.split(log_probs(rows), np.cumsum([row.length for row in rows])[:-1])
+        metrics = correct(rows, self.correction, current)
+        return self._mini_batch(mini.rows, mini.masks), metrics
+
+    def _mini_batch(self, rows: list[Trajectory], masks: list[np.ndarray | None] | None = None) -> MiniBatch:
+        usable = _usable(rows)
+        before = [row.loss_mask for row in rows] if masks is None else masks
+        return MiniBatch(rows, usable, count_normalisers(usable, self.horizon), before)
 
     def _order(self, count: int, step: int, epoch: int) -> Sequence[int]:
         if not self._cfg.shuffle:
             return range(count)
         rng = np.random.default_rng([self._cfg.data_loader_seed, step, epoch])
         return [int(i) for i in rng.permutation(count)]
+
+
+def _usable(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
 def summarise(outcomes: Iterable[tuple[MiniBatch, StepResult | None]]) -> UpdateResult:
