@@ -169,6 +169,26 @@ def test_kl_in_the_reward_enters_the_group_statistics() -> None:
     assert batch[0].score == 1.0
 
 
+def test_an_answer_left_alone_in_its_group_is_charged_for_its_kl_like_every_other() -> None:
+    """critic/rewards is the reward with the KL penalty taken off, for every scored answer (metrics.md §3)."""
+    logs = {"old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.5, -2.25]}
+    batch = Batch(
+        [
+            answer("a", [1, 1], 1.0, 0, **logs),
+            answer("a", [1, 1], None, 1, **logs),
+            answer("b", [1, 1], 1.0, 0, **logs),
+            answer("b", [1, 1], 0.0, 1, **logs),
+        ]
+    )
+    metrics = compute_advantages(batch, algorithm(use_kl_in_reward=True), rollout_n=2, kl_beta=0.1)
+    assert metrics["training/dropped_groups"] == 1
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.375)
+    found = score_metrics(batch)
+    assert found["critic/score/mean"] == pytest.approx(2 / 3)
+    assert found["critic/rewards/mean"] == pytest.approx(2 / 3 - 0.1 * 0.75)
+    assert not batch[0].loss_mask.any() and not batch[0].advantages.any()
+
+
 def test_kl_in_the_reward_says_what_is_missing() -> None:
     batch = Batch([answer("a", [1], 1.0), answer("a", [1], 0.0)])
     with pytest.raises(ValueError, match="needs kl_beta"):

@@ -55,8 +55,8 @@ def test_other_whole_modules() -> None:
 
     assert AgentLoopBase is Same is Ours
     assert "kl" in compute_offpolicy_metrics(-torch.ones(1, 1), -torch.ones(1, 1), torch.ones(1, 1))
-    with pytest.raises(ValueError, match="not in this release"):
-        compute_rollout_rejection_mask()
+    mask, _ = compute_rollout_rejection_mask(torch.tensor([[0.0, 9.0]]), torch.ones(1, 2), "token_k1", "2.0")
+    assert mask.tolist() == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize("path", sorted(SERVED))

@@ -407,11 +407,34 @@ def test_lifted(base, overrides):
 # ---- the machine ----
 
 
+def test_ray_and_open_files(base, monkeypatch):
+    import importlib.util
+    import resource
+
+    many = "trainer.n_gpus_per_node=2"
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with monkeypatch.context() as few:
+        few.setattr(resource, "getrlimit", lambda which: (256, 512))
+        only(problems(*base, many), "machine", "ulimit -n", "2 workers need 1280")
+        assert problems(*base) == [], "one device needs none of it"
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else real(name, *a))
+    only(problems(*base, many), "machine", "pip install 'verl[ray]'")
+
+
 def test_devices(base, monkeypatch):
     only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
     only(problems(*base, "trainer.device=npu"), "machine", "no npu device")
-    only(problems(*base, "trainer.n_gpus_per_node=8"), "machine", "8 devices", "set both to 1")
-    only(problems(*base, "trainer.nnodes=2"), "machine", "2 devices")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert problems(*base, "trainer.n_gpus_per_node=4") == []
+    only(problems(*base, "trainer.n_gpus_per_node=8"), "machine", "8 devices", "found 4 cores", "RAY_ADDRESS")
+    only(problems(*base, "trainer.nnodes=2"), "machine", "2 devices on 2 nodes", "examples/ray_start.sh")
+    pool = (f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
+    assert problems(*base, *pool) == [], "two pools of one machine"
+    only(problems(*base, *pool, "trainer.n_gpus_per_node=3"), "machine", "5 devices asked for")
+    with monkeypatch.context() as joined:
+        joined.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        assert problems(*base, "trainer.nnodes=2", "trainer.device=npu") == [], "the cluster's nodes are looked at later"
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["nvidia0"] if name == "nvidia" else [])
     monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: True)
     assert problems(*base, "trainer.device=cuda") == []

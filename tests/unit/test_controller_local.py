@@ -25,7 +25,7 @@ def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
             *words,
         ]
     )
-    assert build_roles(config, tiny_tokenizer(), total_steps=1).actor._horizon == horizon
+    assert build_roles(config, tiny_tokenizer(), total_steps=1).actor.plan.horizon == horizon
 
 
 @pytest.mark.parametrize(

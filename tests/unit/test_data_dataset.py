@@ -110,6 +110,16 @@ def test_plain_format(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixt
     assert any("flexible" in line for line in data.describe())
 
 
+def test_columns_that_hide_behind_an_agent_loops_arguments_are_named(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = chat([{"role": "user", "content": "ab"}]) | {"uid": "mine", "sampling_params": 3, "level": 1}
+    prompt = open_rows(tmp_path, [row], tokenizer).prompt(0)
+    assert prompt.columns["uid"] == "mine" and prompt.uid != "mine"
+    said = capsys.readouterr().err
+    assert "names uid, sampling_params; it finds the columns in `columns`" in said and "level" not in said
+
+
 def test_plain_format_with_own_function_keeps_whole_response(tmp_path: Path, tokenizer: Any) -> None:
     rows = [
         {"prompt": "p", "response": "yes", "reward": 1.0},

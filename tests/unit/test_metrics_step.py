@@ -99,8 +99,8 @@ def three(found: dict, name: str, values: list[float]) -> None:
 def test_scores_rewards_advantages(seed):
     batch = batch_of(seed)
     found = score_metrics(batch)
-    scored = [t for t in batch.trajectories if t.score is not None and len(t.response_ids) > 0]
-    assert len(scored) == 8
+    scored = [t for t in batch.trajectories if t.score is not None and any(t.response_mask)]
+    assert len(scored) >= 7
     three(found, "critic/score", [t.score for t in scored])
     three(found, "critic/rewards", [sum(t.token_rewards.tolist()) for t in scored])
     for column in ("advantages", "returns"):
@@ -133,6 +133,18 @@ def test_failed_scores_are_counted_and_lost_answers_apart():
     assert "reward/latency_s/min" not in found
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lost_answer_is_in_no_number_but_its_own_counter(seed):
+    batch = batch_of(seed)
+    without = Batch([t for t in batch if t.finish_reason != "lost"])
+    assert len(without) == len(batch) - 1
+    found, expected = (step_metrics(b, FACTS, Counters()) for b in (batch, without))
+    assert found.pop("training/rollout_failure/evicted_samples") == 1
+    for name in set(found) | set(expected):
+        if name != "perf/cpu_memory_used_gb":
+            assert found[name] == pytest.approx(expected[name], nan_ok=True), name
+
+
 def test_lengths():
     batch = batch_of()
     found = length_metrics(batch, 5, 6)
@@ -140,11 +152,15 @@ def test_lengths():
     prompts = [len(t.prompt.ids) for t in batch.trajectories]
     three(found, "response_length", lengths)
     three(found, "prompt_length", prompts)
-    three(found, "response_length_non_aborted", [n for n in lengths if n])
+    batch[4].response_mask[:] = False
+    written = [n for t, n in zip(batch, lengths, strict=True) if t.response_mask.sum() > 0]
+    found = length_metrics(batch, 5, 6)
+    three(found, "response_length_non_aborted", written)
     close(found, "response_length/clip_ratio", sum(n >= 6 for n in lengths) / 12)
-    close(found, "response_length_non_aborted/clip_ratio", sum(n >= 6 for n in lengths) / 10)
+    close(found, "response_length_non_aborted/clip_ratio", sum(n >= 6 for n in written) / len(written))
     close(found, "prompt_length/clip_ratio", sum(n >= 5 for n in prompts) / 12)
-    close(found, "response/aborted_ratio", 2 / 12)
+    close(found, "response/aborted_ratio", 1 - len(written) / 12)
+    assert len(written) < 10, "an answer of tool output alone is empty too"
     three(found, "num_turns", [2])
     three(found, "training/num_turns", [2])
 

@@ -118,6 +118,33 @@ def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     )
 
 
+def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
+    seen: list[dict] = []
+
+    @agent_loop.register("looking_test")
+    class Looking(agent_loop.AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            seen.append({"sampling_params": sampling_params, **row})
+            first = await self.generate(row["prompt_ids"], sampling_params)
+            return agent_loop.AgentLoopOutput(row["prompt_ids"], first.token_ids, [1, 1, 1], first.log_probs)
+
+    own = dict.fromkeys((*agent_loop.OWN_NAMES, "data_source", "extra_info", "difficulty"), "the user's")
+    (prompt,) = _prompts(1)
+    prompt.columns = own
+
+    async def go():
+        rollouts = _rollouts(Scripted(), [], n=1, default_loop="looking_test")
+        batch = await rollouts.take([prompt])
+        await rollouts.scored()
+        return batch
+
+    assert asyncio.run(go()).meta["lost"] == 0
+    (row,) = seen
+    assert row["sampling_params"].max_tokens == 8 and row["prompt_ids"].tolist() == [0]
+    assert (row["uid"], row["sample_index"], row["raw_prompt"]) == ("0:0@0", 0, "q")
+    assert row["difficulty"] == "the user's" and row["columns"] == own
+
+
 def test_unknown_loops_are_named() -> None:
     with pytest.raises(ValueError, match="single_turn_agent"):
         agent_loop.get("no_such_loop")

@@ -20,7 +20,11 @@ from verl.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from verl.algorithms.policy_loss import compute_policy_loss_vanilla
+from verl.algorithms.policy_loss import (
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_vanilla,
+)
 from verl.algorithms.registry import (
     ESTIMATORS,
     LOSSES,
@@ -40,6 +44,8 @@ __all__ = [
     "agg_loss",
     "compute_grpo_outcome_advantage",
     "compute_grpo_vectorized_outcome_advantage",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_reinforce",
     "compute_policy_loss_vanilla",
     "get_adv_estimator_fn",
     "get_kl_controller",
@@ -67,8 +73,7 @@ _LATER_ESTIMATORS = (
     "compute_optimal_token_baseline_advantage",
 )
 _LATER_LOSSES = (
-    *(f"compute_policy_loss_{name}" for name in LOSSES.known if name != "vanilla"),
-    "compute_policy_loss_reinforce",
+    *(f"compute_policy_loss_{name}" for name in LOSSES.known if name not in LOSSES.functions),
     "compute_value_loss",
 )
 

@@ -1,6 +1,6 @@
 """From scores to advantages: what the loop calls once per step, on the driver.
 
-decide which answers count → token rewards → KL in the reward → the estimator → columns of the batch.
+decide which answers count → token rewards → KL in the reward → correction → the estimator → columns of the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms.correction import correct
+from verl.algorithms.importance import parse_correction
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS, Algorithm
@@ -45,26 +47,34 @@ def compute_advantages(
     sum_pi_squared), over the whole batch, first dimension N. Answers that do not count (see
     `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
-    Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient.
+    With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
+    bypass mode that is done before each update (verl.worker.plan), for it needs the weights of that moment.
+
+    Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
+    rollout_corr/rollout_is_… and rollout_rs_….
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
     usable, counts = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
     metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
+    correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
         t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(2))
-        # What is not trained on may have a score all the same: an answer left alone in its group.
         t.token_rewards = (token_rewards(t) if has_outcome(t) else t.advantages).astype(np.float32)
+    # What is not trained on may have a reward all the same: an answer left alone in its group.
+    scored = Batch([t for t in batch if has_outcome(t)], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
     beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
     if beta is None and setting(algorithm, "use_kl_in_reward", False):
         raise ValueError("use_kl_in_reward: compute_advantages needs kl_beta, the coefficient in force")
+    if beta is not None:
+        old = "rollout_log_probs" if correction.bypass else "old_log_probs"
+        metrics |= _charge_kl(scored, algorithm, beta, old)
+    if correction.active and not correction.bypass:
+        metrics |= correct(rows.trajectories, correction)
     if len(rows):
-        rewards, penalty = _rewards(rows, algorithm, beta)
-        metrics |= penalty
+        rewards = _rewards(rows)
         chosen = {name: value[usable] for name, value in (extras or {}).items()}
         _estimate(rows, rewards, estimator, algorithm, chosen)
-    elif beta is not None:
-        metrics |= {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
     return metrics
 
 
@@ -79,28 +89,33 @@ def _pad(rows: Batch, column: str) -> torch.Tensor:
     return torch.from_numpy(rows.padded(column, width=width))
 
 
-def _rewards(rows: Batch, algorithm: Any, beta: float | None) -> tuple[torch.Tensor, dict[str, float]]:
-    """Token rewards float32 [N, W], after the KL penalty; fills the column.
+def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str, float]:
+    """Take β·KL(old‖ref) off the token rewards of every scored answer; returns the metrics of the penalty."""
+    if not len(scored):
+        return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
+    rewards, metrics = apply_kl_penalty(
+        _pad(scored, "token_rewards"),
+        _needed(scored, old),
+        _needed(scored, "ref_log_probs"),
+        _pad(scored, "response_mask"),
+        beta,
+        setting(algorithm, "kl_penalty", "kl"),
+    )
+    scored.fill("token_rewards", rewards.numpy())
+    return metrics
+
+
+def _rewards(rows: Batch) -> torch.Tensor:
+    """Token rewards float32 [N, W], KL penalty taken off.
 
     The score of an answer without a policy token stands in its first column: its mask is 0 there, and the
     row's sum is the score, as for every other.
     """
     rewards = _pad(rows, "token_rewards")
-    metrics: dict[str, float] = {}
-    if beta is not None:
-        rewards, metrics = apply_kl_penalty(
-            rewards,
-            _needed(rows, "old_log_probs"),
-            _needed(rows, "ref_log_probs"),
-            _pad(rows, "response_mask"),
-            beta,
-            setting(algorithm, "kl_penalty", "kl"),
-        )
-        rows.fill("token_rewards", rewards.numpy())
     for row, t in zip(rewards, rows, strict=True):
         if t.policy_tokens == 0:
             row[0] = t.score
-    return rewards, metrics
+    return rewards
 
 
 def _needed(rows: Batch, column: str) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.algorithms import policy_loss  # noqa: F401  (fills the registry)
 from verl.algorithms.aggregate import agg_loss, masked
+from verl.algorithms.importance import parse_correction
 from verl.algorithms.kl import clipped_tokens, kl_penalty
+from verl.algorithms.policy_loss import weights_now
 from verl.algorithms.registry import LOSSES
 from verl.algorithms.settings import setting
 from verl.trajectory import Trajectory
@@ -56,11 +57,12 @@ def count_normalisers(rows: Sequence[Trajectory], horizon: float | None) -> Norm
 
 
 class LossConfig:
-    """The actor's config as a policy loss sees it: the same settings, and `global_batch_info`."""
+    """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
-    def __init__(self, actor: Any, normalisers: Normalisers):
+    def __init__(self, actor: Any, normalisers: Normalisers, rollout_correction: Any = None):
         self._actor = actor
         self.global_batch_info = normalisers.as_batch_info()
+        self.rollout_correction = rollout_correction
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -114,19 +116,21 @@ class ActorObjective:
     """Loss of the actor as a `MicroLoss` of the training engine (verl/engine/training/base.py).
 
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
-    kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `normalisers` the counts of the mini-batch.
+    kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `normalisers` the counts of the mini-batch;
+    `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler.
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
     and weighs by its share of the mini-batch's tokens, so that weights add up to 1 and parts just add.
     """
 
-    def __init__(self, actor: Any, normalisers: Normalisers):
+    def __init__(self, actor: Any, normalisers: Normalisers, rollout_correction: Any = None):
+        self._correction = parse_correction(rollout_correction)
         loss_mode = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
-        self._policy_loss = LOSSES.get(loss_mode)
+        self._policy_loss = LOSSES.get("bypass_mode" if self._correction.bypass else loss_mode)
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._normalisers = normalisers
-        self._config = LossConfig(actor, normalisers)
+        self._config = LossConfig(actor, normalisers, rollout_correction)
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
         self._use_kl = bool(setting(actor, "use_kl_loss", False))
         self._kl_coef = float(setting(actor, "kl_loss_coef", 0.001))
@@ -167,19 +171,28 @@ class ActorObjective:
         self, area: _Rectangle, log_prob: torch.Tensor, mask: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, Metrics]:
         """The registered loss on this micro-batch; its metrics weigh by tokens."""
-        weights = None
-        if any(row.is_weights is not None for row in area.rows):
-            weights = area.needed("is_weights", "rollout correction")
+        bypass = self._correction.bypass
+        old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_prob(area, log_prob)
         loss, metrics = self._policy_loss(
-            old_log_prob=_old_log_prob(area, log_prob),
+            old_log_prob=old,
             log_prob=log_prob,
             advantages=area.needed("advantages", "policy loss"),
             response_mask=mask,
             loss_agg_mode=self._mode,
             config=self._config,
-            rollout_is_weights=weights,
+            rollout_is_weights=self._weights(area, log_prob, old),
         )
         return loss, {name: (_number(value) * tokens, float(tokens)) for name, value in metrics.items()}
+
+    def _weights(self, area: _Rectangle, log_prob: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
+        """Importance weights: the rows' own, else with bypass those of the current policy over the sampler."""
+        if any(row.is_weights is not None for row in area.rows):
+            return area.needed("is_weights", "rollout correction")
+        how = self._correction.weighting
+        if how is None or not (self._correction.bypass and self._correction.reinforce):
+            return None
+        policy = area.column([row.response_mask for row in area.rows])
+        return weights_now(log_prob, old, policy, how)
 
 
 def _number(value: Any) -> float:

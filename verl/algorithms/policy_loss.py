@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.aggregate import agg_loss, masked, masked_mean
+from verl.algorithms.importance import Tokens, Weighting, importance_weights, parse_correction
 from verl.algorithms.registry import LOSSES
 from verl.algorithms.settings import setting
 
@@ -76,6 +77,68 @@ def compute_policy_loss_vanilla(
     shares = (clipped > plain, cut, -difference)
     clipfrac, lower, kl = _means(shares, response_mask)
     return loss, {"actor/pg_clipfrac": clipfrac, "actor/pg_clipfrac_lower": lower, "actor/ppo_kl": kl}
+
+
+def compute_policy_loss_reinforce(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Policy gradient with importance weights instead of a clipped ratio: x = −w·A·logp (w = 1 without weights).
+
+    `old_log_prob` is the sampler's, for actor/ppo_kl = mean of old − logp only.
+    Source: Liu, Li et al. 2025, "When Speed Kills Stability".
+    """
+    terms = -advantages * log_prob
+    if rollout_is_weights is not None:
+        terms = terms * rollout_is_weights
+    loss = agg_loss(terms, response_mask, loss_agg_mode, **normalisers_of(config))
+    (kl,) = _means((-log_ratio(log_prob, old_log_prob, response_mask),), response_mask)
+    return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, "actor/ppo_kl": kl}
+
+
+@LOSSES.register("bypass_mode")
+def compute_policy_loss_bypass_mode(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """Two policies: `old_log_prob` is the sampler's. The loss is that of `config.rollout_correction.loss_type`.
+
+    ppo_clip: the configured loss_mode with the ratio to the sampler; weights would count twice and are left out.
+    reinforce: `compute_policy_loss_reinforce` with the weights given, else those of `rollout_is` from current over
+    sampler, over the tokens given. Rejection is the caller's: it changes the counts of the mini-batch.
+    """
+    correction = parse_correction(setting(config, "rollout_correction"))
+    given = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
+    if not correction.reinforce:
+        name = setting(setting(config, "policy_loss"), "loss_mode", "vanilla")
+        loss = LOSSES.get("vanilla" if name == "bypass_mode" else name)
+        return loss(*given, rollout_is_weights=None)  # type: ignore[no-any-return]
+    if rollout_is_weights is None and correction.weighting is not None:
+        rollout_is_weights = weights_now(log_prob, old_log_prob, response_mask, correction.weighting)
+    return compute_policy_loss_reinforce(*given, rollout_is_weights=rollout_is_weights)
+
+
+@torch.no_grad()
+def weights_now(
+    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, policy_mask: torch.Tensor, how: Weighting
+) -> torch.Tensor:
+    """Importance weights [b, L] of the current policy over the sampler, in the dtype of log_prob, 0 off the mask."""
+    mask = policy_mask.bool()
+    error = (log_prob.double() - rollout_log_prob.double())[mask].cpu().numpy()
+    weights, _ = importance_weights(Tokens.of(error, mask.nonzero()[:, 0].cpu().numpy()), how)
+    out = torch.zeros_like(log_prob)
+    out[mask] = torch.from_numpy(weights).to(out.device, out.dtype)
+    return out
 
 
 @torch.no_grad()

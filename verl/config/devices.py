@@ -18,8 +18,8 @@ class Devices:
     cuda_build: bool
 
     def count(self, kind: str) -> int:
-        """Devices of a kind; one for the cpu."""
-        return {"cuda": self.cuda, "npu": self.npu}.get(kind, 1)
+        """Devices of a kind; on the cpu, its cores: a rank is a process."""
+        return {"cuda": self.cuda, "npu": self.npu}.get(kind, os.cpu_count() or 1)
 
     @property
     def best(self) -> str:

@@ -141,7 +141,7 @@ def _release() -> str:
     rows = [f"| {feature.key} | {feature.what} | {feature.instead} |" for feature in release.FEATURES]
     here = (
         f"Estimators: {', '.join(release.ESTIMATORS)}; policy losses: {', '.join(release.POLICY_LOSSES)} (and registered "
-        f"ones); engines: {', '.join(release.ENGINES)}; strategies: {', '.join(release.STRATEGIES)}; devices: {release.MAX_DEVICES}."
+        f"ones); engines: {', '.join(release.ENGINES)}; strategies: {', '.join(release.STRATEGIES)}."
     )
     return (
         f"## Not in this release\n\n{here}\n\n| key | what it is | until then |\n|---|---|---|\n"

@@ -8,12 +8,13 @@ import os
 import re
 from typing import Any
 
+from verl.config import devices as machine
 from verl.config.build import Builder
 from verl.config.coerce import CoerceError, expand
 from verl.config.fields import fields_of, locate
 from verl.config.grammar import Value
 from verl.config.problems import Problem
-from verl.config.release import ENGINES, MAX_DEVICES
+from verl.config.release import ENGINES
 from verl.config.schema.base import Group, Root, select
 
 _MISSING = object()
@@ -129,16 +130,22 @@ def _staleness(builder: Builder) -> None:
 
 def data_parallel(root: Root) -> int:
     """Ranks that hold different answers: devices over the sequence-parallel size."""
-    devices = (root.select("trainer.nnodes") or 1) * (root.select("trainer.n_gpus_per_node") or MAX_DEVICES)
+    devices = (root.select("trainer.nnodes") or 1) * (root.select("trainer.n_gpus_per_node") or 1)
     split = root.select("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     split = split or root.select("engine.ulysses_sequence_parallel_size") or 1
     return max(1, devices // split)
 
 
 def _devices(root: Root) -> None:
+    """`trainer.n_gpus_per_node=null` is every device of this machine, for a trainer that uses more than one."""
     trainer = root.get("trainer")
-    if trainer is not None and trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = MAX_DEVICES
+    if trainer is None or trainer.n_gpus_per_node is not None:
+        return
+    trainer.n_gpus_per_node = 1
+    if root.entry == "ppo" and trainer.device != "cpu":
+        found = machine.find()
+        kind = found.best if trainer.device == "auto" else trainer.device
+        trainer.n_gpus_per_node = max(1, found.count(kind)) if kind != "cpu" else 1
 
 
 def _follow(root: Root, node: Group, prefix: str) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MAX_DEVICES = 1
-"""Training devices of one run."""
 ESTIMATORS = ("grpo", "grpo_vectorized")
 POLICY_LOSSES = ("vanilla",)
 ENGINES = ("native",)
@@ -55,7 +53,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("actor_rollout_ref.model.tiled_mlp.enabled", _true, "the MLP in slices", "set it to False"),
     Feature("actor_rollout_ref.model.use_liger", _true, "liger kernels", "set it to False"),
     Feature(f"{_ROLLOUT}.multi_turn.enable", _true, "tools and turns", "set it to False"),
-    Feature(f"{_ROLLOUT}.nnodes", _positive, "a pool of its own for sampling", "set it to 0"),
     Feature(f"{_ROLLOUT}.quantization", _given, "quantised sampling", "leave it null"),
     Feature(f"{_ROLLOUT}.prometheus.enable", _true, "engine metrics over HTTP", "set it to False"),
     Feature(f"{_ROLLOUT}.trace.backend", _given, "traces", "leave it null"),
@@ -94,7 +91,7 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 _HINTS = (
-    "enable_chunked_prefill|enable_prefix_caching|cudagraph_capture_sizes|free_cache_engine|load_format"
+    "enable_chunked_prefill|enable_prefix_caching|cudagraph_capture_sizes|load_format"
     "|gpu_memory_utilization|scheduling_policy|disable_log_stats|skip_tokenizer_init|multi_stage_wake_up"
     "|calculate_log_probs|logprobs_mode|checkpoint_engine\\..*"
 )
@@ -114,8 +111,8 @@ UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
             r"|.*\bcheckpoint\.(async_save|load_contents|save_lora_only)"
             r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
             r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
-            r"|trainer\.(del_local_ckpt_after_load|balance_batch|esi_redundant_time|ray_wait_register_center_timeout)"
-            r"|actor_rollout_ref\.nccl_timeout|.*\bprofiler\.enable"
+            r"|trainer\.(del_local_ckpt_after_load|esi_redundant_time)"
+            r"|.*\bprofiler\.enable"
         ),
         "not in this release, the run is as without",
     ),

@@ -70,8 +70,15 @@ def is_plain(file: RowFile, rules: RowRules) -> bool:
 
 def check_columns(file: RowFile, rules: RowRules) -> bool:
     """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest."""
+    from verl.rollout.agent_loop import OWN_NAMES
+
     if rules.prompt_key not in file.columns:
         raise DataError(absent_column(rules.prompt_key, "data.prompt_key", file.path, file.columns))
+    if hidden := [name for name in file.columns if name in OWN_NAMES]:
+        notice(
+            f"{file.path}: an agent loop's own arguments have the name{'s' if len(hidden) > 1 else ''} "
+            f"{', '.join(hidden)}; it finds the column{'s' if len(hidden) > 1 else ''} in `columns`"
+        )
     if not is_plain(file, rules):
         if rules.source_key not in file.columns:
             raise DataError(absent_column(rules.source_key, "data.reward_fn_key", file.path, file.columns))

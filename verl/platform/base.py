@@ -22,6 +22,8 @@ class Platform(ABC):
     #: them. None: as many as the configuration allows.
     preferred_tokens: tuple[int, int] | None = None
     preferred_activations: int = 1 << 29
+    #: torch's backend for collectives between devices of this kind.
+    collectives: str = "gloo"
 
     @abstractmethod
     def count(self) -> int:
@@ -65,6 +67,9 @@ class Platform(ABC):
 
     def prepare(self) -> None:  # noqa: B027
         """Set what makes this device fast without changing results beyond rounding. Again is harmless."""
+
+    def select(self, index: int) -> None:  # noqa: B027
+        """Make a device the current one of this process, before anything is placed on it."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for the device."""

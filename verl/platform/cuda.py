@@ -9,6 +9,7 @@ from verl.platform.base import Platform
 
 class CudaPlatform(Platform):
     name = "cuda"
+    collectives = "nccl"
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -34,6 +35,9 @@ class CudaPlatform(Platform):
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch.cuda.manual_seed_all(seed)
+
+    def select(self, index: int) -> None:
+        torch.cuda.set_device(index)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

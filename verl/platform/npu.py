@@ -21,6 +21,7 @@ def _npu() -> Any:
 
 class NpuPlatform(Platform):
     name = "npu"
+    collectives = "hccl"
 
     def count(self) -> int:
         npu = _npu()
@@ -46,6 +47,9 @@ class NpuPlatform(Platform):
     def seed(self, seed: int) -> None:
         super().seed(seed)
         _npu().manual_seed_all(seed)
+
+    def select(self, index: int) -> None:
+        _npu().set_device(index)
 
     def synchronize(self) -> None:
         _npu().synchronize()

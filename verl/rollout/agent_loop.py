@@ -15,6 +15,9 @@ from verl.engine.rollout.base import Completion, SamplingParams
 
 Generate = Callable[..., Awaitable[Completion]]
 
+OWN_NAMES = ("self", "sampling_params", "prompt_ids", "raw_prompt", "uid", "sample_index", "columns")
+"""Keywords of `run` that mean one thing in every run. A data column of that name is found in `columns`."""
+
 
 @dataclass(slots=True)
 class AgentLoopOutput:
@@ -45,7 +48,8 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
-        """Produce one answer to the row (`prompt_ids`, `raw_prompt`, `extra_info`, … as keywords)."""
+        """Produce one answer to the row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
+        `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
 
 _LOOPS: dict[str, type[AgentLoopBase]] = {}

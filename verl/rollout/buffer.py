@@ -77,6 +77,13 @@ class GroupBuffer:
         self._done[group.draw] = self._in_flight.pop(group.draw)
         return True
 
+    def oldest(self, count: int) -> list[Group]:
+        """The first `count` groups in draw order, whatever their state. ValueError if there are fewer."""
+        known = self._waiting | self._in_flight | self._done
+        if len(known) < count:
+            raise ValueError(f"asked for {count} groups, {len(known)} are drawn")
+        return [known[draw] for draw in sorted(known)[:count]]
+
     def take(self, count: int) -> list[Group]:
         """Remove and return the first `count` groups in draw order.
 

@@ -1,7 +1,8 @@
 """Prompts in, scored-as-they-finish trajectories out: the coroutine side of the loop.
 
-`Rollouts.take` draws the step's prompts, starts one agent loop per answer, and hands every finished answer to
-`on_finished` at once (that is where scoring starts), so rewards overlap with sampling.
+`Rollouts.begin` starts one agent loop per answer and hands every finished answer to `on_finished` at once (that
+is where scoring starts), so rewards overlap with sampling. `take` waits for the oldest groups. What is begun
+before it is taken goes on while the trainer updates, and across `pause` and `resume` with new weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.buffer import Group, GroupBuffer
+from verl.rollout.requests import Requests
 from verl.trajectory import Batch, Prompt, Trajectory
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
@@ -65,26 +67,35 @@ class Rollouts:
         self.engine = engine
         self.settings = settings
         self.buffer = GroupBuffer(settings.n)
+        self.requests = Requests(engine)
         self._decode = decode
         self._on_finished = on_finished
         self._tokenizer = tokenizer
         self._config = config
         self._event = event or (lambda kind, **fields: None)
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._answers: dict[Group, list[asyncio.Task[None]]] = {}
+        self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
 
     async def take(
-        self, prompts: Sequence[Prompt], on_progress: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        count: int | None = None,
     ) -> Batch:
-        """Sample `n` answers to each prompt; returns them in draw order once all are back.
+        """Begin `prompts`; returns the oldest `count` groups (default: as many as prompts) once all are back.
 
-        Scoring of the last answers may still be running: `scored` waits for it. Raises RolloutError when
-        more than `max_lost_ratio` of the answers were lost.
+        Groups come in draw order. Scoring of the last answers may still be running: `scored` waits for it. Raises
+        RolloutError when more than `max_lost_ratio` of the answers were lost.
         """
-        groups = self.buffer.add(prompts)
-        self.buffer.start()
-        await self._run_groups(groups, self.settings.sampling, self.buffer, on_progress)
-        taken = self.buffer.take(len(groups))
-        return self._collect(taken)
+        self._begin(prompts)
+        groups = self.buffer.oldest(len(prompts) if count is None else count)
+        await self._finish(groups, on_progress)
+        return self._collect(self.buffer.take(len(groups)))
+
+    async def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Start `n` answers to each prompt, for a later `take`."""
+        self._begin(prompts)
 
     async def sample(
         self,
@@ -97,41 +108,67 @@ class Rollouts:
         buffer = GroupBuffer(n)
         groups = buffer.add(prompts)
         buffer.start()
-        await self._run_groups(groups, sampling, buffer, on_progress)
+        self._spawn(groups, sampling, buffer)
+        await self._finish(groups, on_progress)
         return self._collect(buffer.take(len(groups)))
 
-    async def scored(self) -> None:
-        """Wait for the scoring that `take` or `sample` started. Errors of the scorer itself are raised."""
-        while self._scoring:
-            done, _ = await asyncio.wait(self._scoring, return_when=asyncio.FIRST_COMPLETED)
-            self._scoring -= done
-            for task in done:
-                task.result()
+    async def scored(self, batch: Iterable[Trajectory] | None = None) -> None:
+        """Wait for the scoring of these answers (None: of all). Errors of the scorer itself are raised."""
+        rows = list(self._scoring) if batch is None else batch
+        await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
 
-    async def _run_groups(
-        self,
-        groups: Sequence[Group],
-        sampling: SamplingParams,
-        buffer: GroupBuffer,
-        on_progress: Callable[[int], None] | None,
-    ) -> None:
+    async def pause(self) -> int:
+        """Before new weights: stop every request, partial output kept; returns how many there were."""
+        return await self.requests.pause()
+
+    async def resume(self) -> None:
+        """After new weights: what `pause` stopped goes on with them."""
+        self.requests.resume()
+
+    async def busy(self) -> list[tuple[float, float]]:
+        """Spans of time.monotonic() in which the engine had requests, since the last call."""
+        return self.requests.busy()
+
+    def _begin(self, prompts: Sequence[Prompt]) -> None:
+        groups = self.buffer.add(prompts)
+        self.buffer.start()
+        self._spawn(groups, self.settings.sampling, self.buffer)
+
+    def _spawn(self, groups: Sequence[Group], sampling: SamplingParams, buffer: GroupBuffer) -> None:
         async def one(group: Group, index: int) -> None:
             trajectory = await self._answer(group.prompt, index, sampling)
             buffer.finish(group, trajectory)
             if trajectory.score_error is None and trajectory.score is None:
-                self._scoring.add(asyncio.ensure_future(self._on_finished(trajectory)))
+                self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
+
+        for group in groups:
+            self._answers[group] = [asyncio.ensure_future(one(group, i)) for i in range(group.size)]
+
+    async def _finish(self, groups: Sequence[Group], on_progress: Callable[[int], None] | None) -> None:
+        """Wait for every answer of the groups. An error, or a signal that was noted, ends all that is under way."""
+        waiter = asyncio.current_task()
+        assert waiter is not None
+
+        def back(_: asyncio.Task[None]) -> None:
             if on_progress is not None:
                 on_progress(1)
             if interrupt.noted():
-                stop()
+                waiter.cancel()
 
-        task = asyncio.current_task()
-        assert task is not None
-        stop = task.cancel
-        async with asyncio.TaskGroup() as tasks:
+        tasks = [task for group in groups for task in self._answers[group]]
+        for task in tasks:
+            task.add_done_callback(back)
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in (task for begun in self._answers.values() for task in begun):
+                task.cancel()
+            raise
+        finally:
+            for task in tasks:
+                task.remove_done_callback(back)
             for group in groups:
-                for index in range(group.size):
-                    tasks.create_task(one(group, index))
+                del self._answers[group]
 
     async def _answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
         settings = self.settings
@@ -141,7 +178,7 @@ class Rollouts:
         async def generate(ids: Any, params: SamplingParams) -> Completion:
             request_id = request if not completions else f"{request}.{len(completions)}"
             group = prompt.uid if not completions else None
-            result = await self.engine.generate(
+            result = await self.requests.generate(
                 ids, params, request_id=request_id, group=group, media=prompt.media or None
             )
             completions.append(result)
@@ -149,7 +186,8 @@ class Rollouts:
 
         params = replace(sampling, seed=answer_seed(settings.seed, prompt.uid, index))
         row = {
-            **prompt.columns,
+            **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
+            "columns": prompt.columns,
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
             "data_source": prompt.data_source,
@@ -221,7 +259,7 @@ class Rollouts:
                 "generate_sequences": seconds,
                 "num_preempted": float(sum(c.num_preempted for c in completions)),
             },
-            extra=dict(output.metrics),
+            extra=dict(output.metrics) | _interruptions(completions),
         )
 
     def _collect(self, groups: Sequence[Group]) -> Batch:
@@ -233,3 +271,9 @@ class Rollouts:
             )
         batch.meta["lost"] = len(lost)
         return batch
+
+
+def _interruptions(completions: Sequence[Completion]) -> dict[str, int]:
+    """How often the weights changed while the answer was written, if they did."""
+    count = sum(c.parts - 1 for c in completions)
+    return {"interruptions": count} if count else {}

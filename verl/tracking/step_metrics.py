@@ -63,12 +63,17 @@ class StepFacts:
 
 
 def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str, Number]:
-    """All names of metrics.md §2 to §6 that follow from the arguments."""
+    """All names of metrics.md §2 to §6 that follow from the arguments.
+
+    An answer that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
+    """
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
+    out |= reward_metrics(batch)
+    batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
     out |= entropy_metrics(batch)
     out["training/skipped_updates"] = counters.skipped_updates
     out["training/refused_steps"] = counters.refused_steps
-    out |= score_metrics(batch) | reward_metrics(batch)
+    out |= score_metrics(batch)
     out |= length_metrics(batch, facts.max_prompt_length, facts.max_response_length)
     out |= time_metrics(batch, facts) | agent_metrics(batch) | perf_metrics(batch, facts)
     out |= agreement_metrics(batch)
@@ -84,7 +89,7 @@ def entropy_metrics(batch: Batch) -> dict[str, Number]:
 
 def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty answers with a valid score."""
-    rows = [t for t in batch if t.length > 0 and _valid(t)]
+    rows = [t for t in batch if t.policy_tokens > 0 and _valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
     rewards = [
         float(t.score or 0.0) if t.token_rewards is None else float(np.sum(t.token_rewards, dtype=np.float64))
@@ -124,13 +129,14 @@ def timed_out(trajectory: Trajectory) -> bool:
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
-    """Lengths of answers and prompts, shares at their limits, empty answers, turns."""
+    """Lengths of answers and prompts, shares at their limits, empty answers (no token of the policy), turns."""
     lengths, prompts = batch.lengths, batch.prompt_lengths
+    empty = np.array([t.policy_tokens == 0 for t in batch], bool)
     turns = [t.num_turns for t in batch]
     return {
         **_lengths("response_length", lengths, max_response_length),
-        **_lengths("response_length_non_aborted", lengths[lengths > 0], max_response_length),
-        "response/aborted_ratio": _mean(lengths == 0),
+        **_lengths("response_length_non_aborted", lengths[~empty], max_response_length),
+        "response/aborted_ratio": _mean(empty),
         **_lengths("prompt_length", prompts, max_prompt_length),
         **spread("num_turns", turns),
         **spread("training/num_turns", turns),

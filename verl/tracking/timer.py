@@ -28,25 +28,29 @@ class Phases:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, float, float]] = []
         self._stack: tuple[Phase, ...] = ()
         self._progress = time.monotonic()
 
     def start_step(self) -> None:
         """Forget the timings of the step before."""
         self._seconds = {}
+        self._spans = []
         self.beat()
 
     @contextmanager
     def __call__(self, name: str, waits_for: str = "") -> Iterator[None]:
         """Time a phase; counts also when it ends by an exception. Where a run that was asked to stop stops."""
         interrupt.check()
-        self._stack = (*self._stack, Phase(name, time.monotonic(), waits_for))
+        since = time.monotonic()
+        self._stack = (*self._stack, Phase(name, since, waits_for))
         self.beat()
         started = time.perf_counter()
         try:
             yield
         finally:
             self.add(name, time.perf_counter() - started)
+            self._spans.append((name, since, time.monotonic()))
             self._stack = self._stack[:-1]
             self.beat()
 
@@ -57,6 +61,10 @@ class Phases:
     def timings(self) -> dict[str, float]:
         """Seconds by phase since `start_step`, a copy."""
         return dict(self._seconds)
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """(phase, from, to) of those that ended since `start_step`, on time.monotonic()."""
+        return list(self._spans)
 
     def beat(self, count: int = 1) -> None:
         """Something moved on (an answer came back, a mini-batch is done): the watchdog starts counting anew.

@@ -6,19 +6,23 @@
                 ↑ waits for the sampler    (scored while sampling)                          │
                 └────────────────────────── weight sync (version = step) ←─────────────────┘
 
-Who waits for whom: the loop waits for the sampler's last answer (`gen`), then for scores that are not there
-yet (`reward`), then for each pass of the trainer; the sampler waits for the trainer between `take`s.
+Who waits for whom: the loop waits for the last answer of the step's oldest groups (`gen`), then for scores that
+are not there yet (`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in
+flight, and the sampler waits for the trainer between `take`s. With k > 0 the groups of the next k steps are in
+flight too: the sampler goes on while the trainer computes, stops for the weight sync, and continues every answer
+with the new weights.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
+from verl.rollout.draws import Draws
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
+from verl.tracking.timeline import Timeline, step_times
 from verl.trainer.refused import RefusedSteps
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import RolloutEngine
     from verl.reward import RewardRunner
+    from verl.rollout.background import Loop
     from verl.rollout.rollouts import Rollouts
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
@@ -35,8 +40,8 @@ if TYPE_CHECKING:
     from verl.trainer.validation import Validator
     from verl.trajectory import Batch
     from verl.weight_sync.base import SyncResult, WeightSync
-    from verl.worker.actor import Actor
-    from verl.worker.reference import Reference
+    from verl.worker.actor import ActorRole
+    from verl.worker.reference import ReferenceRole
 
 
 @dataclass
@@ -46,8 +51,8 @@ class Parts:
     stream: PromptStream
     rollouts: Rollouts
     rewards: RewardRunner
-    actor: Actor
-    reference: Reference | None
+    actor: ActorRole
+    reference: ReferenceRole | None
     kl_controller: KLController | None
     weight_sync: WeightSync
     sampler: RolloutEngine
@@ -56,12 +61,15 @@ class Parts:
     tracking: Tracking
     phases: Phases
     report: LiveReport
-    loop: asyncio.Runner
+    loop: Loop
     counters: Counters = field(default_factory=Counters)
+    devices: int = 1
+    stacks: Callable[[], str] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 class PPOTrainer:
-    """Synchronous on-policy training: the case max_staleness = 0 of the design's loop."""
+    """Trains on the oldest groups; max_staleness = 0 is synchronous on-policy training."""
 
     def __init__(self, config: Config, parts: Parts, total_steps: int):
         self.config = config
@@ -69,6 +77,8 @@ class PPOTrainer:
         self.total_steps = total_steps
         self.step = 0
         self.last_batch: Batch | None = None
+        self.draws = Draws(parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps)
+        self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking)
 
     def fit(self) -> None:
@@ -106,16 +116,15 @@ class PPOTrainer:
         parts, phases = self.parts, self.parts.phases
         phases.start_step()
         with phases("step"):
-            batch = self._sample()
+            batch = self._sample(step)
             sampled = parts.sampler.stats()
             metrics = self._score(batch)
-            if self.config.actor_rollout_ref.rollout.free_cache_engine:
+            if self._sampler_rests:
                 parts.sampler.sleep()
             metrics |= self._train(step, batch)
             parts.stream.update(batch)
             with phases("update_weights"):
-                parts.sampler.wake()
-                sync = parts.weight_sync.push(step, verify=self.config.trainer.verify_weight_sync)
+                sync = self._push(step)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)
             if self._due(self.config.trainer.save_freq, step):
@@ -123,7 +132,7 @@ class PPOTrainer:
                 with phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its answers on disk
                     parts.checkpoints.save(self, record)
-        metrics |= self._facts(step, batch, sampled, sync)
+        metrics |= self._facts(step, batch, sampled, sync) | self._times(step)
         self.last_batch = batch
         parts.tracking.log(step, metrics)
         parts.report.write(last=step == self.total_steps)
@@ -134,7 +143,7 @@ class PPOTrainer:
         """What follows from the batch and the clock, as metrics."""
         facts = StepFacts(
             step=step,
-            epoch=self.parts.stream.epoch,
+            epoch=self.draws.epoch(step),
             timings=self.parts.phases.timings(),
             sampler=sampled,
             sync_bytes=sync.bytes,
@@ -142,13 +151,16 @@ class PPOTrainer:
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
             memory=self.parts.actor.memory(),
+            devices=self.parts.devices,
         )
         return step_metrics(batch, facts, self.parts.counters)
 
-    def _sample(self) -> Batch:
-        parts, size = self.parts, self.config.data.train_batch_size
+    def _sample(self, step: int) -> Batch:
+        """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
+        parts = self.parts
+        prompts = self.draws.due(step)
+        size = self.draws.size(step)
         answers = size * self.config.actor_rollout_ref.rollout.n
-        prompts = parts.stream.take(size)
         show = parts.tracking.progress("answers", total=answers)
 
         def advance(count: int) -> None:
@@ -156,12 +168,12 @@ class PPOTrainer:
             show(count)
 
         with parts.phases("gen", waits_for=f"{answers} answers of the sampler"):
-            return parts.loop.run(parts.rollouts.take(prompts, advance))
+            return parts.loop.run(parts.rollouts.take(prompts, advance, count=size))
 
     def _score(self, batch: Batch) -> dict[str, float]:
         parts = self.parts
         with parts.phases("reward", waits_for="scores of the last answers"):
-            parts.loop.run(parts.rollouts.scored())
+            parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
             return parts.rewards.check_errors(batch)
 
@@ -187,6 +199,33 @@ class PPOTrainer:
         if update.tokens:
             metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - update.computed / update.tokens)
         return metrics | update.metrics
+
+    def _push(self, step: int) -> SyncResult:
+        """Weights of this step to the sampler; answers in flight go on with them, and new ones begin."""
+        parts, trainer = self.parts, self.config.trainer
+        if self._sampler_rests:
+            parts.sampler.wake()
+        parts.loop.run(parts.rollouts.pause())
+        sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
+        parts.loop.run(parts.rollouts.resume())
+        if trainer.max_staleness:
+            parts.loop.run(parts.rollouts.begin(self.draws.due(step + 1)))
+        return sync
+
+    def _times(self, step: int) -> dict[str, float]:
+        times = step_times(self.parts.phases.spans(), self.parts.loop.run(self.parts.rollouts.busy()))
+        self._timeline.write(step, times)
+        return {
+            "perf/sampler_idle_ratio": times.sampler_idle_ratio,
+            "perf/trainer_idle_ratio": times.trainer_idle_ratio,
+        }
+
+    @property
+    def _sampler_rests(self) -> bool:
+        """True if the sampler has nothing to do while the trainer works, and is to lend it its memory."""
+        return (
+            self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness
+        )
 
     @property
     def _needs_old_log_probs(self) -> bool:

@@ -111,7 +111,7 @@ class Checkpoints:
         return {
             "step": trainer.step,
             "weight_version": trainer.step,
-            "data_position": parts.stream.state(),
+            "data_position": trainer.draws.position(trainer.step),
             "data_identity": data_identity(self._config),
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
             "counters": parts.counters.state(),
@@ -129,8 +129,8 @@ class Checkpoints:
             return 0
         state, parts = found.loop_state, trainer.parts
         refuse_other_data(state.get("data_identity", {}), data_identity(self._config), found.path)
-        parts.actor.engine.load_weights(found.part("actor"))
-        parts.actor.engine.load_optimizer(found.part("state/actor_optim"))
+        parts.actor.load(found.part("actor"))
+        parts.actor.load_optimizer(found.part("state/actor_optim"))
         parts.stream.load_state(state["data_position"])
         parts.counters.load(state["counters"])
         if parts.kl_controller is not None and state.get("kl_controller"):

@@ -16,6 +16,7 @@ from verl.platform.environment import prepare_process
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.rollout.background import Loop
     from verl.trainer.ppo_trainer import Parts
 
 EXIT_USER = 2
@@ -119,29 +120,32 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 
 def _train(config: Config, tracking: Any) -> None:
+    from verl.rollout.background import BackgroundLoop
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    with asyncio.Runner() as loop:
+    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop:
         parts, total_steps = build_parts(config, tracking, loop)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
-            tracking.event("plan", total_steps=total_steps, device=parts.actor.engine.platform.describe())
-            with Watchdog(parts.phases, config.trainer.watchdog_timeout, tracking.event), interrupt.patient():
+            tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
+            limit, stacks = config.trainer.watchdog_timeout, parts.stacks
+            with Watchdog(parts.phases, limit, tracking.event, extra=stacks), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             parts.rewards.close()
-            parts.sampler.close()
+            parts.close()
 
 
-def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Parts, int]:
+def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
-    from verl.controller.local import build_roles
+    from verl.controller.choose import build_roles
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
     from verl.platform.memory import tune_allocator
     from verl.reward import RewardRunner
     from verl.rollout.rollouts import Rollouts
+    from verl.tracking.report import Report
     from verl.tracking.timer import Phases
     from verl.trainer.live_report import LiveReport
     from verl.trainer.ppo_trainer import Parts
@@ -161,7 +165,9 @@ def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Pa
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
-    roles = build_roles(config, tokenizer, total_steps)
+    phases = Phases()
+    report = Report(tracking.event, tracking.notice, phases.beat)
+    roles = build_roles(config, tokenizer, total_steps, report)
     rollouts = Rollouts(
         roles.sampler,
         rollout_settings(config),
@@ -185,9 +191,12 @@ def build_parts(config: Config, tracking: Any, loop: asyncio.Runner) -> tuple[Pa
             tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice
         ),
         tracking=tracking,
-        phases=Phases(),
+        phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
+        devices=roles.devices,
+        stacks=roles.stacks,
+        close=roles.close,
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
@@ -235,7 +244,7 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     return train, validation
 
 
-def check_reward(rewards: Any, train: Any, loop: asyncio.Runner, rows: int = 8) -> None:
+def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 

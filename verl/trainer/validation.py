@@ -41,7 +41,7 @@ class Validator:
         """One validation; returns its metrics and dumps the answers."""
         progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
         batch = await self._rollouts.sample(self._prompts, self._sampling, self._n, progress)
-        await self._rollouts.scored()
+        await self._rollouts.scored(batch)
         await self._score_rest(batch)
         metrics = validation_metrics(batch)
         if first:

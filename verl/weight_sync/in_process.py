@@ -6,14 +6,12 @@ A push tells the sampler that the values changed (it refreshes what it derived f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from verl.weight_sync.base import SyncResult, WeightSync
 
 if TYPE_CHECKING:
-    import torch
-
     from verl.engine.training.base import TrainingEngine
 
 
@@ -23,8 +21,8 @@ class SharesWeights(Protocol):
     def weights_updated(self, version: int) -> int | None:
         """Refresh what was derived from the weights; returns the bytes that took."""
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors the sampler uses."""
+    def checksums(self) -> dict[str, str]:
+        """Digest of each weight the sampler uses; raises WeightSyncError for a derived copy that is not its weight."""
 
 
 class InProcessSync(WeightSync):
@@ -44,5 +42,5 @@ class InProcessSync(WeightSync):
         if verify:
             from verl.weight_sync.verify import checksums, compare
 
-            compare(checksums(self._trainer.named_weights()), checksums(self._sampler.named_weights()))
+            compare(checksums(self._trainer.named_weights()), self._sampler.checksums())
         return SyncResult(bytes=int(moved), seconds=self._clock() - started, verified=verify)

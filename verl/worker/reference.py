@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from verl.engine.training.base import TrainingEngine
 from verl.trajectory import Batch
 
 
-class Reference:
-    """Log-probs under the frozen reference weights, at the rollout's temperature."""
+class ReferenceRole(ABC):
+    """What the loop asks of the reference, on one device or on many."""
+
+    @abstractmethod
+    def log_probs(self, batch: Batch) -> None:
+        """Fill `ref_log_probs`, at the rollout's temperature."""
+
+
+class Reference(ReferenceRole):
+    """The frozen reference weights in an engine of this process."""
 
     def __init__(self, engine: TrainingEngine, *, temperature: float):
         self.engine = engine
         self._temperature = temperature
 
     def log_probs(self, batch: Batch) -> None:
-        """Fill `ref_log_probs`."""
+        """See `ReferenceRole.log_probs`."""
         self.engine.onload()
         stats = self.engine.log_probs(batch.trajectories, temperature=self._temperature)
         batch.fill_flat("ref_log_probs", stats.log_probs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 from pathlib import Path
 
 from verl.config import release
@@ -25,22 +26,65 @@ def check(c: Check) -> None:
 
 def _devices(c: Check) -> None:
     wanted, found = c.trainer.device, c.devices
+    cluster = c.ppo and bool(c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
     kind = found.best if wanted == "auto" else wanted
     here = found.count(kind)
     if kind == "cuda" and here and not found.cuda_build:
         c.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
-    elif wanted in ("cuda", "npu") and not here:
+    elif wanted in ("cuda", "npu") and not here and not cluster:
         c.lacks(
             f"trainer.device={wanted}", f"no {wanted} device is found here; set trainer.device=cpu or auto"
         )
-    world = c.world
-    sizes = f"trainer.nnodes={c.trainer.nnodes}, trainer.n_gpus_per_node={c.trainer.n_gpus_per_node}"
-    cluster = bool(os.environ.get("RAY_ADDRESS"))
-    if world > release.MAX_DEVICES:
-        limit = f"this release trains on {release.MAX_DEVICES} device"
-        c.lacks(sizes, f"{world} devices; {limit}, and here is {here} {kind}; set both to 1")
-    elif world > here > 0 and not cluster:
-        c.lacks(sizes, f"{world} devices asked for, found {here} {kind}; lower it, or set RAY_ADDRESS")
+    if not c.ppo:
+        if c.world > 1:
+            c.lacks(_sizes(c), f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1")
+        return
+    if not cluster:
+        _one_machine(c, kind, here)
+    if (c.world > 1 or c.rollout.nnodes > 0 or cluster) and importlib.util.find_spec("ray") is None:
+        c.lacks(_sizes(c), "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
+    _open_files(c)
+
+
+def _sizes(c: Check) -> str:
+    return f"trainer.nnodes={c.trainer.nnodes}, trainer.n_gpus_per_node={c.trainer.n_gpus_per_node}"
+
+
+def _one_machine(c: Check, kind: str, here: int) -> None:
+    """Without a cluster's address everything has to be on this machine."""
+    key = c.rollout_key
+    own = c.rollout.nnodes * c.rollout.n_gpus_per_node
+    wanted, sizes = c.world + own, _sizes(c)
+    if own:
+        sizes += f", {key}.nnodes={c.rollout.nnodes}, {key}.n_gpus_per_node={c.rollout.n_gpus_per_node}"
+    if c.trainer.nnodes + c.rollout.nnodes > 1 + (own > 0):
+        nodes = c.trainer.nnodes + c.rollout.nnodes
+        c.lacks(
+            sizes,
+            f"{wanted} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
+            "(examples/ray_start.sh) and set RAY_ADDRESS, or set trainer.nnodes=1",
+        )
+    elif wanted > here > 0:
+        what = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
+        c.lacks(
+            sizes,
+            f"{wanted} devices asked for, found {here} {what}; lower trainer.n_gpus_per_node, or set RAY_ADDRESS to a "
+            "cluster that has them",
+        )
+
+
+def _open_files(c: Check) -> None:
+    """Every worker, and Ray's own processes, hold connections and files of the driver and of each other."""
+    if c.world == 1 and c.rollout.nnodes == 0:
+        return
+    needed = 1024 + 128 * c.world
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        c.lacks(
+            _sizes(c),
+            f"a process may open {hard} files here (ulimit -n), {c.world} workers need {needed}; raise it: "
+            "ulimit -n 65536",
+        )
 
 
 def _engine(c: Check) -> None:

@@ -53,6 +53,9 @@ def _engine_layout(c: Check) -> None:
     """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
     tensor = rollout.tensor_model_parallel_size or 1
+    if rollout.name == "native" and tensor > 1 and c.ppo:
+        c.notice(f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; the pool has more of them")
+        tensor = 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     separate = c.ppo and rollout.nnodes > 0
     per_node = rollout.n_gpus_per_node if separate else c.trainer.n_gpus_per_node
@@ -63,12 +66,13 @@ def _engine_layout(c: Check) -> None:
             f"does not divide the model's {facts.heads} attention heads; use one of {divisors(facts.heads)}"
         )
         c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
-    if tensor > per_node and nodes == 1:
+    if tensor > per_node:
         message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
+        message += "" if nodes == 1 else ": an engine stays on one node"
         c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
-    elif pool % size:
+    elif pool % size or per_node % size:
         message = (
-            f"an engine of {size} devices does not divide the pool of {pool}; use one of {divisors(pool)}"
+            f"an engine of {size} devices does not divide the pool of {pool}; use one of {divisors(per_node)}"
         )
         c.refuse(f"{key}: tensor × pipeline × data parallel = {size}", message)
     expert = rollout.expert_parallel_size

@@ -21,7 +21,9 @@ class SamplingParams:
 
     `max_tokens` is the budget of this call. `stop` are strings looked for in the decoded answer (kept in
     the output, as are end tokens). `seed` and the token's position decide every draw: an answer does not
-    depend on what else is being sampled (beyond rounding).
+    depend on what else is being sampled (beyond rounding). `start` is how many tokens of the answer the prompt
+    ends with already (an answer that goes on after a change of weights): positions count from there, so that no
+    draw is made twice. An engine whose generator cannot start at a position mixes `start` into the seed.
     """
 
     max_tokens: int
@@ -34,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    start: int = 0
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class Completion:
     """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
+    `parts`: how many requests it took, more than one after changes of weights.
     """
 
     token_ids: np.ndarray
@@ -50,6 +54,7 @@ class Completion:
     num_preempted: int = 0
     started: float = field(default_factory=time.monotonic)
     finished: float = 0.0
+    parts: int = 1
 
 
 class RolloutEngine(ABC):

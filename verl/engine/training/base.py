@@ -60,9 +60,18 @@ class StepResult:
 
 
 class TrainingEngine(ABC):
-    """A model with (or, for a reference, without) an optimizer. `platform` is the kind of device it runs on."""
+    """A model with (or, for a reference, without) an optimizer. `platform` is the kind of device it runs on.
+
+    On several ranks every method is collective: each rank calls it, with its own rows, possibly none. A loss is
+    divided by counts of the whole mini-batch, so gradients are summed over ranks, and every rank returns the same
+    `StepResult`.
+    """
 
     platform: Platform
+    #: This rank's number among those that hold different rows, and how many they are. Ranks that share the work on
+    #: the same rows (sequence parallel) have the same number.
+    dp_rank: int = 0
+    dp_size: int = 1
 
     @abstractmethod
     def log_probs(

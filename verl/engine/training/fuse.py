@@ -11,7 +11,7 @@ single modules, so a sampler that shares the model sees it untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,13 @@ from torch import nn
 class FusedForwards:
     """The replacements that fit a model. Cheap to build; holds no tensors of its own."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module | None = None):
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        for module in model.modules():
+        self.add(() if model is None else model.modules())
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Look at modules one by one, while their weights are whole."""
+        for module in modules:
             forward = _norm_for(module) or _mlp_for(module)
             if forward is not None and "forward" not in module.__dict__:
                 self._forwards.append((module, forward))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 
 from verl.engine import attention
 from verl.engine.packed_attention import PackedPlan, Segment
+from verl.engine.training import overrides
 from verl.engine.training.log_prob import Head
 from verl.engine.training.settings import read
 from verl.errors import UserError
@@ -59,6 +61,28 @@ def load_model(
     return module.eval()
 
 
+def saved_tensors(module: PreTrainedModel, directory: str | Path) -> dict[str, torch.Tensor]:
+    """What `save_model` wrote of this very model, under the names of its `state_dict`.
+
+    The model's own class and configuration read it, so nothing in the directory is trusted or guessed again.
+    UserError if a file cannot be read or a weight is missing.
+    """
+    from safetensors import SafetensorError
+
+    kind: Any = type(module)
+    try:
+        loaded, report = kind.from_pretrained(
+            directory, config=copy.deepcopy(module.config), dtype=module.dtype, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"{directory}: cannot be loaded into the model of this run: {error}{_damaged(str(directory))}"
+        ) from error
+    if report["missing_keys"]:
+        raise UserError(f"{directory}: weights are missing, for example {min(report['missing_keys'])}")
+    return dict(loaded.state_dict())
+
+
 def _damaged(where: str) -> str:
     """Which weight files of a directory cannot be opened, as an addition to a message."""
     from safetensors import SafetensorError, safe_open
@@ -105,16 +129,7 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
-    overrides = dict(read(model_cfg, "override_config", {}) or {})
-    nested = overrides.pop("model_config", None)
-    if isinstance(nested, Mapping):
-        overrides |= dict(nested)
-    for name, value in overrides.items():
-        if name == "attn_implementation":
-            continue
-        if not hasattr(config, name):
-            raise UserError(f"model.override_config.{name}: a {type(config).__name__} has no such field")
-        setattr(config, name, value)
+    overrides.apply(config, read(model_cfg, "override_config", {}) or {})
     return config
 
 
@@ -160,7 +175,7 @@ def find_head(module: PreTrainedModel) -> Head | None:
 
 @torch.no_grad()
 def _agrees(module: PreTrainedModel, head: Head) -> bool:
-    """Compare with the model's logits on four tokens."""
+    """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
     device = head.weight.device
     vocabulary = int(head.weight.shape[0])
     ids = torch.tensor([[i * 7 % vocabulary for i in range(1, 5)]], device=device)
@@ -169,8 +184,9 @@ def _agrees(module: PreTrainedModel, head: Head) -> bool:
     inputs = {"input_ids": ids, "position_ids": positions[None], "use_cache": False}
     with attention.use(plan):
         theirs = module(**inputs).logits.float()
-        ours = head.logits(body(module)(**inputs).last_hidden_state)
-    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+        hidden = body(module)(**inputs).last_hidden_state
+    tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
+    return torch.allclose(head.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
 
 
 def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
@@ -214,10 +230,26 @@ def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tenso
         yield from revert_weight_conversion(module, {name: tensor}).items()
 
 
+def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """UserError naming the first tensor with a NaN or an infinity in it."""
+    for name, tensor in weights:
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"the weight {name} is not finite: training has blown it up (lower optim.lr)")
+
+
 def save_model(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
-    """A Hugging Face directory with the master weights; config.json names the serving data type."""
+    """A Hugging Face directory with the master weights; config.json names the serving data type.
+
+    UserError, before anything is written, for weights that are not finite.
+    """
+    refuse_non_finite(module.named_parameters())
     directory.mkdir(parents=True, exist_ok=True)
     module.save_pretrained(directory)
+    name_serving_dtype(directory, serving_dtype)
+
+
+def name_serving_dtype(directory: Path, serving_dtype: str) -> None:
+    """Write into config.json the data type that a server shall load the weights in."""
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = serving_dtype

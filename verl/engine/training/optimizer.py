@@ -136,18 +136,16 @@ class Schedule:
         self._apply()
 
 
-def global_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """L2 norm of all gradients together, float32 scalar; 0 if there is none."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
+    if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(grads, 2.0, torch.float32)
+    norms = torch._foreach_norm(list(gradients), 2.0, torch.float32)
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
-def clip_gradients(parameters: Sequence[torch.nn.Parameter], norm: float, limit: float | None) -> None:
+def clip_gradients(gradients: Sequence[torch.Tensor], norm: float, limit: float | None) -> None:
     """Scale all gradients by limit/norm if the norm exceeds the limit; None or ≤ 0 leaves them alone."""
     if limit is None or limit <= 0 or norm <= limit:
         return
-    grads = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_mul_(grads, limit / (norm + 1e-6))
+    torch._foreach_mul_(list(gradients), limit / (norm + 1e-6))

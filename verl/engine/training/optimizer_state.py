@@ -33,7 +33,7 @@ def save_state(
             else:
                 raise UserError(f"optimizer state {key!r} of type {type(value).__name__} cannot be saved")
     directory.mkdir(parents=True, exist_ok=True)
-    dcp.save(flat, checkpoint_id=str(directory), no_dist=True)
+    dcp.save(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
 
 
 def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> int:
@@ -53,13 +53,13 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     for key, meta in described.items():
         if not isinstance(meta, TensorStorageMetadata):
             raise UserError(f"{directory}: {key} is no tensor; this was not written by verl")
-        flat[key] = torch.empty(meta.size, dtype=meta.properties.dtype)
+        flat[key] = _room(meta, names.get(key.rsplit("/", 1)[0]))
     unknown = sorted({k.rsplit("/", 1)[0] for k in flat if k != _STEP} - set(names))
     if unknown:
         raise UserError(
             f"{directory}: state of parameters this model does not have, for example {unknown[0]}"
         )
-    dcp.load(flat, checkpoint_id=str(directory), no_dist=True)
+    dcp.load(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
     step = int(flat.pop(_STEP))
     found: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -76,3 +76,20 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
                 state[entry] = value.to(parameter.device)
         optimizer.state[parameter] = state
     return step
+
+
+def _sharded(names: Mapping[str, Any]) -> bool:
+    """True if parameters are cut over ranks: then saving and loading is collective."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in names.values())
+
+
+def _room(meta: Any, parameter: Any) -> torch.Tensor:
+    """An empty tensor to read an entry into, cut like its parameter if it has the parameter's shape."""
+    from torch.distributed.tensor import DTensor
+
+    dtype = meta.properties.dtype
+    if isinstance(parameter, DTensor) and parameter.shape == meta.size:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(meta.size, dtype=dtype)

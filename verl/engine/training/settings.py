@@ -50,18 +50,23 @@ def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:
 def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
     """Data type of the matrix products: `fsdp_config.mixed_precision.param_dtype`, else `fsdp_config.dtype`,
     else the platform's own choice. UserError for a name that is no floating type."""
+    for key in ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype"):
+        name = read(group, key)
+        if name is not None:
+            return named_dtype(name, key)
+    return platform.default_dtype
+
+
+def named_dtype(name: str, key: str) -> torch.dtype:
+    """The floating type of that name. UserError, naming the key, for any other."""
     import torch
 
     from verl.errors import UserError
 
-    for key in ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype"):
-        name = read(group, key)
-        if name is not None:
-            dtype = DTYPES.get(str(name).removeprefix("torch."))
-            if dtype is None:
-                raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(DTYPES)}")
-            return getattr(torch, dtype)
-    return platform.default_dtype
+    dtype = DTYPES.get(str(name).removeprefix("torch."))
+    if dtype is None:
+        raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(DTYPES)}")
+    return getattr(torch, dtype)
 
 
 DTYPES = {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.engine.rollout.native.cache import Geometry, TilePool
 from verl.engine.rollout.native.memory import default_cache_tokens
@@ -93,6 +94,8 @@ class NativeEngine(RolloutEngine):
         self._requests: dict[str, Request] = {}
         self._submitted = 0
         self._version = 0
+        self._incomplete = ""
+        self._checkpoint_views: CheckpointViews | None = None
         self._task: asyncio.Task[None] | None = None
         self._asleep = False
         self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
@@ -136,6 +139,8 @@ class NativeEngine(RolloutEngine):
         prompt = np.asarray(prompt_ids, np.int64)
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
+        if self._incomplete:
+            raise RuntimeError(f"the sampler's weights are not whole ({self._incomplete}): load them again")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         if media:
@@ -226,7 +231,7 @@ class NativeEngine(RolloutEngine):
 
     def _advance(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Draw the next token of each request and see who is done."""
-        rows = Rows.of([r.sampling for r in requests], [len(r.tokens) for r in requests])
+        rows = Rows.of([r.sampling for r in requests], [r.sampling.start + len(r.tokens) for r in requests])
         seen = {
             int(i): torch.from_numpy(
                 np.unique(np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64))
@@ -259,37 +264,50 @@ class NativeEngine(RolloutEngine):
         self._scheduler.forget_cache()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights this engine samples with, under the names of a Hugging Face checkpoint."""
-        from transformers.core_model_loading import revert_weight_conversion
+        """The weights this engine samples with, under the names of a Hugging Face checkpoint; views, not copies."""
+        return self._views().named()
 
-        model = cast("PreTrainedModel", self._runner.model)
-        for name, tensor in model.state_dict().items():
-            yield from revert_weight_conversion(model, {name: tensor}).items()
+    def checksums(self, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Name → digest of every weight, as `verl.weight_sync.verify.checksums` has it for the trainer's.
+
+        What is derived from the weights (packed products, copies in another data type) is compared with them.
+        Raises WeightSyncError naming the first that differs. dtype: hash the weights as converted to it.
+        """
+        from verl.weight_sync.verify import checksums
+
+        self._runner.linears.check()
+        return checksums(self.named_weights(), dtype=dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """See `RolloutEngine.load_weights`: copies into this engine's model. Tied weights may be left out."""
-        own = self._runner.model.state_dict(keep_vars=True)
-        missing = set(own)
-        same: dict[int, list[str]] = {}
-        for name, tensor in own.items():
-            same.setdefault(tensor.data_ptr(), []).append(name)
-        with torch.no_grad():
-            for name, tensor in weights:
-                if name not in own:
-                    raise ValueError(
-                        f"load_weights: {name!r} is no weight of {type(self._runner.model).__name__}"
-                    )
-                if own[name].shape != tensor.shape:
-                    raise ValueError(
-                        f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
-                    )
-                own[name].copy_(tensor)
-                missing.difference_update(same[own[name].data_ptr()])
-        if missing:
-            raise ValueError(
-                f"load_weights: no value came for {len(missing)} weights, among them {sorted(missing)[:3]}"
-            )
-        self.weights_updated(version)
+        """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.
+
+        Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out.
+        An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
+        """
+        targets = dict(self._runner.model.state_dict()) | dict(self.named_weights())
+        given = set()
+        self._incomplete = f"loading version {version} did not finish"
+        try:
+            with torch.no_grad():
+                for name, tensor in weights:
+                    _target(targets, name, tensor).copy_(tensor)
+                    given.add(name)
+            missing = self._views().missing(given)
+            if missing:
+                raise ValueError(
+                    f"load_weights: no value came for {len(missing)} weights, among them {missing[:3]}"
+                )
+        except BaseException as error:
+            self._incomplete = f"loading version {version} failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self.weights_updated(version)
+        self._incomplete = ""
+
+    def _views(self) -> CheckpointViews:
+        if self._checkpoint_views is None:
+            self._checkpoint_views = CheckpointViews(cast("PreTrainedModel", self._runner.model))
+        return self._checkpoint_views
 
     def sleep(self) -> None:
         """Drop the cache and the copies of weights, and give their memory back to the device."""
@@ -326,3 +344,14 @@ class NativeEngine(RolloutEngine):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
+
+
+def _target(targets: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of weight `name`. ValueError if there is none, or of another shape."""
+    if name not in targets:
+        raise ValueError(f"load_weights: {name!r} is no weight of the sampler's model")
+    if targets[name].shape != tensor.shape:
+        raise ValueError(
+            f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(targets[name].shape)}"
+        )
+    return targets[name]

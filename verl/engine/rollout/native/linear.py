@@ -30,6 +30,7 @@ class FastLinears:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._dtype = dtype
+        self._model = model
         self._modules = [m for m in model.modules() if type(m) is nn.Linear]
         self._on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
         self._copies: dict[nn.Linear, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -49,9 +50,12 @@ class FastLinears:
         if not self._stale:
             return
         self._stale = False
-        self._forwards = []  # the old copies go before the new ones come
         if self._on_cpu and _onednn():
-            self._forwards = [(m, self._packed(m)) for m in self._modules]
+            # one after the other: an old copy goes when the new one is there, not after all of them
+            if len(self._forwards) != len(self._modules):
+                self._forwards = [(m, m.forward) for m in self._modules]
+            for at, module in enumerate(self._modules):
+                self._forwards[at] = (module, self._packed(module))
         elif self._dtype != torch.float32:
             self._forwards = [(m, self._copied(m)) for m in self._modules if m.weight.dtype != self._dtype]
 
@@ -61,6 +65,7 @@ class FastLinears:
             module.weight.detach().to(dtype).contiguous(), _ROWS_HINT
         )
         bias = None if module.bias is None else module.bias.detach().to(dtype)
+        self._copies[module] = (weight, bias)
         product = torch.ops.mkldnn._linear_pointwise.default
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +82,23 @@ class FastLinears:
         if bias is not None:
             bias.copy_(module.bias)
         return lambda x: F.linear(x.to(weight.dtype), weight, bias)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare what the next product would use with the weights. WeightSyncError names the first that differs."""
+        from verl.weight_sync.base import WeightSyncError
+
+        self.refresh()
+        for module, (weight, bias) in self._copies.items():
+            plain = weight.to_dense() if weight.is_mkldnn else weight
+            same = torch.equal(plain, module.weight.to(plain.dtype))
+            if bias is not None:
+                same = same and torch.equal(bias, module.bias.to(bias.dtype))
+            if not same:
+                name = next((n for n, m in self._model.named_modules() if m is module), "?")
+                raise WeightSyncError(
+                    f"weight sync: the sampler computes with a copy of {name} that is not its weight"
+                )
 
     @contextmanager
     def active(self) -> Iterator[None]:

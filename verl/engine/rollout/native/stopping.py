@@ -22,7 +22,7 @@ class Stopper:
         if token in request.stop_ids:
             return "stop"
         stops = request.sampling.stop
-        if stops and self._may_end(token, stops) and self._ended(request.tokens, stops):
+        if stops and self._may_end(token, stops) and self._ended(_answer(request), stops):
             return "stop"
         return "length" if len(request.tokens) >= request.max_tokens else ""
 
@@ -49,3 +49,13 @@ class Stopper:
     def _decode(self, tokens: list[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _answer(request: Request) -> list[int]:
+    """The answer's tokens, those that the prompt ends with included."""
+    start = request.sampling.start
+    return (
+        [*request.prompt[len(request.prompt) - start :].tolist(), *request.tokens]
+        if start
+        else request.tokens
+    )

@@ -1,0 +1,334 @@
+"""The loop with groups in flight across updates: staleness, continued answers, order, positions, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace as Space
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.virtual import TimedEngine, VirtualLoop
+from verl.data.stream import PromptStream
+from verl.engine.rollout.base import SamplingParams
+from verl.rollout.background import BackgroundLoop
+from verl.rollout.draws import Draws
+from verl.rollout.requests import Requests
+from verl.rollout.rollouts import Rollouts, RolloutSettings, answer_seed
+from verl.tracking.timer import Phases
+from verl.trainer.ppo_trainer import Parts, PPOTrainer
+from verl.trajectory import Batch, Prompt
+from verl.weight_sync.base import SyncResult
+from verl.worker.plan import UpdateResult
+
+BATCH, N = 4, 2
+
+
+class Rows:
+    """A data set of `size` prompts in file order."""
+
+    def __init__(self, size: int = 20):
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def order(self, *, seed: int, shuffle: bool, epoch: int = 0) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(self._size)
+
+    def prompt(self, row: int, epoch: int = 0) -> Prompt:
+        return Prompt(uid=f"0:{row}@{epoch}", ids=np.arange(3), messages="q", row=row, epoch=epoch)
+
+
+class Quiet:
+    """Tracking, checkpoints and report that keep what they are given."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.records: dict[int, dict[str, Any]] = {}
+        self.positions: dict[int, dict[str, Any]] = {}
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self.records[step] = metrics
+
+    def progress(self, name: str, total: int):
+        return lambda count: None
+
+    def save(self, trainer: PPOTrainer, *_: Any) -> None:
+        self.positions[trainer.step] = trainer.draws.position(trainer.step)
+
+    def resume(self, trainer: PPOTrainer) -> int:
+        return 0
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: None
+
+
+class Run:
+    """A whole PPOTrainer in virtual time: real loop, stream and rollouts; the model is a wait of `update_s`."""
+
+    def __init__(
+        self, folder: Path, staleness: int, engine: TimedEngine, *, steps: int = 6, update_s: float = 5.0
+    ):
+        self.engine, self.batches, self.ended = engine, [], []
+        self.runner = asyncio.Runner(loop_factory=VirtualLoop)
+        self.quiet = Quiet(folder)
+        self.stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+        self.update_s = update_s
+        trainer = Space(
+            max_staleness=staleness,
+            val_only=False,
+            val_before_train=False,
+            save_freq=1,
+            test_freq=0,
+            verify_weight_sync=False,
+            logprob_diff_limit=None,
+            max_refused_steps=1,
+        )
+        self.config = Space(
+            trainer=trainer,
+            data=Space(train_batch_size=BATCH, max_prompt_length=8, max_response_length=64),
+            actor_rollout_ref=Space(rollout=Space(n=N)),
+            algorithm=Space(adv_estimator="grpo", use_kl_in_reward=False, rollout_correction=None),
+        )  # fmt: skip
+        settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
+        rollouts = Rollouts(engine, settings_, decode=lambda ids: "", on_finished=self._score)
+        rewards = Space(score_batch=self._nothing, check_errors=lambda batch: {})
+        parts = Parts(
+            stream=self.stream, rollouts=rollouts, rewards=rewards, actor=self, reference=None, kl_controller=None,
+            weight_sync=self, sampler=engine, validator=None, checkpoints=self.quiet, tracking=self.quiet,
+            phases=Phases(), report=self.quiet, loop=self.runner,
+        )  # fmt: skip
+        self.trainer = PPOTrainer(self.config, parts, steps)
+
+    async def _nothing(self, batch: Batch) -> None: ...
+
+    async def _score(self, trajectory) -> None:
+        await asyncio.sleep(0.25)
+        trajectory.score = float(trajectory.length)
+
+    # the actor and the weight sync, as far as the loop asks
+
+    updates_per_step = 1
+
+    def memory(self) -> dict[str, float]:
+        return {}
+
+    def update(self, batch: Batch, *, step: int) -> UpdateResult:
+        self.batches.append(batch)
+        self.runner.run(asyncio.sleep(self.update_s))
+        return UpdateResult(metrics={})
+
+    def push(self, version: int, *, verify: bool = False) -> SyncResult:
+        self.engine.load_weights((), version)
+        self.ended.append(self.runner.get_loop().time())
+        return SyncResult(0, 0.0)
+
+    def go(self) -> Run:
+        with self.runner:
+            self.trainer.fit()
+        return self
+
+
+def lengths(seed: int) -> int:
+    """Long-tailed: most answers have 3 to 10 tokens, some up to 60."""
+    return 3 + seed % 8 + (50 if seed % 11 == 0 else 0)
+
+
+def answers(run: Run) -> list[list[tuple[str, int, list[int]]]]:
+    return [[(t.uid, t.index, t.response_ids.tolist()) for t in batch] for batch in run.batches]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_staleness_is_bounded_and_order_is_that_of_the_draws(tmp_path, staleness) -> None:
+    run = Run(tmp_path, staleness, TimedEngine(lengths), steps=10).go()
+    order = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+    draws = [p.uid for _ in range(10) for p in order.take()]
+    assert [t.uid for batch in run.batches for t in batch if t.index == 0] == draws
+    lags = []
+    for step, batch in enumerate(run.batches, 1):
+        for t in batch:
+            assert t.versions == tuple(sorted(set(t.versions))) and t.score == t.length
+            lags.append(step - 1 - min(t.versions))
+    assert min(lags) >= 0 and max(lags) == staleness, "the bound is kept, and used"
+    worst = max(r["training/off_policy/trajectory_staleness_worst/max"] for r in run.quiet.records.values())
+    assert worst == staleness
+    assert not run.engine.under_way, "nothing is begun that no step will train on"
+
+
+def test_an_interrupted_answer_is_what_it_would_have_been(tmp_path) -> None:
+    whole = Run(tmp_path, 0, TimedEngine(lengths)).go()
+    parts = Run(tmp_path, 2, TimedEngine(lengths)).go()
+    assert answers(parts) == answers(whole)
+    carried = [t for batch in parts.batches for t in batch if t.extra.get("interruptions")]
+    assert carried and any(len(t.versions) > 1 for t in carried)
+    for t in carried:
+        expected = {TimedEngine.log_prob(v) for v in t.versions}
+        assert set(t.rollout_log_probs.tolist()) == {float(np.float32(x)) for x in expected}
+        seed = answer_seed(3, t.uid, t.index)
+        assert t.response_ids.tolist() == [TimedEngine.token(seed, j) for j in range(lengths(seed))]
+        assert np.all(np.diff(t.rollout_log_probs) <= 0), "oldest version first"
+    assert all("interruptions" not in t.extra for batch in whole.batches for t in batch)
+
+
+def test_continued_requests_share_no_prefix_cache_but_untouched_ones_do(tmp_path) -> None:
+    run = Run(tmp_path, 1, TimedEngine(lengths)).go()
+    groups = run.engine.groups
+    assert any(start for _, start in groups.values())
+    for request, (group, start) in groups.items():
+        assert group == (None if start else request.split("#")[0]), "one group, one prompt"
+
+
+def test_sampling_runs_while_the_trainer_computes(tmp_path) -> None:
+    """Updates of 30 s, answers of about 10: hidden behind each other one step takes the longer of the two."""
+    engines = [TimedEngine(lambda seed: 10) for _ in range(2)]
+    sync, ahead = (Run(tmp_path, k, e, update_s=30.0).go() for k, e in enumerate(engines))
+    steps = [np.diff(run.ended) for run in (sync, ahead)]
+    assert steps[0] == pytest.approx(40.25, abs=0.5) and steps[1][1:] == pytest.approx(30, abs=0.5)
+
+
+def test_more_staleness_hides_longer_stragglers(tmp_path) -> None:
+    """A few answers of 60 tokens among answers of 5, and updates of 8 seconds."""
+
+    def length(seed: int) -> int:
+        return 60 if seed % 13 == 0 else 5
+
+    times = {
+        k: Run(tmp_path, k, TimedEngine(length), steps=8, update_s=8.0).go().ended[-1] for k in (0, 1, 4)
+    }
+    assert times[4] < times[1] < times[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_checkpoint_holds_the_first_draw_not_trained(tmp_path, staleness) -> None:
+    run = Run(tmp_path, staleness, TimedEngine(lengths), steps=9).go()
+    for step in range(1, 9):
+        resumed = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+        resumed.load_state(run.quiet.positions[step])
+        following = [t.uid for t in run.batches[step] if t.index == 0]
+        assert [p.uid for p in resumed.take()] == following, f"after step {step}"
+    assert [r["training/epoch"] for r in run.quiet.records.values()] == [0] * 5 + [1] * 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 7))
+def test_draws_never_run_past_the_bound(ahead: int, first: int, last: int) -> None:
+    stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+    draws = Draws(stream, max_staleness=ahead, last_step=last)
+    begun = first - 1
+    for step in range(first, last + 1):
+        begun += len(draws.due(step)) // BATCH
+        assert begun == max(first - 1, min(step + ahead, last)) and draws.due(step) == []
+    with pytest.raises(ValueError, match="max_staleness=-1"):
+        Draws(stream, max_staleness=-1, last_step=1)
+
+
+def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:
+    """A pool hands requests on one tick later: an abort before that finds nothing, so it must come again."""
+
+    class Late(TimedEngine):
+        async def generate(self, *args, **kwargs):
+            await asyncio.sleep(0.5)
+            return await super().generate(*args, **kwargs)
+
+    async def go():
+        engine = Late(lambda seed: 4)
+        requests = Requests(engine, asyncio.get_running_loop().time)
+        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
+        await asyncio.sleep(0.1)
+        assert await requests.pause() == 1 and not engine.under_way
+        engine.load_weights((), 9)
+        late = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=6), request_id="b"))
+        await asyncio.sleep(50)
+        assert not late.done() and not answer.done(), "nothing runs while paused"
+        requests.resume()
+        done = await asyncio.gather(answer, late)
+        return done, requests.busy()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        (first, second), busy = runner.run(go())
+    assert first.token_ids.tolist() == [TimedEngine.token(5, j) for j in range(4)] and first.versions == (9,)
+    assert first.parts == 2 and second.parts == 1 and first.finish_reason == "stop"
+    assert len(busy) == 2 and busy[0][0] == 0 and busy[1][0] >= 50
+
+
+def test_an_abort_that_nobody_paused_for_is_handed_on() -> None:
+    async def go():
+        engine = TimedEngine(lambda seed: 9)
+        requests = Requests(engine)
+        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
+        await asyncio.sleep(3.5)
+        engine.abort()
+        return await answer
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        completion = runner.run(go())
+    assert completion.finish_reason == "abort" and len(completion.token_ids) == 3 and completion.parts == 1
+
+
+def test_the_budget_is_that_of_the_whole_answer() -> None:
+    async def go():
+        engine = TimedEngine(lambda seed: 100)
+        requests = Requests(engine)
+        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(7, seed=5), request_id="a"))
+        for _ in range(3):
+            await asyncio.sleep(2.5)
+            await requests.pause()
+            requests.resume()
+        return await answer
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        completion = runner.run(go())
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 7
+
+
+def test_an_error_in_the_background_reaches_the_loop(tmp_path) -> None:
+    engine = TimedEngine(lengths)
+    run = Run(tmp_path, 1, engine)
+    calls = []
+
+    def decode(ids: list[int]) -> str:
+        calls.append(ids)
+        if len(calls) == 20:
+            raise OSError("the tokenizer is gone")
+        return ""
+
+    run.trainer.parts.rollouts._decode = decode
+    with pytest.raises(OSError, match="tokenizer is gone"):
+        run.go()
+
+
+def test_background_loop_runs_between_calls_and_ends_what_is_left() -> None:
+    seen = []
+
+    async def tick():
+        while True:
+            await asyncio.sleep(0.005)
+            seen.append(1)
+
+    async def begin():
+        return asyncio.ensure_future(tick())
+
+    async def fail():
+        raise ValueError("no")
+
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    import time
+
+    with BackgroundLoop() as loop:
+        task = loop.run(begin())
+        deadline = time.monotonic() + 5
+        while len(seen) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(seen) >= 3
+        with pytest.raises(ValueError, match="no"):
+            loop.run(fail())
+        with pytest.raises(asyncio.CancelledError):
+            loop.run(cancelled())
+    assert task.cancelled()

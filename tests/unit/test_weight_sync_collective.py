@@ -1,0 +1,168 @@
+"""Broadcast to relays: "hosts" are processes here, each with its own channel and its own readers."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weight_sync_processes import (
+    channel_name,
+    check_clean,
+    context,
+    hangs_on_host_2,
+    hashes,
+    kill,
+    relays,
+    spawn,
+    weights,
+)
+from verl.platform.network import address_towards, listen
+from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.collective import WeightGroup, broadcast
+from verl.weight_sync.verify import checksums
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def channel(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = channel_name(request.node.nodeid)
+    yield name
+    check_clean(name)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    channel: str, size: int, readers: int, pushes: int, out: Any, reader: Any = hashes
+) -> tuple[Any, ...]:
+    port = free_port()
+    hosts = [spawn(relays, rank, size, port, channel, readers, pushes, out) for rank in range(1, size)]
+    samplers = [
+        spawn(reader, f"{channel}.{rank}", number, pushes, out)
+        for rank in range(1, size)
+        for number in range(readers)
+    ]
+    return WeightGroup(0, size, "127.0.0.1", port, timeout=20), hosts, samplers
+
+
+def gathered(out: Any, count: int) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for _ in range(count):
+        who, what = out.get(timeout=30)
+        found.setdefault(who, []).append(what)
+    return found
+
+
+@pytest.mark.parametrize(("own", "bucket"), [(0, 4096), (1, 4096), (1, 1 << 20)])
+def test_samplers_of_all_hosts_hold_the_same_bytes(channel: str, own: int, bucket: int) -> None:
+    out = context.Queue()
+    group, _, _ = start(channel, 3, 2, 2, out)
+    if own:
+        spawn(hashes, f"{channel}.0", 0, 2, out)
+    for version in range(2):
+        result = broadcast(
+            group, weights(version), version, bucket_bytes=bucket, dtype=torch.bfloat16, channel=f"{channel}.0",
+            readers=own, timeout=10,
+        )  # fmt: skip
+        assert result.bytes == sum(
+            t.numel() * (2 if t.is_floating_point() else t.element_size()) for _, t in weights()
+        )
+    found = gathered(out, 2 * (2 + 4 + own))
+    expected = [checksums(weights(v), dtype=torch.bfloat16) for v in range(2)]
+    for reader, hosts in ((0, 2 + own), (1, 2)):
+        assert sorted(map(str, found[reader])) == sorted(map(str, expected * hosts))
+    assert all(isinstance(moved, int) for r in (1, 2) for moved in found[f"relay {r}"])
+    group.close()
+
+
+def test_a_killed_sampler_of_another_host_fails_every_rank_by_name(channel: str) -> None:
+    out = context.Queue()
+    group, _, samplers = start(channel, 3, 1, 1, out, hangs_on_host_2)
+    victim = samplers[1]
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()
+        assert out.get(timeout=20) == ("hanging", 0)
+        kill(victim.pid)
+        yield from [(f"{n}.again", t) for n, t in weights()]
+
+    started = time.monotonic()
+    with pytest.raises(
+        WeightSyncError, match=rf"relay of rank 2 failed.*reader 0 of .*process {victim.pid}\) died"
+    ):
+        broadcast(group, gather(), 0, bucket_bytes=4096, timeout=10)
+    assert time.monotonic() - started < 10
+    found = gathered(out, 3)
+    assert "died" in found["relay 2"][0] and "relay of rank 2 failed" in found["relay 1"][0]
+    assert len(found[0]) == 1  # the sampler of the other host has everything
+
+
+def test_a_failing_gather_is_told_to_relays_and_readers(channel: str) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()[:2]
+        raise ArithmeticError("rank 3 said no")
+
+    out = context.Queue()
+    group, _, _ = start(channel, 2, 1, 1, out)
+    with pytest.raises(ArithmeticError):
+        broadcast(group, broken(), 0, bucket_bytes=4096, timeout=10)
+    found = gathered(out, 2)
+    assert "rank 3 said no" in found["relay 1"][0] and "rank 3 said no" in found[0][0]
+
+
+def test_a_killed_relay_ends_the_transfer_in_time(channel: str) -> None:
+    out = context.Queue()
+    group, processes, _ = start(channel, 2, 1, 1, out)
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights()
+        kill(processes[0].pid)
+        yield from weights() * 50
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="broadcast to 1 relays"):
+        broadcast(group, gather(), 0, bucket_bytes=4096, timeout=10)
+    assert time.monotonic() - started < 30
+    assert "died" in out.get(timeout=20)[1]  # the reader of that host, which removes its segment
+
+
+def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(channel: str) -> None:
+    from verl.weight_sync.segment import Segment
+
+    out = context.Queue()
+    blocked = Segment.create(f"{channel}.1", 1, 1024, 0)
+    port = free_port()
+    spawn(relays, 1, 2, port, channel, 1, 2, out)
+    group = WeightGroup(0, 2, "127.0.0.1", port, timeout=20)
+    with pytest.raises(WeightSyncError, match=r"relay of rank 1 failed.*is sending on channel"):
+        broadcast(group, weights(), 0, bucket_bytes=4096, timeout=10)
+    blocked.remove()
+    blocked.close()
+    spawn(hashes, f"{channel}.1", 0, 1, out)
+    broadcast(group, weights(), 0, bucket_bytes=4096, timeout=10)
+    found = gathered(out, 3)
+    assert found[0] == [checksums(weights())]
+
+
+def test_ranks_that_do_not_meet_and_collectives_that_are_not_there() -> None:
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 cannot meet the others at 127"):
+        WeightGroup(1, 2, "127.0.0.1", free_port(), timeout=1)
+    with pytest.raises(WeightSyncError, match="no collectives named 'hccl'"):
+        WeightGroup(0, 1, "127.0.0.1", free_port(), backend="hccl", timeout=5)
+
+
+def test_sockets_listen_on_the_address_given_only() -> None:
+    server = socket.socket(fileno=listen("127.0.0.1", 0))
+    assert server.getsockname()[0] == "127.0.0.1"
+    server.close()
+    assert address_towards("127.0.0.1", 80) == "127.0.0.1"

@@ -1,0 +1,266 @@
+"""Importance weights and rejection: what is done about answers that the current policy did not write.
+
+Everything works on flat float64 arrays of policy tokens. e is the log-ratio of a token, trainer minus sampler.
+Sources: truncated importance sampling between sampler and trainer (Yao et al. 2025); IcePop (arXiv 2510.18855);
+Liu, Li et al. 2025 ("When Speed Kills Stability").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.algorithms.settings import setting
+
+LIMIT = 20.0
+_NAN = float("nan")
+_RULE = re.compile(r"(?:(token)|seq_(sum|mean|max))_k([123])")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Policy tokens of several answers: error float64 [T]; owner int [T], 0 … answers − 1, each with a token."""
+
+    error: np.ndarray
+    owner: np.ndarray
+    answers: int
+
+    @classmethod
+    def of(cls, error: np.ndarray, answer: np.ndarray) -> Tokens:
+        """`answer` [T]: any number per answer, equal for its tokens."""
+        known, owner = np.unique(answer, return_inverse=True)
+        return cls(np.asarray(error, np.float64), owner, len(known))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[answers]: sum of the values [T] of each answer's tokens."""
+        return np.bincount(self.owner, weights=values, minlength=self.answers)
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """[answers]: mean of the values [T] of each answer's tokens."""
+        return self.sums(values) / np.bincount(self.owner, minlength=self.answers)
+
+    def maxima(self, values: np.ndarray) -> np.ndarray:
+        """[answers]: largest of the values [T] of each answer's tokens."""
+        out = np.full(self.answers, -np.inf)
+        np.maximum.at(out, self.owner, values)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """`rollout_is`: kind token or sequence. With `low` weights outside [low, high] become 0, else min(w, high)."""
+
+    kind: str
+    low: float | None
+    high: float
+    normalize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One option of `rollout_rs`. over: token, sum, mean or max; k: 1, 2 or 3. Kept if low ≤ value ≤ high.
+
+    low and high are those of the value itself: logarithms of the ratio bounds for k1; low is None for k2 and k3.
+    """
+
+    name: str
+    over: str
+    k: int
+    low: float | None
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`algorithm.rollout_correction`, parsed."""
+
+    weighting: Weighting | None = None
+    rules: tuple[Rule, ...] = ()
+    bypass: bool = False
+    reinforce: bool = False
+
+    @property
+    def active(self) -> bool:
+        """True if the trainer's log-probs are compared with the sampler's to weigh or reject."""
+        return self.weighting is not None or bool(self.rules)
+
+    @property
+    def needs_mini_batch_pass(self) -> bool:
+        """True if something must be known of a whole mini-batch before its update, under its current weights."""
+        normalized = self.reinforce and self.weighting is not None and self.weighting.normalize
+        return self.bypass and (bool(self.rules) or normalized)
+
+
+def parse_correction(config: Any) -> Correction:
+    """From the config group (None: nothing is corrected). ValueError naming the key and the form it must have."""
+    kind = setting(config, "rollout_is")
+    rules = setting(config, "rollout_rs")
+    weighting = None
+    if kind:
+        normalize = bool(setting(config, "rollout_is_batch_normalize", False))
+        weighting = parse_weighting(kind, setting(config, "rollout_is_threshold", 2.0), normalize)
+    return Correction(
+        weighting,
+        parse_rules(rules, setting(config, "rollout_rs_threshold")) if rules else (),
+        bypass=bool(setting(config, "bypass_mode", False)),
+        reinforce=setting(config, "loss_type", "ppo_clip") == "reinforce",
+    )
+
+
+def parse_weighting(kind: str, threshold: float | str, normalize: bool = False) -> Weighting:
+    """From `rollout_is`, `rollout_is_threshold` ("2.0" truncates, "0.5_5.0" zeroes outside) and the flag."""
+    if kind not in ("token", "sequence"):
+        raise ValueError(f"rollout_is={kind!r}: it is token or sequence")
+    parts = _numbers(threshold)
+    if not parts:
+        raise ValueError(
+            f'rollout_is_threshold={threshold!r}: write a number, "2.0" (truncates), or bounds, "0.5_5.0" (zeroes outside)'
+        )
+    return Weighting(kind, parts[0] if len(parts) == 2 else None, parts[-1], normalize)
+
+
+def parse_rules(listed: str, threshold: float | str | None) -> tuple[Rule, ...]:
+    """From `rollout_rs` and `rollout_rs_threshold`: comma lists, one threshold for each name or one for all."""
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if threshold is None:
+        raise ValueError('rollout_rs_threshold: rollout_rs needs one: a number, or bounds "0.5_2.0" for k1')
+    thresholds = [part.strip() for part in str(threshold).split(",")]
+    if len(thresholds) not in (1, len(names)):
+        raise ValueError(
+            f"rollout_rs_threshold={threshold}: {len(thresholds)} thresholds for {len(names)} rules; give one each, or "
+            "one for all"
+        )
+    return tuple(
+        parse_rule(*pair) for pair in zip(names, thresholds * (len(names) // len(thresholds)), strict=True)
+    )
+
+
+def parse_rule(name: str, threshold: str) -> Rule:
+    """One name of `rollout_rs` with its threshold. ValueError for an unknown name or a threshold of another form."""
+    found = _RULE.fullmatch(name)
+    if not found or name == "seq_max_k1":
+        raise ValueError(
+            f"rollout_rs={name}: a list of token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3, separated by commas"
+        )
+    over, k, parts = found[1] or found[2], int(found[3]), _numbers(threshold)
+    if k > 1:
+        if len(parts) != 1:
+            raise ValueError(
+                f"rollout_rs_threshold={threshold}: {name} has an upper bound only, write one number"
+            )
+        return Rule(name, over, k, None, parts[0])
+    if len(parts) == 1 and parts[0] > 1:
+        parts = [1 / parts[0], parts[0]]
+    if len(parts) != 2:
+        raise ValueError(
+            f'rollout_rs_threshold={threshold}: {name} needs ratio bounds, "0.5_2.0", or one number above 1'
+        )
+    return Rule(name, over, k, float(np.log(parts[0])), float(np.log(parts[1])))
+
+
+def _numbers(threshold: float | str | None) -> list[float]:
+    """[c], or [lo, hi] of "lo_hi"; [] for anything else: all must be above 0, and lo below hi."""
+    try:
+        parts = [float(part) for part in str(threshold).split("_")]
+    except ValueError:
+        return []
+    ordered = len(parts) == 1 or (len(parts) == 2 and parts[0] < parts[1])
+    return parts if ordered and all(0 < part < np.inf for part in parts) else []
+
+
+def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict[str, float]]:
+    """Weights float64 [T] and their metrics (names without prefix).
+
+    Statistics are over tokens (kind token) or answers (kind sequence): rollout_is_{mean,std,max,min},
+    eff_sample_size of weights as applied; ratio_fraction_{high,low}, oob_ratio of raw ones; seq_*: per-answer
+    means, as applied, but fraction_{high,low} of raw ones. std is unbiased; nan where there is nothing.
+    """
+    if how.kind == "token":
+        raw = np.exp(np.clip(tokens.error, -LIMIT, LIMIT))
+    else:
+        raw = np.exp(np.clip(tokens.sums(tokens.error), -LIMIT, LIMIT))
+    low = 1 / how.high if how.low is None else how.low
+    outside = (raw < low) | (raw > how.high)
+    applied = np.minimum(raw, how.high) if how.low is None else np.where(outside, 0.0, raw)
+    factor = 1.0
+    if how.normalize and len(applied) and applied.mean() > 0:
+        factor = float(applied.mean())
+        applied = applied / factor
+    sequence = how.kind == "sequence"
+    means, raw_means = (values if sequence else tokens.means(values) for values in (applied, raw))
+    metrics = {f"rollout_is_{name}": value for name, value in _spread(applied).items()}
+    mean = _mean(applied)
+    metrics |= {
+        "rollout_is_eff_sample_size": 1 / _mean((applied / mean) ** 2) if mean > 0 else _NAN,
+        "rollout_is_ratio_fraction_high": _mean(raw > how.high),
+        "rollout_is_ratio_fraction_low": _mean(raw < low),
+        "rollout_is_oob_ratio": 0.0 if how.low is None else _mean(outside),
+        **{f"rollout_is_seq_{name}": value for name, value in _spread(means).items()},
+        "rollout_is_seq_max_deviation": float(np.abs(means - 1).max()) if len(means) else _NAN,
+        "rollout_is_seq_fraction_high": _mean(raw_means > how.high),
+        "rollout_is_seq_fraction_low": _mean(raw_means < low),
+    }
+    if how.normalize:
+        metrics["rollout_is_batch_norm_factor"] = factor
+    return applied[tokens.owner] if sequence else applied, metrics
+
+
+def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[str, float]]:
+    """Kept tokens bool [T], those that every rule keeps, and metrics (names without prefix).
+
+    Per rule: rollout_rs_{name}_{mean,max,min,std,fraction_high,fraction_low} of its values, one per token or per
+    answer; masked_fraction, seq_masked_fraction: shares of tokens, of answers with any token, that it drops;
+    seq_*: the same of per-answer values (for a token rule: means), seq_max_deviation their largest |value|.
+    """
+    kept = np.ones(len(tokens.error), bool)
+    metrics: dict[str, float] = {}
+    for rule in rules:
+        keeps, found = _apply(tokens, rule)
+        kept &= keeps
+        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in found.items()}
+    metrics |= {f"rollout_rs_{name}": value for name, value in _dropped(tokens, kept).items()}
+    return kept, metrics
+
+
+def _apply(tokens: Tokens, rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
+    error = np.clip(tokens.error, -LIMIT, LIMIT)
+    each = -error if rule.k == 1 else error**2 / 2 if rule.k == 2 else np.expm1(error) - error
+    means = {"token": tokens.means, "sum": tokens.sums, "mean": tokens.means, "max": tokens.maxima}[
+        rule.over
+    ](each)
+    values = each if rule.over == "token" else means
+    keeps = values <= rule.high
+    if rule.low is not None:
+        keeps &= values >= rule.low
+    kept = keeps if rule.over == "token" else keeps[tokens.owner]
+
+    def beyond(of: np.ndarray) -> dict[str, float]:
+        low = -np.inf if rule.low is None else rule.low
+        return {"fraction_high": _mean(of > rule.high), "fraction_low": _mean(of < low)}
+
+    seq = _spread(means) | beyond(means)
+    seq["max_deviation"] = float(np.abs(means).max()) if len(means) else _NAN
+    found = _spread(values) | beyond(values) | _dropped(tokens, kept)
+    return kept, found | {f"seq_{name}": value for name, value in seq.items()}
+
+
+def _dropped(tokens: Tokens, kept: np.ndarray) -> dict[str, float]:
+    touched = tokens.sums(~kept) > 0
+    return {"masked_fraction": _mean(~kept), "seq_masked_fraction": _mean(touched)}
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "mean": _mean(values),
+        "std": float(values.std(ddof=1)) if len(values) > 1 else _NAN,
+        "max": float(values.max()) if len(values) else _NAN,
+        "min": float(values.min()) if len(values) else _NAN,
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else _NAN

@@ -1,0 +1,135 @@
+"""`rollout.engine_kwargs.vllm`: what is passed on, what is translated or dropped, what is refused (config.md §15)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KEY = "rollout.engine_kwargs.vllm"
+
+OURS: dict[str, str] = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "seed": "seed",
+    "enforce_eager": "enforce_eager",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "cudagraph_capture_sizes": "cudagraph_capture_sizes",
+    "load_format": "load_format",
+    "logprobs_mode": "logprobs_mode",
+    "quantization": "quantization",
+    "scheduling_policy": "scheduling_policy",
+    "disable_log_stats": "disable_log_stats",
+    "skip_tokenizer_init": "skip_tokenizer_init",
+}
+"""vLLM's argument → the key under `rollout.` that sets it."""
+
+FIXED: dict[str, str] = {
+    "model": "actor_rollout_ref.model.path names it",
+    "tokenizer": "data.tokenizer names it",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code sets it",
+    "hf_config_path": "actor_rollout_ref.model.hf_config_path names it",
+    "generation_config": "sampling settings come from rollout.*",
+    "worker_extension_cls": "weights reach vLLM's workers through ours",
+    "weight_transfer_config": "weights reach vLLM's workers through shared memory",
+    "enable_sleep_mode": "rollout.free_cache_engine sets it",
+    "enable_expert_parallel": "rollout.expert_parallel_size sets it",
+}
+"""Arguments that this engine sets for itself."""
+
+DROPPED = (
+    "swap_space",
+    "disable_log_requests",
+    "use_v2_block_manager",
+    "num_scheduler_steps",
+    "preemption_mode",
+    "max_seq_len_to_capture",
+)
+_PACKED = "sequences are packed without padding; results are the same"
+_MULTIMODAL = ("mm_", "limit_mm_per_prompt", "disable_mm_preprocessor_cache", "interleave_mm_strings")
+
+
+@dataclass(slots=True)
+class Translated:
+    """arguments: for vLLM. notices: what was dropped or renamed. problems: what is refused, as (key, message)."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+
+def translate(
+    given: Mapping[str, Any], known: Collection[str], rollout: Mapping[str, Any], *, text_only: bool
+) -> Translated:
+    """Turn engine_kwargs.vllm into arguments of the installed vLLM.
+
+    known: its argument names (empty: unknown, nothing is refused for its name). rollout: the values of `rollout.*` keys
+    by their name there; a key of OURS that differs from them is refused. text_only: the model sees no images.
+    """
+    out = Translated()
+    for name, value in given.items():
+        if value is not None:
+            _one(out, name, value, known, rollout, text_only)
+    return out
+
+
+def _one(
+    out: Translated,
+    name: str,
+    value: Any,
+    known: Collection[str],
+    rollout: Mapping[str, Any],
+    text_only: bool,
+) -> None:
+    key = f"{KEY}.{name}"
+    if name == "padding_mode":
+        out.notices.append(f"no effect: {key}: {_PACKED}")
+    elif name == "image_processor_type":
+        out.notices.append(
+            f"dropped: {key}: the processor comes with the model (data.mm_processor_kwargs changes it)"
+        )
+    elif text_only and name.startswith(_MULTIMODAL):
+        out.notices.append(f"dropped: {key}: the model sees no images")
+    elif name in FIXED:
+        out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
+    elif name in OURS:
+        _ours(out, name, value, rollout)
+    elif name in known or not known:
+        out.arguments[name] = value
+    elif name == "disable_mm_preprocessor_cache":
+        if value:
+            out.arguments["mm_processor_cache_gb"] = 0
+            out.notices.append(f"renamed: {key}=True is mm_processor_cache_gb=0")
+    elif name == "cuda_graph_sizes":
+        out.arguments["cudagraph_capture_sizes"] = value if isinstance(value, list) else [value]
+        out.notices.append(f"renamed: {key} is cudagraph_capture_sizes (rollout.cudagraph_capture_sizes)")
+    elif name in DROPPED:
+        out.notices.append(f"dropped: {key}: the installed vLLM does not have it any more")
+    else:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"; nearest: {near[0]}" if near else ""
+        out.problems.append((key, f"the installed vLLM has no such argument{hint}"))
+
+
+def _ours(out: Translated, name: str, value: Any, rollout: Mapping[str, Any]) -> None:
+    ours = OURS[name]
+    if ours in rollout and not _same(value, rollout[ours]):
+        out.problems.append(
+            (f"{KEY}.{name}={value}", f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead")
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    names = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+    left, right = (
+        names.get(str(v).removeprefix("torch."), v) if isinstance(v, str) else v for v in (left, right)
+    )
+    return bool(left == right)

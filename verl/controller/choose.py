@@ -1,0 +1,34 @@
+"""In this process or on a cluster: which controller a configuration asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from verl.controller.roles import Roles
+from verl.errors import UserError
+from verl.tracking.report import Report
+
+
+def wants_ray(config: Any) -> bool:
+    """True for more than one device, and where a cluster's address is given."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
+    return many or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+
+
+def build_roles(config: Any, tokenizer: Any, total_steps: int, report: Report) -> Roles:
+    """The roles of a run, wherever they belong. UserError for what cannot be had."""
+    if not wants_ray(config):
+        from verl.controller.local import build_roles as local
+
+        return local(config, tokenizer, total_steps)
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "more than one device, or a cluster's address, needs Ray, which is not installed here: "
+            "pip install 'verl[ray]', or set trainer.nnodes=1 trainer.n_gpus_per_node=1 and unset RAY_ADDRESS"
+        )
+    from verl.controller.ray import build_roles as remote
+
+    return remote(config, tokenizer, total_steps, report)

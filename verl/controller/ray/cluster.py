@@ -1,0 +1,165 @@
+"""Start Ray on this machine, or join a cluster that runs; what its nodes have."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from verl.errors import UserError
+
+RESOURCE = {"cuda": "GPU", "npu": "NPU"}
+"""Ray's name of a kind of device; processors have none, their ranks are processes."""
+LOOPBACK = "127.0.0.1"
+_LEAST = (2, 54)
+_WORKER_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}
+_PASSED_ON = (
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "VERL_LOGGING_LEVEL",
+    "VERL_USE_EXTERNAL_MODULES",
+    "PYTHONPATH",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node: `devices` of the run's kind, as many as Ray was told of."""
+
+    id: str
+    address: str
+    devices: int
+    cpus: float
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.devices} devices)"
+
+
+class Cluster:
+    """A connection to Ray. `own` is True where this run started Ray and stops it at the end."""
+
+    def __init__(self, config: Any, kind: str):
+        self.kind = kind
+        self.own = False
+        self._timeline = config.ray_kwargs.timeline_json_file
+        self._connect(dict(config.ray_kwargs.ray_init))
+        self.loopback = self.own
+
+    def _connect(self, given: dict[str, Any]) -> None:
+        _check_version()
+        if ray.is_initialized():
+            return
+        options = {key: value for key, value in given.items() if value is not None}
+        address = options.get("address") or os.environ.get("RAY_ADDRESS")
+        self.own = address in (None, "", "local")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        defaults: dict[str, Any] = {"namespace": "verl", "logging_level": logging.WARNING}
+        if self.own:
+            defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
+            options.pop("address", None)
+        try:
+            ray.init(**(defaults | options))
+        except (ConnectionError, TimeoutError) as error:
+            raise UserError(
+                f"no Ray cluster answers at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {error}. Start one "
+                "with examples/ray_start.sh, or unset the address to use this machine alone"
+            ) from error
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            self.own = False
+            words = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
+            raise UserError(f"ray.init refused ray_kwargs.ray_init ({words}): {error}") from error
+
+    def settle_kind(self) -> str:
+        """The kind of device; "auto" is what the nodes have most of: cuda, then npu, then cpu."""
+        if self.kind == "auto":
+            totals = ray.cluster_resources()
+            self.kind = next((kind for kind, name in RESOURCE.items() if totals.get(name, 0) >= 1), "cpu")
+        return self.kind
+
+    def nodes(self) -> list[Node]:
+        """Living nodes, the driver's first, then by address and id."""
+        mine = ray.get_runtime_context().get_node_id()
+        name = RESOURCE.get(self.kind)
+        found = [
+            Node(
+                n["NodeID"],
+                n["NodeManagerAddress"],
+                int(n["Resources"].get(name, 0)) if name else int(n["Resources"].get("CPU", 0)),
+                float(n["Resources"].get("CPU", 0)),
+            )
+            for n in ray.nodes()
+            if n["Alive"]
+        ]
+        return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+
+    def wait_for_nodes(
+        self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
+    ) -> list[Node]:
+        """`count` nodes with `devices` each (processors: any node). UserError when they do not come.
+
+        A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
+        """
+        needed = devices if self.kind in RESOURCE else 0
+        end = time.monotonic() + (0 if self.own else timeout)
+        said = False
+        while True:
+            nodes = self.nodes()
+            fit = [n for n in nodes if n.devices >= needed]
+            if len(fit) >= count:
+                return fit
+            if time.monotonic() >= end:
+                have = ", ".join(str(n) for n in nodes) or "none"
+                raise UserError(
+                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices; the cluster has: "
+                    f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
+                    f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
+                )
+            if not said:
+                notice(
+                    f"waiting for nodes: {len(fit)} of {count} with {devices} {self.kind} devices are there"
+                )
+                said = True
+            time.sleep(1.0)
+
+    def close(self) -> None:
+        """Write the timeline if asked for, and stop a Ray that this run started."""
+        if not ray.is_initialized():
+            return
+        if self._timeline:
+            ray.timeline(self._timeline)
+        if self.own:
+            ray.shutdown()
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Variables of a worker process: what this process has, else the defaults. `threads` for a processor's products."""
+    env = {name: os.environ.get(name, value) for name, value in _WORKER_ENV.items()}
+    env |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    return env
+
+
+def _check_version() -> None:
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not _LEAST <= version < (3, 0):
+        raise UserError(
+            f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
+            "holes): pip install 'ray>=2.54,<3'"
+        )

@@ -1,0 +1,23 @@
+"""The worker classes as Ray actors. What they do is in `verl.worker`; here is only what Ray needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from verl.worker.sampler_host import SamplerHost
+from verl.worker.train_host import TrainHost
+
+
+class RayTrainHost(TrainHost):
+    """A training rank that says which devices it was given."""
+
+    def device_ids(self) -> list[str]:
+        """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
+        given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
+        return [str(i) for kind in ("GPU", "NPU") for i in given.get(kind, [])]
+
+
+TrainActor = ray.remote(max_restarts=0)(RayTrainHost)
+SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(SamplerHost)

@@ -1,0 +1,92 @@
+"""Which devices of which node a role gets: pools of devices as placement groups, one bundle a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.controller.ray.cluster import RESOURCE, Cluster, worker_environment
+from verl.errors import UserError
+
+
+class Pool:
+    """`nodes` × `per_node` devices, every node's in one bundle. Waits until Ray has set them aside.
+
+    UserError when the cluster does not have them, or has given them to somebody else.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        nodes: int,
+        per_node: int,
+        timeout: float,
+        notice: Callable[[str], None],
+    ):
+        self.name, self.nodes, self.per_node = name, nodes, per_node
+        self.kind = cluster.kind
+        fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
+        self._resource = RESOURCE.get(cluster.kind)
+        cpus = min(per_node, *(n.cpus for n in fit[:nodes]), 1 if self._resource is None else per_node)
+        bundle: dict[str, float] = {"CPU": 0.01 if cpus <= 0 else cpus * 0.1}
+        if self._resource is not None:
+            bundle[self._resource] = per_node
+        self.group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
+        if not self.group.wait(timeout):
+            remove_placement_group(self.group)
+            raise UserError(
+                f"{name}: {nodes} × {per_node} {cluster.kind} devices are in the cluster but were not free within "
+                f"{timeout:g} s; another job holds them, or two pools ask for the same ones"
+            )
+        self.threads = max(1, int(min(n.cpus for n in fit[:nodes]) or 1) // per_node)
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+    def node_of(self, bundle: int) -> str:
+        """Ray's id of the node that a bundle is on."""
+        table = ray.util.placement_group_table(self.group)
+        return str(table["bundles_to_node_id"][bundle])
+
+    def owner_options(self, bundle: int, devices: int, **env: str) -> dict[str, Any]:
+        """Options of an actor that owns `devices` of a node: Ray shows it these and no others."""
+        options = self._options(bundle, env)
+        if self._resource == "GPU":
+            options["num_gpus"] = devices
+        elif self._resource is not None:
+            options["resources"] = {self._resource: devices}
+        return options
+
+    def guest_options(self, bundle: int, visible: list[str], **env: str) -> dict[str, Any]:
+        """Options of an actor that shares devices with their owners; `visible` are their ids on the node."""
+        if self.kind == "cuda":
+            env |= {
+                "CUDA_VISIBLE_DEVICES": ",".join(visible),
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            }
+        elif self.kind == "npu":
+            env |= {
+                "ASCEND_RT_VISIBLE_DEVICES": ",".join(visible),
+                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+            }
+        return self._options(bundle, env)
+
+    def _options(self, bundle: int, env: dict[str, str]) -> dict[str, Any]:
+        return {
+            "num_cpus": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=bundle
+            ),
+            "runtime_env": {"env_vars": worker_environment(self.threads) | env},
+        }
+
+    def release(self) -> None:
+        """Give the devices back."""
+        remove_placement_group(self.group)

@@ -1,0 +1,178 @@
+"""Roles on a Ray cluster: devices are set aside, workers started, joined and filled with models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.controller.ray.cluster import LOOPBACK, Cluster
+from verl.controller.ray.hosts import SamplerActor, TrainActor
+from verl.controller.ray.placement import Pool
+from verl.controller.ray.sampler_pool import Host, SamplerPool
+from verl.controller.ray.sync import ChannelSync
+from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
+from verl.controller.ray.workers import Group, Worker
+from verl.controller.roles import Roles
+from verl.tracking.report import SILENT, Report
+from verl.worker.build import horizon, wants_reference
+from verl.worker.plan import UpdatePlan
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+
+def build_roles(config: Config, tokenizer: Any, total_steps: int, report: Report = SILENT) -> Roles:
+    """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used.
+
+    `tokenizer` is part of the interface; workers load their own from the same path.
+    """
+    builder = _Builder(config, report)
+    try:
+        return builder.build(total_steps)
+    except BaseException:
+        builder.release()
+        raise
+
+
+class _Builder:
+    """One start. `release` gives back what was taken so far."""
+
+    def __init__(self, config: Config, report: Report):
+        self.config, self.report = config, report
+        self.cluster = Cluster(config, device_kind(config))
+        self.plain = json.loads(json.dumps(config.to_dict(), default=str))
+        self.pools: list[Pool] = []
+        self.workers: list[Worker] = []
+
+    def build(self, total_steps: int) -> Roles:
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        self.kind = self.cluster.settle_kind()
+        self.plain["trainer"]["device"] = self.kind
+        trainer = self._pool("training", "trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
+        own = rollout.nnodes > 0
+        sampling = trainer
+        if own:
+            name = "actor_rollout_ref.rollout"
+            sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
+        group, nodes, devices = self._training_workers(trainer)
+        hosts = self._sampler_hosts(sampling, None if own else devices)
+        facts = group.call("build", total_steps, doing="loading the model")
+        training = Training(
+            group,
+            [fact["dp_rank"] for fact in facts],
+            plan=UpdatePlan(
+                config.actor_rollout_ref.actor,
+                horizon=horizon(config),
+                batch_prompts=config.data.train_batch_size,
+                rollout_correction=config.algorithm.rollout_correction,
+            ),
+            temperature=rollout.temperature,
+            balance=config.trainer.balance_batch,
+        )
+        pool = SamplerPool(hosts, event=self.report.event)
+        words = (
+            f"{len(group)} ranks on {trainer.nodes} nodes, each {facts[0]['device']}; {len(hosts)} samplers"
+        )
+        return Roles(
+            ActorGroup(training, words),
+            ReferenceGroup(training) if wants_reference(config) else None,
+            pool,
+            ChannelSync(training, nodes, pool),
+            devices=trainer.devices + (sampling.devices if own else 0),
+            release=self.release,
+        )
+
+    def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
+        what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
+        timeout = self.config.trainer.ray_wait_register_center_timeout
+        pool = Pool(self.cluster, what, nodes, per_node, timeout, self.report.notice)
+        self.pools.append(pool)
+        return pool
+
+    def _training_workers(self, pool: Pool) -> tuple[Group, list[str], list[list[str]]]:
+        """Ranks that have met; the node of each, and the ids of its devices."""
+        workers, nodes = [], []
+        addresses = {node.id: node.address for node in self.cluster.nodes()}
+        for rank in range(pool.devices):
+            bundle = rank // pool.per_node
+            node = pool.node_of(bundle)
+            options = pool.owner_options(bundle, 1)
+            handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
+            workers.append(Worker(handle, f"training worker {rank}", addresses[node]))
+            nodes.append(node)
+        self.workers += workers
+        group = Group(workers, self.report.beat)
+        for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
+            worker.pid = fact["pid"]
+        address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
+        port = Group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
+        group.call("join", address, port, doing="joining the training ranks")
+        return group, nodes, group.call("device_ids", doing="starting the workers")
+
+    def _sampler_hosts(self, pool: Pool, shared: list[list[str]] | None) -> list[Host]:
+        """Engines of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`."""
+        size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size or 1
+        addresses = {node.id: node.address for node in self.cluster.nodes()}
+        engines = pool.per_node // size
+        hosts = []
+        for number in range(pool.nodes * engines):
+            bundle, place = divmod(number, engines)
+            node = pool.node_of(bundle)
+            if shared is None:
+                options = pool.owner_options(bundle, size)
+            else:
+                first = bundle * pool.per_node + place * size
+                visible = [device for rank in shared[first : first + size] for device in rank]
+                options = pool.guest_options(bundle, visible)
+            start = self._starter(number, options, addresses[node])
+            hosts.append((number, start, node, start.create()))
+        out = []
+        for number, start, node, worker in hosts:
+            out.append(Host(number, start, start.finish(worker), node))
+        return out
+
+    def _starter(self, number: int, options: dict[str, Any], address: str) -> _Starter:
+        return _Starter(self.plain, number, options, address, self.workers)
+
+    def release(self) -> None:
+        """End the workers, give the devices back, stop a Ray of our own."""
+        import ray
+
+        for worker in self.workers:
+            ray.kill(worker.handle)
+        for pool in self.pools:
+            pool.release()
+        self.cluster.close()
+
+
+@dataclass(slots=True)
+class _Starter:
+    """Starts a sampler host, the first time and again after its death."""
+
+    plain: dict[str, Any]
+    number: int
+    options: dict[str, Any]
+    address: str
+    workers: list[Worker]
+
+    def create(self) -> Worker:
+        """The process; its engine is not there yet."""
+        handle = SamplerActor.options(**self.options).remote(self.plain, self.number)
+        worker = Worker(handle, f"sampler {self.number}", self.address)
+        self.workers.append(worker)
+        return worker
+
+    def finish(self, worker: Worker) -> Worker:
+        """Wait for the engine."""
+        fact = Group([worker]).call("start", doing="starting the samplers")[0]
+        worker.pid = fact["pid"]
+        return worker
+
+    def __call__(self) -> Worker:
+        return self.finish(self.create())
+
+
+def device_kind(config: Config) -> str:
+    """`trainer.device`, "auto" left open until the cluster's nodes are known."""
+    return str(config.trainer.device)

@@ -1,0 +1,284 @@
+"""Sampling engines in hosts of their own, behind the interface of one engine.
+
+    generate ─▶ queue of a host ─ one call a tick ─▶ SamplerHost.submit        a group's answers go to one host,
+    future ◀─── answers ◀──── long poll ─────────── SamplerHost.results        groups to the host with least to do
+
+A host that dies is started again, gets the current weights, and its unfinished requests are asked anew; an answer is
+taken once, whoever gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray import exceptions as faults
+
+from verl.controller import wire
+from verl.controller.ray.workers import Worker, is_dead, reason
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+
+_POLL_S = 10.0
+_CALL_S = 120.0
+_TOGETHER = ("busy_s", "cache_peak")
+MAX_RESTARTS = 3
+"""Deaths of one host between two weight transfers after which the run ends."""
+
+
+class SamplerLost(RuntimeError):
+    """A sampler died again and again."""
+
+    explained = True
+
+
+@dataclass(slots=True)
+class _Request:
+    ask: wire.Ask
+    future: asyncio.Future[Completion]
+    host: Host
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """One engine. `start()` makes a fresh worker in the place of a dead one; blocking."""
+
+    number: int
+    start: Callable[[], Worker]
+    worker: Worker
+    node: str
+    queue: list[wire.Ask] = field(default_factory=list)
+    requests: dict[str, _Request] = field(default_factory=dict)
+    poll: asyncio.Task[None] | None = None
+    reviving: bool = False
+    deaths: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens it has still to write."""
+        return sum(request.ask.tokens for request in self.requests.values())
+
+
+class SamplerPool(RolloutEngine):
+    """`refill(host)` gives a fresh host the current weights; blocking, called from a thread of its own."""
+
+    def __init__(self, hosts: Sequence[Host], *, event: Callable[..., None]):
+        self.hosts = list(hosts)
+        self.refill: Callable[[Host], None] | None = None
+        self._event = event
+        self._homes: dict[str, Host] = {}
+        self._flushing = False
+        self._version = 0
+        self._closed = False
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        media: dict[str, Any] | None = None,
+    ) -> Completion:
+        """See `RolloutEngine.generate`."""
+        if media:
+            raise ValueError(f"request {request_id!r}: media cannot be sent to another process yet")
+        ask = wire.Ask(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
+        host = self._host_for(ask)
+        if request_id in host.requests:
+            raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
+        loop = asyncio.get_running_loop()
+        request = _Request(ask, loop.create_future(), host)
+        host.requests[request_id] = request
+        host.queue.append(ask)
+        if not self._flushing:
+            self._flushing = True
+            loop.call_soon(self._flush)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self.abort([request_id])
+            raise
+        finally:
+            host.requests.pop(request_id, None)
+            if group is not None and not any(r.ask.group == group for r in host.requests.values()):
+                self._homes.pop(group, None)
+
+    def _host_for(self, ask: wire.Ask) -> Host:
+        home = self._homes.get(ask.group) if ask.group is not None else None
+        if home is None:
+            home = min(self.hosts, key=lambda host: (host.tokens, host.number))
+            if ask.group is not None:
+                self._homes[ask.group] = home
+        return home
+
+    def _flush(self) -> None:
+        """Send what was asked in this tick, one call for each host."""
+        self._flushing = False
+        for host in self.hosts:
+            if host.reviving or not host.queue:
+                continue
+            queue, host.queue = host.queue, []
+            host.worker.handle.submit.remote(wire.encode_asks(queue))
+            self._watch(host)
+
+    def _watch(self, host: Host) -> None:
+        loop = asyncio.get_running_loop()
+        if host.poll is None or host.poll.done() or host.poll.get_loop() is not loop:
+            host.poll = loop.create_task(self._collect(host), name=f"sampler-{host.number}")
+
+    async def _collect(self, host: Host) -> None:
+        """Take a host's answers for as long as it owes any."""
+        while host.requests and not self._closed:
+            try:
+                answers = wire.decode_answers(await host.worker.handle.results.remote(_POLL_S))
+            except faults.RayError as error:
+                if not is_dead(error):
+                    self._fail(host, error)
+                    return
+                await self._revive(host, reason(error))
+                continue
+            for answer in answers:
+                self._settle(host, answer)
+            await asyncio.sleep(0)
+
+    def _settle(self, host: Host, answer: wire.Answer) -> None:
+        """Hand an answer over; one that nobody waits for any more is dropped."""
+        request = host.requests.get(answer.id)
+        if request is None or request.future.done():
+            return
+        if answer.completion is not None:
+            request.future.set_result(answer.completion)
+        else:
+            kind, text = answer.error or ("Error", "")
+            request.future.set_exception(
+                ValueError(text) if kind == "ValueError" else SamplingError(f"{kind}: {text}")
+            )
+
+    def _fail(self, host: Host, error: Exception) -> None:
+        for request in host.requests.values():
+            if not request.future.done():
+                request.future.set_exception(error)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`."""
+        wanted = None if request_ids is None else set(request_ids)
+        for host in self.hosts:
+            ids = [name for name in host.requests if wanted is None or name in wanted]
+            if not ids:
+                continue
+            if host.reviving:
+                for name in ids:
+                    self._settle(host, wire.Answer(name, _nothing()))
+            else:
+                host.worker.handle.abort.remote(ids)
+
+    # -- death ----------------------------------------------------------------------------------------------
+
+    async def _revive(self, host: Host, why: str) -> None:
+        """A fresh host with the current weights takes over what the dead one owed."""
+        host.reviving = True
+        self.note_death(host, why)
+        if host.deaths > MAX_RESTARTS:
+            self._fail(host, SamplerLost(self._often(host, why)))
+            return
+        try:
+            await asyncio.to_thread(self._replace, host)
+        except Exception as error:
+            self._fail(host, error)
+            return
+        host.reviving = False
+        host.queue = [request.ask for request in host.requests.values() if not request.future.done()]
+        self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.queue))
+        self._flush()
+
+    def _replace(self, host: Host) -> None:
+        host.worker = host.start()
+        if self.refill is not None:
+            self.refill(host)
+
+    def note_death(self, host: Host, why: str) -> None:
+        """Count and record that a host is gone."""
+        host.deaths += 1
+        self._event("sampler_died", sampler=str(host.worker), reason=why, unfinished=len(host.requests))
+
+    def _often(self, host: Host, why: str) -> str:
+        return (
+            f"{host.worker} died {host.deaths} times since the last weight transfer; the last time: {why}. If memory is "
+            "short, lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_model_len"
+        )
+
+    def replace_dead(self, host: Host, why: str) -> None:
+        """Start a dead host again, without weights; for a weight transfer, which brings them. Blocking."""
+        self.note_death(host, why)
+        if host.deaths > MAX_RESTARTS:
+            raise SamplerLost(self._often(host, why))
+        host.worker = host.start()
+        self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
+
+    # -- weights and memory ---------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """Not the way to many hosts: `ChannelSync` is, which streams from the trainers past the driver."""
+        raise TypeError("weights reach a pool of hosts through ChannelSync.push, not through the driver")
+
+    def weights_pushed(self, version: int) -> None:
+        """Every host holds this version now."""
+        self._version = version
+        for host in self.hosts:
+            host.deaths = 0
+
+    @property
+    def version(self) -> int:
+        """See `RolloutEngine.version`."""
+        return self._version
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        self._everywhere("sleep")
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        self._everywhere("wake")
+
+    def _everywhere(self, method: str) -> list[Any]:
+        """A call on every host that lives; a dead one is found, and started again, where it is needed."""
+        refs = [getattr(host.worker.handle, method).remote() for host in self.hosts if not host.reviving]
+        out = []
+        for ref in refs:
+            try:
+                out.append(ray.get(ref, timeout=_CALL_S))
+            except faults.RayError as error:
+                if not is_dead(error):
+                    raise
+        return out
+
+    def stats(self) -> dict[str, float]:
+        """Counters added up over hosts; busy_s and cache_peak are the largest of all."""
+        out: dict[str, float] = {}
+        for found in self._everywhere("stats"):
+            for name, value in found.items():
+                old = out.get(name, 0.0)
+                out[name] = max(old, value) if name in _TOGETHER else old + value
+        return out
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._closed = True
+        for host in self.hosts:
+            if host.poll is not None and not host.poll.get_loop().is_closed():
+                host.poll.get_loop().call_soon_threadsafe(host.poll.cancel)
+            ray.kill(host.worker.handle)
+
+
+class SamplingError(RuntimeError):
+    """A sampler could not answer a request; its own error's type and text."""
+
+
+def _nothing() -> Completion:
+    return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())

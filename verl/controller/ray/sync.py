@@ -1,0 +1,116 @@
+"""Weights from the training ranks to the sampler hosts, past the driver.
+
+On each node the first training rank writes what all ranks gather together into a channel of shared memory, and that
+node's hosts read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import exceptions as faults
+
+from verl.controller.ray.sampler_pool import Host, SamplerPool
+from verl.controller.ray.training import Training
+from verl.controller.ray.workers import WorkerFailed, is_dead, reason
+from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
+from verl.weight_sync.verify import compare
+
+_TIMEOUT_S = 300.0
+
+
+class ChannelSync(WeightSync):
+    """`nodes[i]` is the node of training worker i."""
+
+    def __init__(self, training: Training, nodes: Sequence[str], pool: SamplerPool):
+        self._training, self._nodes, self._pool = training, list(nodes), pool
+        self._version = 0
+        self._serial = itertools.count()
+        pool.refill = self.refill
+
+    def push(self, version: int, *, verify: bool = False) -> SyncResult:
+        """See `WeightSync.push`. Hosts found dead are started again first."""
+        started = time.monotonic()
+        with self._training.lock:
+            for _ in range(len(self._pool.hosts) + 1):
+                dead, moved = self._transfer(self._pool.hosts, version, verify)
+                if not dead:
+                    break
+                for host, why in dead:
+                    self._pool.replace_dead(host, why)
+            else:
+                raise WeightSyncError("weight sync: sampler hosts keep dying while they load weights")
+            self._version, self._training.moved = version, False
+        self._pool.weights_pushed(version)
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=verify)
+
+    def refill(self, host: Host) -> None:
+        """Give one fresh host the weights that the ranks hold now, under their version."""
+        with self._training.lock:
+            version = self._version + int(self._training.moved)
+            dead, _ = self._transfer([host], version, False)
+        if dead:
+            raise WeightSyncError(
+                f"weight sync: {host.worker} died again while it loaded weights: {dead[0][1]}"
+            )
+
+    def _transfer(
+        self, hosts: Sequence[Host], version: int, verify: bool
+    ) -> tuple[list[tuple[Host, str]], int]:
+        """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved."""
+        serial = next(self._serial)
+        by_node: dict[str, list[Host]] = {}
+        for host in hosts:
+            by_node.setdefault(host.node, []).append(host)
+        each: list[tuple[Any, ...]] = []
+        channels: dict[str, str] = {}
+        for node in self._nodes:
+            first = node in by_node and node not in channels
+            if first:
+                channels[node] = f"verl-{os.getpid()}-{serial}-{node[:12]}"
+            each.append((channels[node] if first else None, len(by_node.get(node, ())), version, verify))
+        receiving = {
+            host: host.worker.handle.receive_weights.remote(
+                channels[node], reader, version, _TIMEOUT_S, verify
+            )
+            for node, members in by_node.items()
+            for reader, host in enumerate(members)
+        }
+        try:
+            sent = self._training.call("send_weights", each=each, doing="update_weights")
+        except WorkerFailed:
+            dead = _dead(receiving)
+            if not dead:
+                raise
+            return dead, 0
+        dead = _dead(receiving)
+        if not dead and verify:
+            sums = next(answer["checksums"] for answer in sent if answer["checksums"])
+            for host, ref in receiving.items():
+                try:
+                    compare(sums, ray.get(ref))
+                except WeightSyncError as error:
+                    raise WeightSyncError(f"{error} ({host.worker})") from None
+        return dead, sum(answer["bytes"] for answer in sent)
+
+
+def _dead(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:
+    """Hosts whose process is gone. Raises what a living one raised, unless another's death explains it."""
+    dead: list[tuple[Host, str]] = []
+    errors: list[Exception] = []
+    for host, ref in receiving.items():
+        try:
+            ray.get(ref, timeout=_TIMEOUT_S)
+        except faults.RayError as error:
+            if is_dead(error):
+                dead.append((host, reason(error)))
+            else:
+                errors.append(WeightSyncError(f"{host.worker}: {reason(error)}"))
+    if errors and not dead:
+        raise errors[0]
+    return dead

@@ -1,0 +1,158 @@
+"""Calls to a group of Ray actors: all at once, all answers, and a clear account of who died and why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import exceptions as faults
+
+from verl.errors import UserError
+
+_GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a broken connection before Ray a dead process
+
+
+class WorkerDied(RuntimeError):
+    """A training worker is gone; the run cannot go on without it."""
+
+    explained = True
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised an error that is not the user's."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """An actor with what messages say of it."""
+
+    handle: Any
+    name: str
+    node: str
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} (node {self.node}{f', process {self.pid}' if self.pid else ''})"
+
+
+class Group:
+    """Workers that are called together. `beat` is told when an answer comes."""
+
+    def __init__(self, workers: Sequence[Worker], beat: Callable[[], None] | None = None):
+        self.workers = list(workers)
+        self.calling = ""
+        self._beat = beat
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def call(
+        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
+    ) -> list[Any]:
+        """method(*args) on every worker, or method(*each[i]) on worker i; results in the workers' order.
+
+        `doing` names the phase in messages. Raises UserError that a worker raised, WorkerDied, WorkerFailed.
+        """
+        return self.wait(self.start(method, *args, each=each), doing or method)
+
+    def start(self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """Begin a call; returns its references, for `wait`."""
+        given = each if each is not None else [args] * len(self.workers)
+        try:
+            return [
+                getattr(worker.handle, method).remote(*own)
+                for worker, own in zip(self.workers, given, strict=True)
+            ]
+        except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
+            raise UserError(store_full(error)) from error
+
+    def wait(self, refs: Sequence[Any], doing: str) -> list[Any]:
+        """The results of `start`. The first failure ends the wait: others may wait for the one that failed."""
+        place = {ref: i for i, ref in enumerate(refs)}
+        results: list[Any] = [None] * len(refs)
+        pending = list(refs)
+        while pending:
+            self.calling = (
+                f"{doing}: waiting for {', '.join(str(self.workers[place[r]]) for r in pending[:4])}"
+            )
+            ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
+            for ref in ready:
+                try:
+                    results[place[ref]] = ray.get(ref)
+                except faults.RayError as error:
+                    self._explain(place[ref], error, {place[p]: p for p in pending}, doing)
+                if self._beat is not None:
+                    self._beat()
+        self.calling = ""
+        return results
+
+    def _explain(self, number: int, error: Exception, pending: dict[int, Any], doing: str) -> None:
+        """Raise what happened, from the point of view of the user; a dead worker beats its peers' errors."""
+        failed = {number: error}
+        end = time.monotonic() + _GRACE_S
+        while not any(is_dead(e) for e in failed.values()) and pending and time.monotonic() < end:
+            ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=0.5)
+            for i in [i for i, ref in pending.items() if ref in ready]:
+                try:
+                    ray.get(pending.pop(i))
+                except faults.RayError as other:
+                    failed[i] = other
+        for i, one in failed.items():
+            if is_dead(one):
+                raise WorkerDied(
+                    f"{self.workers[i]} died in {doing}: {reason(one)}. The run ends; the same command goes on from the "
+                    "newest checkpoint"
+                ) from None
+        for one in failed.values():
+            cause = getattr(one, "cause", None)
+            if isinstance(cause, UserError):
+                raise UserError(str(cause)) from None
+            if isinstance(one, (faults.ObjectStoreFullError, faults.OutOfDiskError)):
+                raise UserError(store_full(one)) from None
+        raise WorkerFailed(f"{self.workers[number]} failed in {doing}: {reason(error)}") from error
+
+    def kill(self) -> None:
+        """End every worker at once."""
+        for worker in self.workers:
+            ray.kill(worker.handle)
+
+
+def is_dead(error: BaseException) -> bool:
+    """True for an error that says that the actor is gone, not that it raised something."""
+    return isinstance(
+        error,
+        (faults.RayActorError, faults.NodeDiedError, faults.OutOfMemoryError, faults.WorkerCrashedError),
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Why, in one line: the worker's own error, or what Ray knows of its end."""
+    cause = getattr(error, "cause", None)
+    if cause is not None and isinstance(error, faults.RayTaskError):
+        return f"{type(cause).__name__}: {cause}"
+    text = " ".join(str(error).split())
+    if "node has died" in text or ("node was" in text.lower() and "dead" in text):
+        return "its node is lost"
+    if isinstance(error, faults.OutOfMemoryError) or ("OOM" in text and "memory" in text):
+        return f"the node ran out of memory and Ray ended it: {text[:300]}"
+    detail = re.search(r"Worker exit detail: (.*?)(?:\. There are|\s*$)", text)
+    if "ray.kill" in text:
+        return "it was ended by ray.kill"
+    if detail and "connection error code 2" in detail[1]:
+        return (
+            "its process ended without a word (killed by a signal, by the out-of-memory killer, or crashed)"
+        )
+    return (detail[1] if detail else text)[:400]
+
+
+def store_full(error: BaseException) -> str:
+    """What to do about a full object store."""
+    return (
+        "Ray's object store is full: the batch on its way to the workers does not fit. Give it more memory "
+        "(+ray_kwargs.ray_init.object_store_memory=BYTES, or ray start --object-store-memory), make /dev/shm larger, or "
+        f"lower data.train_batch_size or rollout.n ({' '.join(str(error).split())[:200]})"
+    )

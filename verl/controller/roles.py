@@ -1,0 +1,37 @@
+"""What a controller hands to the loop: the roles, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.engine.rollout.base import RolloutEngine
+    from verl.weight_sync.base import WeightSync
+    from verl.worker.actor import ActorRole
+    from verl.worker.reference import ReferenceRole
+
+
+@dataclass(slots=True)
+class Roles:
+    """What the loop talks to.
+
+    devices  training and sampling devices together, for rates per device
+    stacks   says where every worker process stands, for the watchdog; None when there are none
+    release  gives the workers back at the end of a run
+    """
+
+    actor: ActorRole
+    reference: ReferenceRole | None
+    sampler: RolloutEngine
+    weight_sync: WeightSync
+    devices: int = 1
+    stacks: Callable[[], str] | None = None
+    release: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        """Stop sampling, then give everything back."""
+        self.sampler.close()
+        if self.release is not None:
+            self.release()

@@ -1,0 +1,117 @@
+"""Sampling requests and completions as JSON and flat arrays, for the way between the driver and a sampler host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.controller.transport import Payload
+from verl.engine.rollout.base import Completion, SamplingParams
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request. prompt_ids int64 [P]; `group` as in `RolloutEngine.generate`."""
+
+    id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    group: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens the request can hold: what it weighs when hosts are chosen."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a host says of a request: a completion, or the error's type and text."""
+
+    id: str
+    completion: Completion | None = None
+    error: tuple[str, str] | None = None
+
+
+def encode_asks(asks: Sequence[Ask]) -> Payload:
+    """A prompt goes once for all requests that follow each other with the same ids."""
+    prompts: list[np.ndarray] = []
+    entries: list[dict[str, Any]] = []
+    last: np.ndarray | None = None
+    for ask in asks:
+        if last is None or not (ask.prompt_ids is last or np.array_equal(ask.prompt_ids, last)):
+            prompts.append(ask.prompt_ids)
+            last = ask.prompt_ids
+        entries.append(
+            {"id": ask.id, "group": ask.group, "prompt": len(prompts) - 1, "sampling": asdict(ask.sampling)}
+        )
+    return {
+        "header": _header(entries),
+        "lengths": np.array([len(p) for p in prompts], np.int32),
+        "prompt_ids": np.concatenate([np.zeros(0, np.int32), *prompts]).astype(np.int32),
+    }
+
+
+def decode_asks(payload: Mapping[str, np.ndarray]) -> list[Ask]:
+    """Inverse of `encode_asks`."""
+    ends = np.cumsum(payload["lengths"])[:-1]
+    prompts = np.split(payload["prompt_ids"].astype(np.int64), ends)
+    return [
+        Ask(e["id"], prompts[e["prompt"]], _sampling(e["sampling"]), e["group"])
+        for e in json.loads(payload["header"].tobytes())
+    ]
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def encode_answers(answers: Sequence[Answer]) -> Payload:
+    """Token ids and log-probs joined; everything else as JSON."""
+    done = [a.completion for a in answers if a.completion is not None]
+    entries = [
+        {
+            "id": a.id,
+            "error": a.error,
+            "fields": None
+            if a.completion is None
+            else {
+                "finish_reason": a.completion.finish_reason,
+                "versions": list(a.completion.versions),
+                "num_preempted": a.completion.num_preempted,
+            },
+        }
+        for a in answers
+    ]
+    return {
+        "header": _header(entries),
+        "lengths": np.array([len(c.token_ids) for c in done], np.int32),
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in done)]).astype(np.int32),
+        "log_probs": np.concatenate([np.zeros(0, np.float32), *(c.log_probs for c in done)]).astype(
+            np.float32
+        ),
+    }
+
+
+def decode_answers(payload: Mapping[str, np.ndarray]) -> list[Answer]:
+    """Inverse of `encode_answers`; times are not carried over, clocks of hosts differ."""
+    ends = np.cumsum(payload["lengths"])[:-1]
+    ids = iter(np.split(payload["token_ids"].astype(np.int64), ends))
+    log_probs = iter(np.split(np.array(payload["log_probs"]), ends))
+    out = []
+    for entry in json.loads(payload["header"].tobytes()):
+        if entry["error"] is not None:
+            out.append(Answer(entry["id"], error=tuple(entry["error"])))
+            continue
+        fields = dict(entry["fields"])
+        fields["versions"] = tuple(fields["versions"])
+        out.append(Answer(entry["id"], Completion(next(ids), next(log_probs), **fields)))
+    return out
+
+
+def _header(entries: list[dict[str, Any]]) -> np.ndarray:
+    return np.frombuffer(json.dumps(entries).encode(), np.uint8)

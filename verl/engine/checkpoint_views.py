@@ -1,0 +1,97 @@
+"""A model's own memory under the names of its Hugging Face checkpoint: for reading and writing weights in place.
+
+Some architectures hold tensors fused in memory that are apart on disk (the experts of a layer, gate and up
+projections). transformers converts by copying; here each name becomes a strided view of the fused tensor instead.
+Which view is found by converting a tensor of element numbers: the strides are read off the result and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Part of the model's contiguous tensor `source`; None: all of it."""
+
+    source: str
+    part: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.part is None:
+            return tensor
+        size, stride, offset = self.part
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+class CheckpointViews:
+    """Names of the checkpoint → views of the model's tensors; found once, derived anew at each use.
+
+    Raises ValueError for an architecture whose checkpoint is no rearrangement of its memory.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._views: dict[str, _View] = {}
+        for source, tensor in model.state_dict().items():
+            for name, part in _parts(model, source, tensor):
+                self._views[name] = _View(source, part)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, view of the model's tensor), tied names too."""
+        own = self._model.state_dict()
+        for name, view in self._views.items():
+            yield name, view.of(own[view.source])
+
+    def missing(self, given: set[str]) -> list[str]:
+        """Names that neither `given` nor another name of the same memory covers.
+
+        `given` may hold names of the checkpoint and of the model's own (fused) tensors.
+        """
+        own = self._model.state_dict()
+        covered = set()
+        for name, view in self._views.items():
+            if name in given or view.source in given:
+                covered.add(_place(view.of(own[view.source])))
+        return [n for n, view in self._views.items() if _place(view.of(own[view.source])) not in covered]
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def _parts(
+    model: PreTrainedModel, source: str, tensor: torch.Tensor
+) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]]:
+    """The names that the model's tensor `source` has in a checkpoint, each with its place in it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    names = revert_weight_conversion(model, {source: shape})
+    if len(names) == 1 and next(iter(names.values())) is shape:
+        yield next(iter(names)), None
+        return
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    for name, found in revert_weight_conversion(model, {source: numbers}).items():
+        origin = (0,) * found.ndim
+        offset = int(found[origin]) if found.numel() else 0
+        stride = tuple(
+            int(found[tuple(int(d == axis) for d in range(found.ndim))]) - offset
+            if found.shape[axis] > 1
+            else 0
+            for axis in range(found.ndim)
+        )
+        if min(stride, default=0) < 0 or not torch.equal(
+            found, numbers.view(-1).as_strided(found.shape, stride, offset)
+        ):
+            raise ValueError(
+                f"{type(model).__name__}: {name} of the checkpoint is not a part of {source} that can be written in place"
+            )
+        yield name, (tuple(found.shape), stride, offset)

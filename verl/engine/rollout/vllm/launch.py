@@ -1,0 +1,116 @@
+"""Starting vLLM's engine and its processes, and making sure that none of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.engine.rollout.vllm.adapter import Vllm
+from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cache_bytes, cpu_binding
+from verl.engine.rollout.vllm.worker import start_time
+from verl.errors import UserError
+
+Process = tuple[int, str]
+"""A process: its id and when it started."""
+
+
+def check_main_script() -> None:
+    """UserError where vLLM's processes could not start: they import the main script anew."""
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise UserError(
+            "VLLMEngine is made while a process of vLLM imports your main script: put what runs under "
+            "if __name__ == '__main__':"
+        )
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is not None and not Path(path).exists():
+        raise UserError(
+            f"vLLM starts processes that import the main script, and {path} is no file: run a script file (with "
+            "if __name__ == '__main__':) instead of standard input"
+        )
+
+
+def cpu_arguments(settings: EngineSettings, model_config: Any, arguments: dict[str, Any]) -> None:
+    """Fill in what vLLM would size by the whole machine: the cache."""
+    import psutil
+
+    if "kv_cache_memory_bytes" not in arguments:
+        available = int(psutil.virtual_memory().available)
+        arguments["kv_cache_memory_bytes"] = cache_bytes(model_config, settings, available)
+
+
+@contextlib.contextmanager
+def environment(cpu: bool, ranks: int) -> Iterator[None]:
+    """Variables that vLLM's processes must be born with; taken back afterwards."""
+    wanted: dict[str, str] = {}
+    if cpu and ranks > 1:
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(ranks, allowed_cpus())
+    added = [name for name in wanted if name not in os.environ]
+    for name in added:
+        os.environ[name] = wanted[name]
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def start(api: Vllm, arguments: dict[str, Any]) -> Any:
+    """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said."""
+    try:
+        args = api.engine_args(**arguments)
+        return api.engine.from_engine_args(args, **_stat_loggers(api))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"vLLM {api.version} refuses its arguments: {_short(error)}") from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"vLLM {api.version} did not start: {_short(error)} (its processes say why above; VLLM_LOGGING_LEVEL=INFO says more)"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip()
+    return text if len(text) < 1500 else text[:1500] + " …"
+
+
+def _stat_loggers(api: Vllm) -> dict[str, Any]:
+    """A logger that says nothing: with one, requests carry their preemptions, without vLLM's own log lines."""
+    base = api.stat_logger
+    if base is None:
+        return {}
+
+    class Silent(base):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0):
+            pass
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return {"stat_loggers": [Silent]}
+
+
+def this_process() -> Process:
+    """This process, as others can watch it."""
+    return os.getpid(), start_time(os.getpid())
+
+
+def end(processes: set[Process], patience: float = 5.0) -> None:
+    """Wait for processes to be gone; kill those that are not. This process is never among them."""
+    deadline = time.monotonic() + patience
+    left = {p for p in processes if p[0] != os.getpid()}
+    while left := {p for p in left if p[1] and start_time(p[0]) == p[1]}:
+        if time.monotonic() > deadline:
+            for pid, _ in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + patience
+        time.sleep(0.02)

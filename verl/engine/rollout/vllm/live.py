@@ -1,0 +1,99 @@
+"""Requests under way in vLLM, and what has been counted since the last look."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.engine.rollout.base import Completion
+
+
+@dataclass(slots=True)
+class Live:
+    """One request: the weight versions it has lived under, and whether it was aborted."""
+
+    id: str
+    prompt: list[int]
+    versions: list[int]
+    aborted: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def completion(self, output: object | None) -> Completion:
+        """What vLLM's final output says. None: it was aborted before it began.
+
+        RuntimeError when vLLM gave the request up; FloatingPointError when a log-prob is not a number.
+        """
+        answer = output.outputs[0] if output is not None else None  # type: ignore[attr-defined]
+        ids = np.asarray(list(answer.token_ids) if answer else [], np.int64)
+        reason = (answer.finish_reason if answer else None) or "abort"
+        if reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
+        log_probs = _log_probs(answer.logprobs if answer else None, ids)
+        if np.isnan(log_probs).any():
+            at = int(np.flatnonzero(np.isnan(log_probs))[0])
+            raise FloatingPointError(
+                f"the model's logits are not finite after {at} tokens of an answer, with the weights of version "
+                f"{self.versions[-1]}: training has blown them up (a lower learning rate, an earlier checkpoint), or the "
+                "model cannot be computed in this precision (rollout.dtype=float32)"
+            )
+        metrics = getattr(output, "metrics", None)
+        return Completion(
+            token_ids=ids,
+            log_probs=log_probs,
+            finish_reason=reason,
+            versions=tuple(self.versions),
+            num_preempted=int(getattr(metrics, "num_preemptions", 0) or 0),
+            started=self.started,
+            finished=time.monotonic(),
+        )
+
+
+def _log_probs(rows: object, ids: np.ndarray) -> np.ndarray:
+    """float32 [L]: the sampled tokens' log-probs out of vLLM's one dict per token."""
+    if rows is None or not len(ids):
+        if len(ids):
+            raise RuntimeError("vLLM returned tokens without their log-probs")
+        return np.zeros(0, np.float32)
+    pairs = zip(rows, ids.tolist(), strict=True)  # type: ignore[call-overload]
+    return np.asarray([row[token].logprob for row, token in pairs], np.float32)
+
+
+class Counters:
+    """Time with requests running, tokens prefilled and sampled, requests preempted. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._sums = dict.fromkeys(("busy_s", "prompt_tokens", "tokens", "preempted"), 0.0)
+
+    def begin(self) -> None:
+        """A request goes to the engine."""
+        with self._lock:
+            if not self._running:
+                self._since = time.monotonic()
+            self._running += 1
+
+    def end(self, completion: Completion | None = None, prefilled: int = 0) -> None:
+        """It came back."""
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                self._sums["busy_s"] += time.monotonic() - self._since
+            if completion is not None:
+                self._sums["prompt_tokens"] += prefilled
+                self._sums["tokens"] += len(completion.token_ids)
+                self._sums["preempted"] += completion.num_preempted
+
+    def take(self) -> dict[str, float]:
+        """Sums since the last call."""
+        with self._lock:
+            now = time.monotonic()
+            if self._running:
+                self._sums["busy_s"] += now - self._since
+                self._since = now
+            out, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
+            return out

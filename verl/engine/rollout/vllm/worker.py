@@ -1,0 +1,155 @@
+"""What is added to vLLM's own workers: they fetch weights from shared memory and put them into their model.
+
+The class is mixed into vLLM's worker (`worker_extension_cls`), so its names must not be the worker's own. Four things
+that go wrong without a word on a CPU are looked after here (the fourth, the prefix cache, by the engine):
+
+- linear weights were packed when they were first loaded: every load goes through vLLM's layer-wise reload;
+- a tied output matrix has a packed copy of its own: it is loaded again under its own name;
+- expert layers keep their packed kernel: it is dropped, so that it is built from the new weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+class WeightReceiver:
+    """Methods that the engine calls in every worker by `collective_rpc`."""
+
+    def verl_begin(self, driver: int, started: str) -> list[tuple[int, str]]:
+        """End with the process `driver` (that started at `started`), however it ends. Returns this process and its
+        parent, each as (pid, start time)."""
+        threading.Thread(
+            target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
+        ).start()
+        return [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())]
+
+    def verl_load_weights(
+        self, channel: str, version: int, timeout: float, checksums: bool
+    ) -> dict[str, Any]:
+        """Load every weight that comes over a channel; returns what was received.
+
+        Raises ValueError for names that the model does not have, and for weights of it that did not come.
+        """
+        from verl.weight_sync.shared_memory import receive
+
+        worker: Any = self
+        arrived = _Arrived(worker.model_runner.get_model(), checksums)
+        stream = receive(channel, worker.rank, timeout=timeout, version=version)
+        with contextlib.closing(stream):  # left early, it tells the sender
+            first = next(stream, None)  # from here on the sender knows of this reader
+            _reload(worker, arrived.watch(itertools.chain([first] if first else [], stream)))
+        worker._verl_checksums = arrived.checksums
+        return {"weights": arrived.count, "bytes": arrived.bytes}
+
+    def verl_checksums(self) -> dict[str, str]:
+        """Checksums by name of the tensors that the last load received and handed to the model."""
+        return dict(getattr(self, "_verl_checksums", {}))
+
+
+class _Arrived:
+    """Counts what comes, copies it out of the bucket, and sends a tied head after its embedding."""
+
+    def __init__(self, model: Any, checksums: bool):
+        self._tied = _tied(model)
+        self._wanted = checksums
+        self.checksums: dict[str, str] = {}
+        self.count = self.bytes = 0
+
+    def watch(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same weights, each in memory of its own: the reload keeps some until their layer is complete."""
+        head_came, embedding = False, None
+        for name, view in weights:
+            tensor = view.clone()
+            self.count += 1
+            self.bytes += tensor.numel() * tensor.element_size()
+            if self._wanted:
+                from verl.weight_sync.verify import checksums
+
+                self.checksums |= checksums([(name, tensor)])
+            head_came |= name.endswith(_HEAD)
+            if self._tied and name.endswith(_EMBEDDING):
+                embedding = (name, tensor)
+            yield name, tensor
+        if embedding is not None and not head_came:
+            yield _HEAD, embedding[1]
+
+
+def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner, model = worker.model_runner, worker.model_runner.get_model()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(weights)
+        incomplete = _incomplete(model)
+        finalize_layerwise_reload(model, worker.model_config)
+    _require(model, loaded, incomplete)
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        if callable(getattr(runner, name, None)):
+            getattr(runner, name)()
+
+
+def _incomplete(model: Any) -> list[str]:
+    """Layers that got a part of their elements only. Vocabulary layers are padded, so they are never full."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    out = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        total, got = info.load_numel_total or 0, info.load_numel
+        if info.can_load() and 0 < got < total and not isinstance(layer, VocabParallelEmbedding):
+            out.append(f"{name} ({got} of {total} elements)")
+    return out
+
+
+def _require(model: Any, loaded: set[str] | None, incomplete: list[str]) -> None:
+    missing = incomplete
+    if loaded is not None:
+        known = {name for name, _ in model.named_parameters()}
+        missing = missing + sorted(known - loaded)
+    if missing:
+        raise ValueError(
+            f"load_weights: no value came for {len(missing)} of vLLM's weights, among them {missing[:3]}"
+        )
+
+
+def _tied(model: Any) -> bool:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with the pid it names one process. "" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _end_with(driver: int, started: str) -> None:
+    import signal
+
+    while start_time(driver) == started:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,53 @@
+"""Ranks tell each other small things: counts, metrics, reasons. JSON over a collective of bytes, nothing pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import UserError
+
+_T = TypeVar("_T")
+
+
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    width = max(int(size) for size in sizes)
+    padded = torch.zeros(width, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(ranks)]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def together(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+    """work() on every rank; a UserError of one rank is raised by all, so that none waits for one that gave up."""
+    result: Any = None
+    problem = ""
+    try:
+        result = work()
+    except UserError as error:
+        problem = str(error)
+    problems = [p for p in exchange(problem, group) if p]
+    if problems:
+        raise UserError(problem or problems[0])
+    return result
+
+
+def merge_sums(parts: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """name → [sum, weight], added up over ranks in their order."""
+    out: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (total, weight) in part.items():
+            entry = out.setdefault(name, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+    return out

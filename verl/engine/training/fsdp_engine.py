@@ -1,0 +1,277 @@
+"""The training engine of many ranks: torch's FSDP2, one process a device, all running the same calls.
+
+    rank 0   rows 0 ──▶ micro-batches ─┐ layer by layer: gather weights, compute, free
+    rank 1   rows 1 ──▶ micro-batches ─┤ backward: gather, compute, add gradients over ranks, keep own share
+    rank 2   (none) ──▶ dummies       ─┘ then all: agree on metrics, norm, finiteness; one optimizer step or none
+
+Master weights, gradients and optimizer state are float32 and cut over ranks; what is gathered is in the compute
+data type. Ranks run the same number of passes, so that none waits in a collective that another never enters: one
+with fewer rows runs passes over a token that counts for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.engine import attention
+from verl.engine.packed_attention import Segment
+from verl.engine.training import meta_init, sharded_state
+from verl.engine.training import model as models
+from verl.engine.training.agree import exchange, merge_sums, together
+from verl.engine.training.base import MicroBatch, MicroLoss
+from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.log_prob import TokenTensors
+from verl.engine.training.optimizer_state import load_state, save_state
+from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
+from verl.engine.training.packing import Pack
+from verl.engine.training.scorer import Scorer, tensors
+from verl.engine.training.settings import read
+from verl.engine.training.sharding import Policy, layout, local, shard, sharded_modules, take_share
+from verl.engine.training.ulysses import SequenceParallel
+from verl.engine.training.weight_source import WeightSource, open_source
+from verl.errors import UserError
+from verl.platform import Platform
+
+
+class FSDPEngine(PackedEngine):
+    """See the module. The ranks must have met (`process_group.init_process_group`); every method is collective.
+
+    role_cfg      actor, reference or SFT group: `fsdp_config` and `ulysses_sequence_parallel_size` beside the rest
+    log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
+    device_index  which of the devices this process sees is its own
+    trainable     False builds no gradients and no optimizer
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        model_cfg: Any = None,
+        role_cfg: Any = None,
+        log_prob_cfg: Any = None,
+        device: str | Platform = "auto",
+        device_index: int = 0,
+        trainable: bool = True,
+        seed: int = 0,
+        role: str = "actor",
+    ):
+        self._place(device, role_cfg, role=role, trainable=trainable, seed=seed, index=device_index)
+        self.platform.select(device_index)
+        split = int(read(role_cfg, "ulysses_sequence_parallel_size", 1))
+        self.layout = layout(self.device.type, int(read(role_cfg, "fsdp_config.fsdp_size", -1)), split)
+        self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
+        self.module = together(lambda: meta_init.build(model_path, model_cfg))
+        self._serving_dtype = serving_dtype(model_path, model_cfg)
+        self._sequence = self._sequence_parallel()
+        source = self._source(model_path, model_cfg)
+        self._parts = Policy.of(role_cfg, self.compute_dtype, self.device)
+        self.scorer, self._fused = Scorer(self.module), FusedForwards()
+        shard(self.scorer, source, self.layout, self._parts, self._fused, trainable=trainable)
+        if read(model_cfg, "use_fused_kernels") is not False:
+            self._find_head()
+        self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
+        self._offload_weights = bool(read(role_cfg, "fsdp_config.param_offload", False))
+        self._offload_optimizer = bool(read(role_cfg, "fsdp_config.optimizer_offload", False))
+        self._free = 0
+        if trainable:
+            self._prepare_training(role_cfg)
+
+    # -- building --------------------------------------------------------------------------------------------
+
+    def _sequence_parallel(self) -> SequenceParallel | None:
+        if self.layout.sequence is None:
+            return None
+        if models.is_recurrent(self.module):
+            raise UserError(
+                f"ulysses_sequence_parallel_size={self.layout.sequence_size}: {type(self.module).__name__} carries a "
+                "state along the row, so a row cannot be split; set it to 1"
+            )
+        return SequenceParallel(self.layout.sequence, int(self.config.get_text_config().num_attention_heads))
+
+    def _source(self, path: str | Path, model_cfg: Any) -> WeightSource:
+        """Weights for the meta parameters; buffers get theirs here."""
+        unknown = set(meta_init.fill_buffers(self.module))
+        wanted: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        kept = {n: b for n, b in self.module.named_buffers() if n in self.module.state_dict()}
+        # Where a buffer's value is unknown only a model that was loaded whole can tell.
+        strange = {n: b for n, b in self.module.named_buffers() if n in unknown}
+
+        def load() -> dict[str, torch.Tensor]:
+            loaded = models.load_model(path, model_cfg)
+            return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
+
+        source = open_source(path, self.module, wanted | kept | strange, load)
+        for name, buffer in (kept | strange).items():
+            buffer.copy_(source.read(name, buffer))
+        return source
+
+    @torch.no_grad()
+    def _find_head(self) -> None:
+        """Take the head as a formula if the sharded model agrees with it; all ranks look, and all must find so."""
+        with self._autocast():
+            head = self.scorer(models.find_head, self.module)
+        self._after_passes()
+        if all(exchange(head is not None)):
+            self.scorer.head = head
+
+    # -- what ranks agree on ---------------------------------------------------------------------------------
+
+    _alone = False
+
+    def _agreed_count(self, micro_batches: int) -> int:
+        said = exchange([micro_batches, self.platform.memory()[0]])
+        self._free = min(free for _, free in said)
+        return max(count for count, _ in said)
+
+    def _free_memory(self) -> int:
+        # The least of all ranks: with a split sequence, recomputing is collective too.
+        return self._free
+
+    def _before_micro_batch(self, last: bool) -> None:
+        self.scorer.set_is_last_backward(last)  # type: ignore[operator]
+        if self.layout.hybrid:
+            self.scorer.set_requires_all_reduce(last)  # type: ignore[operator]
+
+    def _after_passes(self) -> None:
+        # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
+        for part in sharded_modules(self.scorer):
+            part.reshard()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def _conclude(self, tally: Tally) -> tuple[Tally, float]:
+        for parameter in self._parameters:
+            # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        speaks = self.layout.sequence_rank == 0
+        said = exchange(
+            [
+                tally.sums if speaks else {},
+                tally.tokens if speaks else 0,
+                tally.refused,
+                _squares(self._gradients()) if self.layout.counts else 0.0,
+            ]
+        )
+        merged = Tally(merge_sums([sums for sums, *_ in said]), sum(tokens for _, tokens, *_ in said))
+        merged.refused = next((why for *_, why, _ in said if why), "")
+        return merged, math.nan if merged.refused else math.sqrt(sum(squares for *_, squares in said))
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Pack, temperature: float, entropy: bool, squares: bool) -> TokenTensors:
+        counts = bool(batch.targets.numel())
+        full = batch if counts else self._dummy(batch)
+        stats = self._score(full, temperature, entropy, squares)
+        if counts:
+            return stats
+        # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
+        return TokenTensors(
+            stats.log_probs[:0],
+            None if stats.entropy is None else stats.entropy[:0],
+            None if stats.sum_pi_squared is None else stats.sum_pi_squared[:0],
+        )
+
+    def _score(self, batch: Pack, temperature: float, entropy: bool, squares: bool) -> TokenTensors:
+        wanted = {"temperature": temperature, "entropy": entropy, "squares": squares}
+        if self._sequence is None:
+            return super()._forward(batch, **wanted)
+        part = self._sequence.share(batch)
+        with self._autocast(), attention.use(part.plan):
+            given = (part.input_ids, part.positions, part.source, part.targets)
+            stats = tensors(self.scorer(self.scorer.stats, *given, **wanted))
+            return self._sequence.whole(stats, part.mine, int(batch.targets.numel()))
+
+    def _dummy(self, batch: Pack) -> Pack:
+        """One token, predicted from itself."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return replace(
+            batch, input_ids=zero, positions=zero, segments=[Segment(0, 1)], source=zero, targets=zero
+        )
+
+    def _micro_step(
+        self, batch: Pack, loss: MicroLoss, temperature: float, entropy: bool
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
+        """As on one device, but the backward pass runs in any case: the other ranks are in it."""
+        with self._fused.active(), self._recomputing(-(-batch.size // self.layout.sequence_size)):
+            stats = self._forward(batch, temperature, entropy, False)
+            scalar, metrics = stats.log_probs.sum(), {}
+            if batch.rows:
+                scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
+            value = float(scalar.detach())
+            (scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0).backward()
+        return value, metrics
+
+    # -- weights and state -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
+        yield from sharded_state.gathered(self.module)
+
+    @torch.no_grad()
+    def save_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
+        sharded_state.write_weights(self.module, Path(directory), self._serving_dtype)
+
+    @torch.no_grad()
+    def load_weights(self, directory: Path) -> None:
+        """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it."""
+        state = sharded_state.untied(self.module)
+        source = open_source(
+            directory, self.module, state, lambda: models.saved_tensors(self.module, directory)
+        )
+        for name, tensor in state.items():
+            take_share(tensor, source.read(name, tensor))
+
+    def save_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.save_optimizer`; each rank writes its share."""
+        optimizer = self._require_optimizer()
+        assert self._schedule is not None
+        save_state(Path(directory), optimizer, self._names, self._schedule.step)
+
+    def load_optimizer(self, directory: Path) -> None:
+        """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
+        step = together(lambda: load_state(Path(directory), self._require_optimizer(), self._names))
+        assert self._schedule is not None
+        self._schedule.restore(step)
+
+    def offload(self) -> None:
+        """Move to host memory what `fsdp_config.param_offload` and `optimizer_offload` name; gradients go."""
+        if self._optimizer is not None:
+            self._clear_gradients()
+        self._move("cpu")
+        self.platform.empty_cache()
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._move(self.device)
+
+    def _move(self, device: str | torch.device) -> None:
+        if self._offload_weights:
+            self.scorer.to(device)
+        if self._offload_optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        state[name] = value.to(device)
+
+
+def _squares(gradients: list[torch.Tensor]) -> float:
+    """Σ of squares, float64 over float32 norms."""
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else []
+    values = torch.stack([n.to(norms[0].device) for n in norms]).double() if norms else torch.zeros(1)
+    return float(np.square(values.cpu().numpy()).sum())

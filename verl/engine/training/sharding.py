@@ -1,0 +1,234 @@
+"""Which ranks share what, and how a model is cut: torch's `fully_shard` over layers and the rest.
+
+A unit (one decoder layer, or several merged) is the piece whose weights are gathered together. Units are filled
+and sharded one after the other; what is in no layer (embedding, last normalisation, head) is the root's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from verl.engine.training import model as models
+from verl.engine.training.settings import named_dtype, read
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from verl.engine.training.fuse import FusedForwards
+    from verl.engine.training.scorer import Scorer
+    from verl.engine.training.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks of one engine, numbered with sequence-parallel neighbours next to each other.
+
+    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first
+    sequence  group of the ranks that share this rank's rows, None for one rank
+    """
+
+    mesh: DeviceMesh
+    sequence: dist.ProcessGroup | None
+    rank: int
+    size: int
+    sequence_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sequence_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.size // self.sequence_size
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.rank % self.sequence_size
+
+    @property
+    def hybrid(self) -> bool:
+        return self.mesh.ndim > 1
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the ranks that hold the same shards: what is summed over ranks is summed once."""
+        return not self.hybrid or self.mesh.get_local_rank(0) == 0
+
+
+def layout(device_type: str, fsdp_size: int, sequence_size: int) -> Layout:
+    """The layout of the default process group. UserError for sizes that do not divide its ranks."""
+    if not dist.is_initialized():
+        raise RuntimeError("the ranks have not met: call process_group.init_process_group first")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    shard = size if fsdp_size is None or fsdp_size <= 0 or fsdp_size >= size else fsdp_size
+    for key, value in (("fsdp_config.fsdp_size", shard), ("ulysses_sequence_parallel_size", sequence_size)):
+        if size % value:
+            raise UserError(f"{key}={value} does not divide the {size} training ranks")
+    if shard == size:
+        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    sequence = None
+    if sequence_size > 1:
+        rows = init_device_mesh(
+            device_type, (size // sequence_size, sequence_size), mesh_dim_names=("data", "sequence")
+        )
+        sequence = rows.get_group("sequence")
+    return Layout(mesh, sequence, rank, size, sequence_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How units are kept and gathered; see `fsdp_config`."""
+
+    mixed: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    min_num_params: int = 0
+    buffer_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, role_cfg: Any, compute: torch.dtype, device: torch.device) -> Policy:
+        """From the role's `fsdp_config`; gradients are added over ranks in float32 unless it says otherwise."""
+        cfg = read(role_cfg, "fsdp_config")
+        where = "fsdp_config.mixed_precision."
+        reduce = named_dtype(read(cfg, "mixed_precision.reduce_dtype", "float32"), where + "reduce_dtype")
+        buffers = read(cfg, "mixed_precision.buffer_dtype")
+        pinned = device.type != "cpu"
+        return cls(
+            MixedPrecisionPolicy(
+                param_dtype=None if compute == torch.float32 else compute, reduce_dtype=reduce
+            ),
+            CPUOffloadPolicy(pin_memory=pinned) if read(cfg, "offload_policy", False) else OffloadPolicy(),
+            bool(read(cfg, "reshard_after_forward", True)),
+            bool(read(cfg, "forward_prefetch", False)),
+            int(read(cfg, "wrap_policy.min_num_params", 0)),
+            None if buffers is None else named_dtype(buffers, where + "buffer_dtype"),
+        )
+
+
+def shard(
+    scorer: Scorer,
+    source: WeightSource,
+    where: Layout,
+    policy: Policy,
+    fused: FusedForwards,
+    *,
+    trainable: bool,
+) -> None:
+    """Fill the meta parameters of the scorer's model from `source`, unit by unit, and cut each over the ranks.
+
+    While a unit's weights are whole, `fused` looks which of its modules it can stand in for.
+    """
+    module = scorer.module
+    names = {id(p): name for name, p in module.named_parameters()}
+    options: dict[str, Any] = {
+        "mesh": where.mesh,
+        "mp_policy": policy.mixed,
+        "offload_policy": policy.offload,
+    }
+    units = _units(models.checkpoint_layers(module), policy.min_num_params)
+    inside: set[int] = set()
+    for unit in units:
+        parts = [part for layer in unit for part in layer.modules()]
+        inside |= {id(part) for part in parts}
+        _materialise(parts, names, source, trainable)
+        fused.add(parts)
+        _cast_buffers(parts, policy.buffer_dtype)
+        fully_shard(unit, reshard_after_forward=policy.reshard_after_forward, **options)
+    rest = [part for part in module.modules() if id(part) not in inside]
+    _materialise(rest, names, source, trainable)
+    fused.add(rest)
+    _cast_buffers(rest, policy.buffer_dtype)
+    # Not freed after the forward pass: the backward pass begins with it.
+    fully_shard(scorer, reshard_after_forward=False, **options)
+    # A loss is divided by global counts already: gradients are summed over ranks, not averaged.
+    for part in sharded_modules(scorer):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    if policy.forward_prefetch:
+        first = [unit[0] for unit in units]
+        for one, following in pairwise(first):
+            one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
+    """The roots of the units inside, itself included."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _units(layers: Sequence[torch.nn.Module], least: int) -> list[list[torch.nn.Module]]:
+    """Layers, neighbours merged until a unit has `least` parameters."""
+    units: list[list[torch.nn.Module]] = []
+    size = 0
+    for layer in layers:
+        if units and size < least:
+            units[-1].append(layer)
+        else:
+            units.append([layer])
+            size = 0
+        size += sum(p.numel() for p in layer.parameters())
+    return units
+
+
+def _materialise(
+    parts: Iterable[torch.nn.Module], names: dict[int, str], source: WeightSource, trainable: bool
+) -> None:
+    """Put real parameters in the place of meta ones; tied ones stay one."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for part in parts:
+        for key, parameter in part._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                value = source.read(names[id(parameter)], parameter)
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=trainable)
+            part._parameters[key] = made[id(parameter)]
+
+
+def _cast_buffers(parts: Iterable[torch.nn.Module], dtype: torch.dtype | None) -> None:
+    for part in parts if dtype is not None else ():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a sharded tensor; any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor; collective for a sharded one."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's share of a full tensor into a sharded one; the whole into any other."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(target, DTensor):
+        target.copy_(full)
+        return
+    cut = distribute_tensor(
+        full.to(target.device_mesh.device_type), target.device_mesh, target.placements, src_data_rank=None
+    )
+    target._local_tensor.copy_(cut._local_tensor)

@@ -1,0 +1,164 @@
+"""Sequence parallelism after Ulysses (2309.14509): ranks share the tokens of a pack, and in attention its heads.
+
+    tokens [S/n] × all heads ── all-to-all ──▶ tokens [S] × heads [H/n] ── attention ── all-to-all ──▶ back
+
+Everything but attention works token by token, so each rank runs its share of the pack. Inside attention each rank
+sees the whole pack for its share of the heads: packing, shared prompts and windows stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.engine.attention import AttentionPlan
+from verl.engine.packed_attention import PackedPlan, Segment
+from verl.engine.training.log_prob import TokenTensors
+from verl.engine.training.packing import Pack
+from verl.errors import UserError
+
+
+@dataclass(slots=True)
+class Share:
+    """A rank's part of a pack: `input_ids`, `positions` [S/n] and, for the response tokens predicted from them,
+    `source` (into the share) and `targets`; `mine` are their places among all response tokens of the pack."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    source: torch.Tensor
+    targets: torch.Tensor
+    mine: torch.Tensor
+    plan: AttentionPlan
+
+
+class SequenceParallel:
+    """The ranks of `group` share each pack. `heads` and `kv_heads` are the model's."""
+
+    def __init__(self, group: dist.ProcessGroup, heads: int):
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        if heads % self.size:
+            raise UserError(
+                f"ulysses_sequence_parallel_size={self.size} does not divide the model's {heads} attention heads"
+            )
+        self._heads = heads
+
+    def share(self, batch: Pack) -> Share:
+        """This rank's part. The pack is filled up to a multiple of the ranks with a segment nothing looks at."""
+        width = -(-batch.size // self.size)
+        fill = width * self.size - batch.size
+        ids = torch.nn.functional.pad(batch.input_ids, (0, fill))
+        positions = torch.cat((batch.positions, torch.arange(fill, device=batch.positions.device)))
+        segments = [*batch.segments, Segment(batch.size, batch.size + fill)]
+        start = self.rank * width
+        here = slice(start, start + width)
+        mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
+        whole = PackedPlan(segments, positions, self._heads // self.size)
+        return Share(
+            ids[here],
+            positions[here],
+            batch.source[mine] - start,
+            batch.targets[mine],
+            mine,
+            UlyssesPlan(whole, self.group, self.rank, self.size),
+        )
+
+    def whole(self, stats: TokenTensors, mine: torch.Tensor, count: int) -> TokenTensors:
+        """The statistics of all `count` response tokens on every rank; gradients go back to the rank they came from."""
+        given = [s for s in (stats.log_probs, stats.entropy, stats.sum_pi_squared) if s is not None]
+        rows = iter(_Join.apply(torch.stack(given), mine, count, self.group))
+        return TokenTensors(
+            next(rows),
+            next(rows) if stats.entropy is not None else None,
+            next(rows) if stats.sum_pi_squared is not None else None,
+        )
+
+
+class UlyssesPlan:
+    """An `AttentionPlan` that exchanges tokens for heads around another one."""
+
+    def __init__(self, whole: AttentionPlan, group: dist.ProcessGroup, rank: int, size: int):
+        self._whole, self._group, self._rank, self._size = whole, group, rank, size
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        # Key heads that the ranks do not divide are repeated just as often as it takes.
+        repeat = self._size // math.gcd(key.shape[1], self._size)
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        query, key, value = (self._gather_tokens(x) for x in (query, key, value))
+        if sinks is not None:
+            sinks = sinks.view(self._size, -1)[self._rank]
+        out = self._whole.attend(
+            module,
+            query,
+            key,
+            value,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return self._gather_heads(out)
+
+    def _gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, H, S/n, D] → [1, H/n, S, D]."""
+        n, (_, heads, tokens, width) = self._size, x.shape
+        swapped = _AllToAll.apply(x.reshape(n, heads // n, tokens, width), self._group)
+        return swapped.transpose(0, 1).reshape(1, heads // n, n * tokens, width)
+
+    def _gather_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, S, H/n, D] → [1, S/n, H, D]."""
+        n, (_, tokens, heads, width) = self._size, x.shape
+        swapped = _AllToAll.apply(x.reshape(n, tokens // n, heads, width), self._group)
+        return swapped.transpose(0, 1).reshape(1, tokens // n, n * heads, width)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice i of the first dimension goes to rank i; its own inverse, so also its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """Columns of [k, own] put in their places of [k, count] on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, mine: torch.Tensor, count: int, group: Any) -> torch.Tensor:
+        ctx.save_for_backward(mine)
+        out = own.new_zeros(own.shape[0], count)
+        out[:, mine] = own
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (mine,) = ctx.saved_tensors
+        return grads[0][:, mine], None, None, None

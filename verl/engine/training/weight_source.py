@@ -1,0 +1,129 @@
+"""Where the weights of a sharded model come from, one parameter at a time, so that the whole is nowhere in memory.
+
+FileSource      every rank reads what it needs from the safetensors files (mapped, so a host reads them once)
+RankZeroSource  rank 0 loads the model as transformers does and sends each parameter to the others: for files of
+                other kinds and names, where only transformers knows what belongs where
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl.engine.training.agree import exchange, together
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class WeightSource(ABC):
+    """`read` is collective: all ranks ask for the same names in the same order."""
+
+    @abstractmethod
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of a `state_dict` name in host memory, with the shape and dtype of `like`."""
+
+
+class FileSource(WeightSource):
+    """The safetensors files of a Hugging Face directory. `module` knows which of its tensors are kept apart there."""
+
+    def __init__(self, directory: Path, module: PreTrainedModel):
+        self._module = module
+        self._files = _names_in(directory)
+        self._open: dict[Path, Any] = {}
+
+    def covers(self, wanted: Mapping[str, torch.Tensor]) -> bool:
+        """True if all these tensors, by name, can be made of what is in the files."""
+        return bool(self._files) and all(
+            part in self._files for name, like in wanted.items() for part in self._parts(name, like)
+        )
+
+    def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._module, {name: torch.empty(like.shape, device="meta")})
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        parts = list(self._parts(name, like))
+        if len(parts) == 1:
+            found = self._tensor(parts[0])
+            if found.shape == like.shape:
+                return found.to(like.dtype)
+        # Where the elements of each stored tensor belong: number them, and have the numbers taken apart.
+        numbers = torch.arange(like.numel()).view(like.shape)
+        out = torch.empty(like.numel(), dtype=like.dtype)
+        for part, places in revert_weight_conversion(self._module, {name: numbers}).items():
+            found = self._tensor(part)
+            if found.shape != places.shape:
+                raise UserError(
+                    f"{self._files[part]}: {part} is {list(found.shape)}, not {list(places.shape)}"
+                )
+            out[places.reshape(-1)] = found.reshape(-1).to(like.dtype)
+        return out.view(like.shape)
+
+    def _tensor(self, part: str) -> torch.Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._files[part]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            return self._open[file].get_tensor(part)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{file} is damaged or cut short ({error}); fetch or copy the model again"
+            ) from error
+
+
+class RankZeroSource(WeightSource):
+    """`load` runs on rank 0 alone and gives tensors by their `state_dict` name."""
+
+    def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]):
+        self._loaded = together(lambda: dict(load()) if dist.get_rank() == 0 else {})
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(like.shape, dtype=like.dtype)
+        if dist.get_rank() == 0:
+            out.copy_(self._loaded[name])
+        dist.broadcast(out, 0)
+        return out
+
+
+def open_source(
+    directory: str | Path,
+    module: PreTrainedModel,
+    wanted: Mapping[str, torch.Tensor],
+    load: Callable[[], Mapping[str, torch.Tensor]],
+) -> WeightSource:
+    """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
+    files = FileSource(Path(directory), module) if Path(directory).is_dir() else None
+    if all(exchange(files is not None and files.covers(wanted))):
+        assert files is not None
+        return files
+    return RankZeroSource(load)
+
+
+def _names_in(directory: Path) -> dict[str, Path]:
+    """Tensor name → file, from the index, or from the one file. Empty without safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.is_file():
+            listed = json.loads(index.read_text("utf-8"))["weight_map"]
+            return {name: directory / file for name, file in listed.items()}
+        if single.is_file():
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), single)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{directory}: the weight files are damaged or cut short: {error}") from error
+    return {}

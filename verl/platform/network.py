@@ -1,0 +1,27 @@
+"""Sockets that listen where they were told to, and nowhere else."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen(address: str, port: int) -> int:
+    """File descriptor of a socket that listens on this address alone; whoever gets it closes it. Port 0: any free."""
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    server = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((address, port))
+        server.listen(1024)
+    except OSError:
+        server.close()
+        raise
+    return server.detach()
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to host:port (nothing is sent)."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,23 @@
+"""Whom a part that works for the loop tells what, without knowing the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """event(kind, **fields) for the run's records, notice(text) for the user, beat() for a sign of progress."""
+
+    event: Callable[..., None] = _silent
+    notice: Callable[[str], None] = _silent
+    beat: Callable[[], None] = _silent
+
+
+SILENT = Report()

@@ -1,0 +1,86 @@
+"""timeline.jsonl: when the sampler had requests and what the trainer did, step by step, on one clock.
+
+One object per step: {"step", "begin", "end", "sampler": [[from, to], …], "trainer": [[phase, from, to], …]}, in unix
+seconds. `gen` and `reward` among the phases are times in which the trainer waited.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WAITING = ("gen", "reward")
+"""Phases in which the trainer has nothing to compute."""
+_WHOLE = "step"
+
+Span = tuple[float, float]
+PhaseSpan = tuple[str, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A step on the clock: its sampler's spans with requests, and its phases."""
+
+    begin: float
+    end: float
+    sampler: Sequence[Span]
+    trainer: Sequence[PhaseSpan]
+
+    @property
+    def sampler_idle_ratio(self) -> float:
+        """Share of the step in which the sampler had no request."""
+        busy = sum(min(b, self.end) - max(a, self.begin) for a, b in self.sampler if b > self.begin)
+        return self._share(self.end - self.begin - busy)
+
+    @property
+    def trainer_idle_ratio(self) -> float:
+        """Share of the step in which the trainer waited for answers or scores."""
+        return self._share(sum(b - a for name, a, b in self.trainer if name in WAITING))
+
+    def _share(self, seconds: float) -> float:
+        whole = self.end - self.begin
+        return min(1.0, max(0.0, seconds / whole)) if whole > 0 else float("nan")
+
+
+def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTimes:
+    """From the spans of `Phases.spans` (the whole "step" among them) and of `Rollouts.busy`."""
+    whole = [(a, b) for name, a, b in phases if name == _WHOLE]
+    if len(whole) != 1:
+        raise ValueError(f"one span named {_WHOLE!r} is needed, there are {len(whole)}")
+    (begin, end) = whole[0]
+    return StepTimes(begin, end, list(sampler), [span for span in phases if span[0] != _WHOLE])
+
+
+class Timeline:
+    """Appends to `path`. A write that fails is told once through `notice`, and nothing more is written."""
+
+    def __init__(self, path: Path, notice: Callable[[str], None]):
+        self._path = path
+        self._notice = notice
+        self._offset = time.time() - time.monotonic()
+        self._broken = False
+
+    def write(self, step: int, times: StepTimes) -> None:
+        """One line."""
+
+        def at(clock: float) -> float:
+            return round(clock + self._offset, 4)
+
+        record = {
+            "step": step,
+            "begin": at(times.begin),
+            "end": at(times.end),
+            "sampler": [[at(a), at(b)] for a, b in times.sampler],
+            "trainer": [[name, at(a), at(b)] for name, a, b in times.trainer],
+        }
+        if self._broken:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._broken = True
+            self._notice(f"{self._path}: {error.strerror or error}; the timeline ends here, the run goes on")

@@ -1,0 +1,222 @@
+"""Named tensors ↔ buckets: flat bytes of at most a given size, with a JSON header that says what lies where.
+
+    (name, tensor) ── pack ──▶ header, bytes ── any transport ──▶ header, bytes ── unpack ──▶ (name, tensor)
+
+A tensor that does not fit into what is left of a bucket goes on in the next one, in slices, so no side ever needs
+room for more than its buckets, and the receiver for one tensor that came in slices. Nothing here is executed or
+unpickled: a header is JSON, checked against the bucket's size before a byte is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from verl.weight_sync.base import WeightSyncError
+
+ALIGN = 64
+"""Every part starts at a multiple of this many bytes: any data type can be viewed in place."""
+
+HEADER_BYTES = 1 << 18
+"""Most bytes of a bucket's header; a bucket of very many small tensors is closed when its header is full."""
+
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements start … start + count of the tensor `name`, at byte `offset` of the bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in the bucket."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """The tensor's only part."""
+        return self.count == math.prod(self.shape)
+
+
+def bucket_size(wanted: int) -> int:
+    """`wanted` bytes as a bucket can have them: a multiple of ALIGN. ValueError below 1."""
+    if wanted < 1:
+        raise ValueError(f"bucket_bytes={wanted}: a bucket needs at least one byte")
+    return -(-wanted // ALIGN) * ALIGN
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The data type `tensor` travels in: `dtype` for floating point ones, its own for others or when None."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+class Sink(ABC):
+    """Where `pack` puts buckets: one at a time is filled, then published."""
+
+    @abstractmethod
+    def room(self) -> torch.Tensor:
+        """The next empty bucket, uint8 [bucket size, a multiple of ALIGN]; waits until one is free."""
+
+    @abstractmethod
+    def publish(self, header: bytes, used: int) -> None:
+        """The bucket that `room` gave is full: `used` bytes, described by `header`."""
+
+    def reserve(self, upto: int) -> None:  # noqa: B027
+        """The bucket's bytes below `upto` are about to be written."""
+
+    def early(self, used: int) -> bool:
+        """True to publish now, with `used` bytes, instead of filling the bucket."""
+        return False
+
+
+class _Filling:
+    """A bucket being filled."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self.room = sink.room()
+        self.used = 0
+        self._entries: list[str] = []
+        self._header = 2
+
+    def add(
+        self, name: str, flat: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
+        """Copy as many elements of `flat` from `start` as fit; returns how many, -1 if not even a part fits.
+
+        A tensor that an empty bucket could hold is not cut: the receiver can then use it where it lies.
+        """
+        offset = -(-self.used // ALIGN) * ALIGN
+        left = flat.numel() - start
+        count = min(left, max(0, self.room.numel() - offset) // dtype.itemsize)
+        cut = count < left
+        if cut and (count == 0 or (self._entries and left * dtype.itemsize <= self.room.numel())):
+            return -1
+        kind = str(dtype).removeprefix("torch.")
+        entry = json.dumps([name, kind, list(shape), start, count, offset])
+        if self._header + len(entry) + 1 > HEADER_BYTES:
+            if not self._entries:
+                raise WeightSyncError(
+                    f"weight sync: the name of a weight is too long ({len(name)} characters)"
+                )
+            return -1
+        self._entries.append(entry)
+        self._header += len(entry) + 1
+        self.used = offset + count * dtype.itemsize
+        if count:
+            self._sink.reserve(self.used)
+            self.room[offset : self.used].view(dtype).copy_(flat[start : start + count])
+        return count
+
+    def publish(self) -> None:
+        """Hand it over. The header is ASCII JSON: a list of [name, dtype, shape, start, count, offset]."""
+        self._sink.publish(f"[{','.join(self._entries)}]".encode("ascii"), self.used)
+
+
+@torch.no_grad()
+def pack(weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, *, dtype: torch.dtype | None = None) -> int:
+    """Copy weights into the sink's buckets; returns the bytes of all tensors as they travelled.
+
+    dtype: what floating point weights are converted to on the way; None leaves them.
+    """
+    filling: _Filling | None = None
+    moved = 0
+    for name, tensor in weights:
+        kind = converted(tensor, dtype)
+        if str(kind).removeprefix("torch.") not in _DTYPES:
+            raise WeightSyncError(f"weight sync: {name} has data type {kind}, which does not travel")
+        flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
+        moved += flat.numel() * kind.itemsize
+        start = 0
+        while True:
+            if filling is None:
+                filling = _Filling(sink)
+            count = filling.add(name, flat, start, shape, kind)
+            start += max(count, 0)
+            done = count >= 0 and start == flat.numel()
+            if not done or sink.early(filling.used):
+                filling.publish()
+                filling = None
+            if done:
+                break
+    if filling is not None:
+        filling.publish()
+    return moved
+
+
+def parse(header: bytes, size: int) -> list[Part]:
+    """The parts of a bucket of `size` bytes. Raises WeightSyncError for a header that cannot be right."""
+    try:
+        entries = json.loads(header)
+        parts = [
+            Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightSyncError(f"weight sync: a bucket's header cannot be read ({error})") from error
+    for part in parts:
+        total = math.prod(part.shape)
+        fits = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
+        if not isinstance(part.name, str) or min(part.shape, default=0) < 0 or not fits:
+            raise WeightSyncError(f"weight sync: a bucket's header names bytes outside it ({part})")
+        if not (0 <= part.start <= part.start + part.count <= total and (part.count or not total)):
+            raise WeightSyncError(f"weight sync: a bucket's header names elements that do not exist ({part})")
+    return parts
+
+
+def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of buckets (header, uint8 bytes), in the order they were packed.
+
+    A tensor is a view of its bucket, valid until the next tensor is asked for; one that came in slices is put
+    together in memory of its own. Raises WeightSyncError when slices are missing or out of order.
+    """
+    name, joined, filled = "", None, 0
+    for header, data in buckets:
+        for part in parse(header, data.numel()):
+            values = data[part.offset : part.offset + part.size].view(part.dtype)
+            if joined is None and part.whole:
+                yield part.name, values.view(part.shape)
+                continue
+            if joined is None:
+                name, filled = part.name, 0
+                joined = torch.empty(part.shape, dtype=part.dtype, device=data.device)
+            if (part.name, part.start) != (name, filled) or part.dtype != joined.dtype:
+                raise WeightSyncError(
+                    f"weight sync: after {filled} elements of {name} came element {part.start} of {part.name}"
+                )
+            joined.view(-1)[filled : filled + part.count].copy_(values)
+            filled += part.count
+            if filled == joined.numel():
+                yield name, joined
+                joined = None
+    if joined is not None:
+        raise WeightSyncError(
+            f"weight sync: the stream ended after {filled} of {joined.numel()} elements of {name}"
+        )

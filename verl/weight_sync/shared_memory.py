@@ -1,0 +1,251 @@
+"""Weights between processes of one host: through two buckets of shared memory, written and read at the same time.
+
+    sender's caller ── gathers ──▶ queue ── sender's thread ──▶ bucket 0 │ bucket 1 ──▶ readers 0 … n-1
+
+While the caller gathers the next tensor (a collective, when the model is sharded), a thread copies the one before
+into a bucket, and the readers load the bucket before that. In memory are two buckets, at most one bucket's worth of
+gathered tensors, and, for a reader, one tensor that was larger than a bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from verl.weight_sync import buckets
+from verl.weight_sync.base import SyncResult, WeightSyncError
+from verl.weight_sync.copier import Copier
+from verl.weight_sync.segment import DONE, FAILED, RUNNING, Segment, path_of, sweep, taken_by, wait
+
+TIMEOUT = 300.0
+"""Seconds without any progress after which a side gives up."""
+
+_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
+
+
+class BucketSender:
+    """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
+
+    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket; two are in memory.
+    dtype: what floating point weights are converted to before they are written; None sends them as they are.
+    timeout: seconds without progress after which `send` gives up.
+    device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
+        through the host's memory.
+    """
+
+    def __init__(
+        self,
+        channel: str,
+        readers: int,
+        bucket_bytes: int,
+        *,
+        dtype: torch.dtype | None = None,
+        timeout: float = TIMEOUT,
+        device: torch.device | None = None,
+    ):
+        if readers < 1:
+            raise ValueError(f"readers={readers}: a channel has at least one reader")
+        path_of(channel)
+        self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
+        self._device = device
+        self._bucket_bytes = buckets.bucket_size(bucket_bytes)
+        sweep()
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:
+        """Make every reader have all weights; returns when they do. `bytes` counts each tensor once.
+
+        A tensor may be looked at until the call returns, so what `weights` yields must not be written again by then.
+        `weights` is used up even when a reader fails, for it may be a collective in which other ranks wait; after that,
+        WeightSyncError says which reader failed, and how.
+        """
+        started = time.monotonic()
+        with self._sink(version) as sink:
+            moved = Copier(sink, self._dtype, self._bucket_bytes).run(weights)
+            sink.finish()
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+
+    def _sink(self, version: int) -> SharedMemorySink:
+        where = (self._channel, self._readers, self._bucket_bytes, version)
+        if self._device is None:
+            return SharedMemorySink(*where, timeout=self._timeout)
+        from verl.weight_sync.device_handles import HandleSink
+
+        return HandleSink(*where, device=self._device, timeout=self._timeout)
+
+
+class SharedMemorySink(buckets.Sink):
+    """The writing side of one transfer. A context: leaving it by an exception tells the readers, and removes the file."""
+
+    def __init__(
+        self,
+        channel: str,
+        readers: int,
+        bucket_bytes: int,
+        version: int,
+        *,
+        timeout: float = TIMEOUT,
+        on_device: bool = False,
+    ):
+        self._channel, self._timeout = channel, timeout
+        self._segment = Segment.create(channel, readers, bucket_bytes, version, on_device=on_device)
+        self._entries = [self._segment.reader(number) for number in range(readers)]
+        self._number = 0
+
+    def __enter__(self) -> SharedMemorySink:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._segment.finish(f"{type(error).__name__}: {error}")
+        self._entries = []
+        self._segment.remove()
+        self._segment.close()
+
+    def room(self) -> torch.Tensor:
+        """See Sink.room: bucket n is free when every reader has taken bucket n - 2."""
+        wanted = self._number - 1
+        wait(lambda: self._least() >= wanted, self._check, self._timeout, lambda: self._waiting(wanted))
+        return self._segment.room(self._number)
+
+    def reserve(self, upto: int) -> None:
+        """See Sink.reserve."""
+        self._segment.reserve(self._number, upto)
+
+    def early(self, used: int) -> bool:
+        """Readers that wait get what there is, if it is worth a round."""
+        return used >= _EARLY and self._least() >= self._number
+
+    def publish(self, header: bytes, used: int) -> None:
+        """See Sink.publish."""
+        self._segment.publish(self._number, header, used)
+        self._number += 1
+
+    def finish(self) -> None:
+        """No more buckets: wait until every reader has them all."""
+        self._segment.finish()
+
+        def everybody() -> bool:
+            return all(taken_by(entry)[1] == DONE for entry in self._entries)
+
+        wait(everybody, self._check, self._timeout, lambda: self._waiting(self._number))
+
+    def _least(self) -> int:
+        return min(taken_by(entry)[0] for entry in self._entries)
+
+    def _check(self) -> None:
+        for number, entry in enumerate(self._entries):
+            taken, status = taken_by(entry)
+            where = f"reader {number} of channel {self._channel!r} (process {int(entry[0])})"
+            if status == FAILED:
+                raise WeightSyncError(f"weight sync: {where} stopped reading after {taken} buckets")
+            if status == RUNNING and not self._segment.reader_alive(number):
+                if taken_by(entry)[1] == DONE:
+                    continue
+                raise WeightSyncError(f"weight sync: {where} died after {taken} buckets")
+
+    def _waiting(self, wanted: int) -> str:
+        names = []
+        for number, entry in enumerate(self._entries):
+            taken, status = taken_by(entry)
+            if status == 0:
+                names.append(f"reader {number}, which has not come")
+            elif status != DONE and taken <= wanted:
+                names.append(f"reader {number} (process {int(entry[0])}, {taken} buckets taken)")
+        return f"the sender of channel {self._channel!r} waits for {', '.join(names) or 'nobody'}"
+
+
+def receive(
+    channel: str, reader: int, *, timeout: float = TIMEOUT, version: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the channel's next transfer, (name, tensor), as reader number `reader` of it.
+
+    May be called before the sender begins; then it waits. A tensor is a view of shared memory, valid until the next
+    one is asked for: copy it. All of them must be read; a caller that stops earlier fails the transfer for all.
+    version: the version that is expected. Raises WeightSyncError when the sender fails, dies, or does nothing for
+    `timeout` seconds, and when another version or another number of readers is on the channel.
+    """
+    segment = _attach(channel, reader, timeout)
+    done = False
+    try:
+        if version is not None and segment.version != version:
+            raise WeightSyncError(
+                f"weight sync: channel {channel!r} carries version {segment.version}, version {version} was expected"
+            )
+        stream = _buckets(segment, channel, reader, timeout)
+        if segment.on_device:
+            from verl.weight_sync.device_handles import opened
+
+            stream = opened(stream, reader)
+        yield from buckets.unpack(stream)
+        done = True
+    finally:
+        segment.leave(reader, done=done)
+        if not segment.sender_alive():
+            segment.remove()
+        segment.close()
+
+
+def _attach(channel: str, reader: int, timeout: float) -> Segment:
+    path = path_of(channel)
+    found: list[Segment] = []
+
+    def come() -> bool:
+        segment = Segment.open(path)
+        if segment is None:
+            return False
+        if segment.sender_alive():
+            count = segment.readers
+            if reader >= count:
+                segment.close()
+                raise WeightSyncError(
+                    f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
+                )
+            if segment.attach(reader):
+                found.append(segment)
+                return True
+        else:
+            segment.remove()
+        segment.close()
+        return False
+
+    wait(
+        come,
+        lambda: None,
+        timeout,
+        lambda: f"reader {reader} of channel {channel!r} waits for a sender to begin",
+    )
+    return found[0]
+
+
+def _buckets(
+    segment: Segment, channel: str, reader: int, timeout: float
+) -> Iterator[tuple[bytes, torch.Tensor]]:
+    number = 0
+    while _published(segment, number, channel, reader, timeout):
+        yield segment.bucket(number)
+        number += 1
+        segment.taken(reader, number)
+
+
+def _published(segment: Segment, number: int, channel: str, reader: int, timeout: float) -> bool:
+    """Wait for bucket `number`; False if the transfer ended before it."""
+
+    def look() -> None:
+        if segment.status == RUNNING and not segment.sender_alive():
+            raise WeightSyncError(
+                f"weight sync: the sender of channel {channel!r} (process {segment.sender}) died after {number} buckets"
+            )
+
+    wait(
+        lambda: segment.produced > number or segment.status != RUNNING,
+        look,
+        timeout,
+        lambda: (
+            f"reader {reader} of channel {channel!r} waits for bucket {number} of process {segment.sender}"
+        ),
+    )
+    if segment.status == FAILED:
+        raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {segment.reason}")
+    return segment.produced > number

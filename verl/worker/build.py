@@ -1,0 +1,122 @@
+"""Engines from the configuration: the same for the roles of one process and for hosts of a cluster.
+
+Everything here takes the configuration as typed groups or as the same keys in mappings (a worker gets JSON).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.engine.rollout.base import RolloutEngine
+from verl.engine.training.base import TrainingEngine
+from verl.engine.training.settings import DTYPES
+from verl.errors import UserError
+from verl.platform import Platform
+
+
+def wants_reference(config: Any) -> bool:
+    """True when a KL term asks for the reference."""
+    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
+
+
+def horizon(config: Any) -> float:
+    """H of seq-mean-token-sum-norm."""
+    return float(config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length)
+
+
+def actor_engine(
+    config: Any, total_steps: int, *, world: int = 1, platform: Platform | None = None
+) -> TrainingEngine:
+    """The engine of the policy in training, its schedule set. `world` ranks must have joined before."""
+    arr = config.actor_rollout_ref
+    engine = _engine(
+        world,
+        arr.model.path,
+        model_cfg=arr.model,
+        role_cfg=arr.actor,
+        log_prob_cfg=arr.rollout,
+        device=platform or config.trainer.device,
+        seed=config.trainer.seed,
+    )
+    engine.schedule(total_steps)
+    return engine
+
+
+def reference_engine(config: Any, *, world: int = 1, platform: Platform | None = None) -> TrainingEngine:
+    """The engine of the frozen reference."""
+    arr = config.actor_rollout_ref
+    return _engine(
+        world,
+        arr.ref.model.path or arr.model.path,
+        model_cfg=arr.model,
+        role_cfg=arr.ref,
+        device=platform or config.trainer.device,
+        seed=config.trainer.seed,
+        trainable=False,
+        role="ref",
+    )
+
+
+def _engine(world: int, path: str, **options: Any) -> TrainingEngine:
+    if world == 1:
+        from verl.engine.training.local_engine import LocalEngine
+
+        return LocalEngine(path, **options)
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    return FSDPEngine(path, **options)
+
+
+def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
+    """The embedded sampler on a Hugging Face model's tensors."""
+    from verl.engine.rollout.native.engine import NativeEngine
+
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        module,
+        eos_token_ids=end_token_ids(module.config, module.generation_config, tokenizer),
+        max_model_len=rollout.max_model_len
+        or config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        dtype=sampler_dtype(rollout.dtype, trainer_dtype),
+        enforce_eager=rollout.enforce_eager,
+        tokenizer=tokenizer,
+    )
+
+
+def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
+    """The configured sampling engine with weights of its own, to be filled by a weight transfer."""
+    return _own_native(config, tokenizer, platform)
+
+
+def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
+    from verl.engine.training.model import load_model
+    from verl.engine.training.settings import compute_dtype
+
+    arr = config.actor_rollout_ref
+    platform.prepare()
+    module = load_model(arr.model.path, arr.model).to(platform.device())
+    module.requires_grad_(False)
+    return native_sampler(config, module, tokenizer, str(compute_dtype(arr.actor, platform)))
+
+
+def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends an answer: the generation config's, the model's and the tokenizer's."""
+    found: list[int] = []
+    for source in (generation_config, model_config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
+    return sorted(set(found))
+
+
+def sampler_dtype(wanted: str | None, trainer: str) -> str:
+    """rollout.dtype under torch's name, or the trainer's. UserError for one the embedded sampler does not have."""
+    name = str(wanted or trainer).removeprefix("torch.")
+    known = {key: value for key, value in DTYPES.items() if value != "float16"}
+    if name not in known:
+        raise UserError(
+            f"actor_rollout_ref.rollout.dtype={wanted}: the native engine computes in float32 or bfloat16; set it to one "
+            "of them, or leave it null for the trainer's"
+        )
+    return known[name]

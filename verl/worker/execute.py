@@ -1,0 +1,51 @@
+"""Running one mini-batch on a training engine: the worker's half of an update, whoever planned it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.objective import ActorObjective, Normalisers
+from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
+from verl.trajectory import Trajectory
+
+
+class Recording:
+    """Wraps an objective: keeps the first pass's log-probs and entropy of rows that have none yet.
+
+    With one optimizer step per batch the old log-probs are the update's own, so no extra pass is needed.
+    """
+
+    def __init__(self, objective: ActorObjective):
+        self._objective = objective
+
+    def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        result = self._objective(micro)
+        sizes = [row.length for row in micro.rows]
+        for column, flat in (("old_log_probs", micro.log_probs), ("entropy", micro.entropy)):
+            if flat is None:
+                continue
+            parts = np.split(flat.detach().float().cpu().numpy(), np.cumsum(sizes)[:-1])
+            for row, part in zip(micro.rows, parts, strict=True):
+                if getattr(row, column) is None:
+                    setattr(row, column, part.copy())
+        return result
+
+
+def update(
+    engine: TrainingEngine,
+    actor_cfg: Any,
+    rows: Sequence[Trajectory],
+    normalisers: Normalisers,
+    temperature: float,
+    rollout_correction: Any = None,
+) -> StepResult:
+    """One optimizer step on `rows`, which are this rank's share of a mini-batch with these global counts.
+
+    Fills `old_log_probs` and `entropy` of rows that have none.
+    """
+    objective = Recording(ActorObjective(actor_cfg, normalisers, rollout_correction))
+    return engine.step(rows, objective, temperature=temperature, entropy=True)

@@ -1,0 +1,125 @@
+"""One sampling engine in a process of its own: requests come in lists, finished answers leave in lists.
+
+All coroutines run on one event loop, the engine's too. Arguments and results are arrays and JSON-like values, see
+`verl.controller.wire`. Knows nothing of how it is called from afar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.config import Map
+from verl.controller import wire
+from verl.controller.transport import Payload
+from verl.engine.rollout.base import RolloutEngine
+
+
+class SamplerHost:
+    """`config` is the resolved configuration as plain data; `number` of this engine among its pool's."""
+
+    def __init__(self, config: dict[str, Any], number: int):
+        self.config = Map.of(config)
+        self.number = number
+        self._engine: RolloutEngine | None = None
+        self._done: list[wire.Answer] = []
+        self._wakeup = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> dict[str, Any]:
+        """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be."""
+        from verl.data.tokenizer import load_tokenizer
+        from verl.platform import detect
+        from verl.platform.memory import tune_allocator
+        from verl.worker import build
+        from verl.worker.train_host import quiet_libraries
+
+        tune_allocator()
+        quiet_libraries()
+        model = self.config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(
+            model.path,
+            tokenizer_path=self.config.data.tokenizer or model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+        platform = detect(self.config.trainer.device)
+        self._engine = build.own_sampler(self.config, tokenizer, platform)
+        return {"pid": os.getpid(), "device": platform.describe()}
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine; RuntimeError before `start`."""
+        if self._engine is None:
+            raise RuntimeError(f"sampler {self.number}: start() comes before any other call")
+        return self._engine
+
+    async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
+        """Begin requests; returns at once. A request id that is under way already is left as it is."""
+        known = {task.get_name() for task in self._running}
+        for ask in wire.decode_asks(payload):
+            if ask.id not in known:
+                task = asyncio.create_task(self._serve(ask), name=ask.id)
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+
+    async def _serve(self, ask: wire.Ask) -> None:
+        try:
+            done = await self.engine.generate(
+                ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
+            )
+            self._done.append(wire.Answer(ask.id, done))
+        except Exception as error:  # it is the answer: the driver raises it where the request was made
+            self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
+        self._wakeup.set()
+
+    async def results(self, timeout: float) -> Payload:
+        """Finished answers, as soon as there are any; none after `timeout` seconds."""
+        if not self._done:
+            self._wakeup.clear()
+            try:
+                await asyncio.wait_for(self._wakeup.wait(), timeout)
+            except TimeoutError:
+                return wire.encode_answers([])
+        # Answers that end in the same pass of the model leave together.
+        await asyncio.sleep(0)
+        done, self._done = self._done, []
+        return wire.encode_answers(done)
+
+    async def abort(self, request_ids: list[str] | None) -> None:
+        """Stop requests (None: all); their answers come through `results`."""
+        self.engine.abort(request_ids)
+
+    async def receive_weights(
+        self, channel: str, reader: int, version: int, timeout: float, verify: bool
+    ) -> dict[str, str]:
+        """Load the weights of the channel's next transfer. Returns checksums of what came when `verify`."""
+        from verl.weight_sync.shared_memory import receive
+        from verl.weight_sync.verify import digesting
+
+        sums: dict[str, str] = {}
+        weights = receive(channel, reader, timeout=timeout, version=version)
+        stream = digesting(weights, sums) if verify else weights
+        await asyncio.to_thread(self.engine.load_weights, stream, version)
+        return sums
+
+    async def sleep(self) -> None:
+        """Give memory back while the devices train."""
+        self.engine.sleep()
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        self.engine.wake()
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters since the last call."""
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        """Release everything."""
+        if self._engine is not None:
+            self._engine.close()

@@ -1,0 +1,187 @@
+"""One training rank in a process of its own: engines of the actor and the reference, and the rows of the step.
+
+Every rank of a group gets the same calls in the same order (SPMD). Arguments and results are arrays and JSON-like
+values, see `verl.controller.transport`. Knows nothing of how it is called from afar.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config import Map
+from verl.controller import transport
+from verl.controller.transport import Payload
+from verl.engine.training.base import StepResult, TrainingEngine
+from verl.trajectory import Trajectory
+
+
+class TrainHost:
+    """`config` is the resolved configuration as plain data; `rank` of `world`."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world: int):
+        self.config = Map.of(config)
+        self.rank, self.world = rank, world
+        self.actor: TrainingEngine | None = None
+        self.reference: TrainingEngine | None = None
+        self._rows: list[Trajectory] = []
+
+    def free_port(self, address: str) -> int:
+        """A port nobody listens on at this address of this machine, for rank 0 to meet the others at."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def join(self, address: str, port: int) -> None:
+        """Meet the other ranks. UserError if they do not come."""
+        from verl.platform import detect
+        from verl.platform.memory import tune_allocator
+
+        tune_allocator()
+        quiet_libraries()
+        self.platform = detect(self.config.trainer.device)
+        if self.world > 1:
+            from verl.engine.training.process_group import init_process_group
+
+            timeout = float(self.config.actor_rollout_ref.nccl_timeout)
+            init_process_group(self.rank, self.world, address, port, self.platform, timeout)
+
+    def build(self, total_steps: int) -> dict[str, Any]:
+        """Load the models. Returns where this rank stands: dp_rank, dp_size, the device in words."""
+        from verl.worker import build
+
+        self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
+        if build.wants_reference(self.config):
+            self.reference = build.reference_engine(self.config, world=self.world, platform=self.platform)
+        return {
+            "dp_rank": int(getattr(self.actor, "dp_rank", self.rank)),
+            "dp_size": int(getattr(self.actor, "dp_size", self.world)),
+            "device": self.platform.describe(),
+        }
+
+    def _trained(self) -> TrainingEngine:
+        if self.actor is None:
+            raise RuntimeError(f"training rank {self.rank}: build() comes before any other call")
+        return self.actor
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def take_rows(self, payload: Mapping[str, np.ndarray]) -> None:
+        """This rank's answers of the step; the calls that follow are about them."""
+        self._rows = transport.decode(payload)
+
+    def old_log_probs(self, temperature: float) -> Payload:
+        """Fill and return `old_log_probs` and `entropy`."""
+        stats = self._trained().log_probs(self._rows, temperature=temperature, entropy=True)
+        columns = {"old_log_probs": stats.log_probs}
+        if stats.entropy is not None:
+            columns["entropy"] = stats.entropy
+        transport.fill(self._rows, columns)
+        return columns
+
+    def reference_log_probs(self, temperature: float) -> Payload:
+        """Fill and return `ref_log_probs`."""
+        if self.reference is None:
+            raise RuntimeError(
+                "no reference was built: neither use_kl_loss nor use_kl_in_reward asks for one"
+            )
+        self.reference.onload()
+        columns = {"ref_log_probs": self.reference.log_probs(self._rows, temperature=temperature).log_probs}
+        self.reference.offload()
+        transport.fill(self._rows, columns)
+        return columns
+
+    def update(
+        self, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]], temperature: float
+    ) -> dict[str, Any]:
+        """One optimizer step for each of `minis`: {"rows": positions, "normalisers": counts of all ranks}.
+
+        `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
+        "columns": old_log_probs and entropy where the rows had none}.
+        """
+        from verl.algorithms.objective import Normalisers
+        from verl.worker import execute
+
+        engine, cfg = self._trained(), self.config.actor_rollout_ref.actor
+        correction = self.config.algorithm.rollout_correction
+        transport.fill(self._rows, columns)
+        fresh = [
+            name for name in ("old_log_probs", "entropy") if all(getattr(r, name) is None for r in self._rows)
+        ]
+        results: list[StepResult] = []
+        for mini in minis:
+            rows = [self._rows[i] for i in mini["rows"]]
+            counts = Normalisers(**mini["normalisers"])
+            results.append(execute.update(engine, cfg, rows, counts, temperature, correction))
+        return {
+            "results": [asdict(result) for result in results],
+            "columns": transport.collect(self._rows, fresh),
+        }
+
+    def log_probs_of(self, positions: Sequence[int], temperature: float) -> np.ndarray:
+        """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
+        rows = [self._rows[i] for i in positions]
+        return self._trained().log_probs(rows, temperature=temperature).log_probs
+
+    def advance(self) -> float:
+        """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
+        return self._trained().advance()
+
+    # -- weights and state ------------------------------------------------------------------------------------
+
+    def send_weights(self, channel: str | None, readers: int, version: int, verify: bool) -> dict[str, Any]:
+        """Gather the weights together with the other ranks and, with a channel, write them to its readers.
+
+        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`.
+        """
+        from verl.weight_sync.shared_memory import BucketSender
+        from verl.weight_sync.verify import digesting
+
+        weights = self._trained().named_weights()
+        sums: dict[str, str] = {}
+        if channel is None:
+            for _ in weights:
+                continue
+            return {"bytes": 0, "seconds": 0.0, "checksums": sums}
+        rollout = self.config.actor_rollout_ref.rollout
+        bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
+        sender = BucketSender(channel, readers, bucket)
+        result = sender.send(digesting(weights, sums) if verify else weights, version)
+        return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
+
+    def save_weights(self, directory: str) -> None:
+        """Hugging Face directory of the policy, written by all ranks."""
+        self._trained().save_weights(Path(directory))
+
+    def save_optimizer(self, directory: str) -> None:
+        """Optimizer and schedule, written by all ranks."""
+        self._trained().save_optimizer(Path(directory))
+
+    def load_weights(self, directory: str) -> None:
+        """Inverse of `save_weights`."""
+        self._trained().load_weights(Path(directory))
+
+    def load_optimizer(self, directory: str) -> None:
+        """Inverse of `save_optimizer`."""
+        self._trained().load_optimizer(Path(directory))
+
+    def peak_memory(self) -> float | None:
+        """Most device memory in use, GiB; None on a CPU."""
+        return None if self.platform.name == "cpu" else self.platform.peak_memory() / 2**30
+
+    def facts(self) -> dict[str, Any]:
+        """Process id, for the watchdog and for messages."""
+        return {"pid": os.getpid()}
+
+
+def quiet_libraries() -> None:
+    """No progress bars from a worker."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
