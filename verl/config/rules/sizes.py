@@ -68,7 +68,9 @@ def _engine_layout(c: Check) -> None:
         message += "" if nodes == 1 else ": an engine stays on one node"
         c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
     elif rollout.name == "native" and tensor > 1 and c.ppo:
-        c.notice(f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; there are more engines")
+        c.notice(
+            f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; there are more engines"
+        )
     elif pool % size or per_node % size:
         message = (
             f"an engine of {size} devices does not divide the pool of {pool}; use one of {divisors(per_node)}"
