@@ -47,7 +47,7 @@ def watch() -> None:
     after(LocalEngine, "save_weights", "half written")
     after(write, "write_manifest", "sealed")
     after(write, "_publish", "published")
-    after(write, "_retire", "retired")
+    after(write, "retire", "retired")
     enter, log = Phases.__call__, Tracking.log
 
     def entered(self: Phases, name: str, waits_for: str = "") -> AbstractContextManager[None]:

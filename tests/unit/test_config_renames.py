@@ -124,6 +124,9 @@ def test_the_later_spelling_of_the_manager_counts():
         (["trainer.v1.trainer_mode=colocate_async", "trainer.v1.sampler.max_off_policy_threshold=3"], 2),
         (["trainer.v1.trainer_mode=separate_async", "trainer.v1.sampler.max_off_policy_threshold=2"], 1),
         (["trainer.v1={trainer_mode:separate_async,sampler:{max_off_policy_threshold:4}}"], 3),
+        (["trainer.v1.trainer_mode=separate_async"], 1),
+        (["trainer.v1.trainer_mode=separate_async", "trainer.max_staleness=3"], 3),
+        (["trainer.v1.sampler.max_off_policy_threshold=4"], 0),
     ],
 )
 def test_modes_of_staleness(argv, lag):
@@ -133,6 +136,21 @@ def test_modes_of_staleness(argv, lag):
 def test_an_unknown_mode_of_staleness():
     with pytest.raises(ConfigError, match="separate_async"):
         load(["trainer.v1.trainer_mode=fast"])
+    for given in ("0", "1.5", "many", "True"):
+        with pytest.raises(ConfigError, match="no whole number above 0"):
+            load(
+                [
+                    "trainer.v1.trainer_mode=separate_async",
+                    f"trainer.v1.sampler.max_off_policy_threshold={given}",
+                ]
+            )
+
+
+def test_modes_of_staleness_that_change_nothing_are_told():
+    both = load(["trainer.v1.trainer_mode=separate_async", "trainer.max_staleness=3"])
+    assert any("means trainer.max_staleness=1; trainer.max_staleness=3 is kept" in n for n in both.notices)
+    alone = load(["trainer.v1.sampler.max_off_policy_threshold=4"])
+    assert any("without trainer.v1.trainer_mode" in n for n in alone.notices)
 
 
 def test_global_micro_batch_is_divided_by_the_ranks_and_rounded_up():

@@ -179,3 +179,16 @@ def test_older_module_name_answers_help() -> None:
         [sys.executable, "-m", "verl.trainer.fsdp_sft_trainer", "--help"], capture_output=True, text=True
     )
     assert (done.returncode == 0 and "train_batch_size" in done.stdout + done.stderr) or "data" in done.stdout
+
+
+def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, tmp_path) -> None:
+    words = ["trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    assert (
+        main(arguments(model, data, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")) == 0
+    )
+    absurd = [*words, "optim.lr=1e30", "optim.lr_warmup_steps=0", "trainer.max_refused_steps=2"]
+    assert main(arguments(model, data, tmp_path, *absurd)) == 1, "refused steps in a row end the run"
+    assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_1"]
+    events = (tmp_path / "events.jsonl").read_text()
+    assert "the checkpoint of step 2 could not be saved (UserError: the norm of the weight" in events
+    assert "2 steps in a row had a non-finite update" in events

@@ -56,44 +56,76 @@ def save(
     `checkpoint_failed`, the unfinished directory is removed, and older checkpoints are untouched. Success is the
     event `checkpoint_saved` with bytes, seconds and the hashing speed.
     """
-    root = Path(root)
-    beside = root / f"global_step_{step}.tmp"
-    try:
-        started = time.perf_counter()
-        manifest, hash_seconds = _write_and_seal(root, beside, step, parts, loop_state)
-        final = _publish(root, beside, step)
-    except Exception as error:
-        on_event(
+    unsealed = Unsealed(root, step, keep=keep, on_event=on_event)
+    unsealed.fill(parts, loop_state)
+    return unsealed.seal()
+
+
+class Unsealed:
+    """A checkpoint on its way: `fill` writes its parts, `seal` makes it one. The two may run in different threads.
+
+    Arguments and failures as in `save`; `problem` says what failed ("" as long as nothing did).
+    """
+
+    def __init__(self, root: Path, step: int, *, keep: int | None = None, on_event: OnEvent = no_event):
+        self._root = Path(root)
+        self._step = step
+        self._keep = keep
+        self._on_event = on_event
+        self._beside = self._root / f"global_step_{step}.tmp"
+        self._started = time.perf_counter()
+        self.problem = ""
+
+    def fill(self, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]) -> None:
+        """Write the parts and the loop's state into the unfinished directory."""
+        try:
+            _fill(self._root, self._beside, self._step, parts, loop_state)
+        except Exception as error:
+            self._fail(error)
+
+    def seal(self) -> Path | None:
+        """Sync, hash, seal, rename; then the pointer file and the retention. None if anything failed."""
+        if self.problem:
+            return None
+        try:
+            manifest, hash_seconds = _seal(self._root, self._beside, self._step)
+            final = _publish(self._root, self._beside, self._step)
+        except Exception as error:
+            self._fail(error)
+            return None
+        self._on_event(
+            "checkpoint_saved",
+            step=self._step,
+            path=str(final),
+            bytes=manifest.size,
+            seconds=round(time.perf_counter() - self._started, 4),
+            hash_gb_per_s=round(manifest.size / max(hash_seconds, 1e-9) / 1e9, 3),
+        )
+        _after_publishing(self._root, final, self._step, self._keep, self._on_event)
+        return final
+
+    def _fail(self, error: Exception) -> None:
+        self.problem = f"{type(error).__name__}: {error}"
+        self._on_event(
             "checkpoint_failed",
-            step=step,
-            path=str(beside),
-            error=f"{type(error).__name__}: {error}",
-            traceback=traceback.format_exc(),
-            message=f"the checkpoint of step {step} could not be saved ({type(error).__name__}: {error}); "
+            step=self._step,
+            path=str(self._beside),
+            error=self.problem,
+            traceback="".join(traceback.format_exception(error)),
+            message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); "
             "the run goes on with the checkpoints saved before",
         )
-        _discard(beside, on_event)
-        return None
-    on_event(
-        "checkpoint_saved",
-        step=step,
-        path=str(final),
-        bytes=manifest.size,
-        seconds=round(time.perf_counter() - started, 4),
-        hash_gb_per_s=round(manifest.size / max(hash_seconds, 1e-9) / 1e9, 3),
-    )
-    _after_publishing(root, final, step, keep, on_event)
-    return final
+        _discard(self._beside, self._on_event)
 
 
-def _write_and_seal(
+def _fill(
     root: Path,
     beside: Path,
     step: int,
     parts: Mapping[str, Callable[[Path], Any]],
     loop_state: Mapping[str, Any],
-) -> tuple[Manifest, float]:
-    """Fill the unfinished directory and seal it; returns the manifest and the seconds spent hashing."""
+) -> None:
+    """Fill the unfinished directory."""
     root.mkdir(parents=True, exist_ok=True)
     if beside.exists():
         shutil.rmtree(beside)
@@ -108,6 +140,10 @@ def _write_and_seal(
     loop = beside / LOOP
     loop.parent.mkdir(parents=True, exist_ok=True)
     write_synced(loop, json.dumps({"step": step, **loop_state}, indent=1))
+
+
+def _seal(root: Path, beside: Path, step: int) -> tuple[Manifest, float]:
+    """Sync and seal the filled directory; returns the manifest and the seconds spent hashing."""
     _share_like_the_folder(beside)
     sync_tree(beside)
     hashing = time.perf_counter()
@@ -130,7 +166,7 @@ def _publish(root: Path, beside: Path, step: int) -> Path:
     """Give the sealed directory its final name. An older one of the same step makes room by a rename."""
     final = root / f"global_step_{step}"
     # A crash between the two renames leaves the new one sealed as .tmp: the reader publishes it.
-    retired = _retire(final) if final.exists() else None
+    retired = retire(final) if final.exists() else None
     try:
         os.rename(beside, final)
     except OSError:
@@ -149,7 +185,7 @@ def _after_publishing(root: Path, final: Path, step: int, keep: int | None, on_e
             shutil.rmtree(retired)
         if keep is not None and keep >= 1:
             for old in surplus(root, keep):
-                shutil.rmtree(_retire(old))
+                shutil.rmtree(retire(old))
                 on_event("checkpoint_deleted", step=step, path=str(old))
     except Exception as error:
         on_event(
@@ -186,7 +222,7 @@ def _next_serial(root: Path) -> int:
     return max((serial for serial, *_ in _sealed(root)), default=0) + 1
 
 
-def _retire(path: Path) -> Path:
+def retire(path: Path) -> Path:
     """Rename a checkpoint out of the way, to a name that every start cleans up."""
     number = 0
     while (retired := path.with_name(f"{path.name}.deleted{number}.tmp")).exists():

@@ -110,22 +110,38 @@ def _old_spellings(builder: Builder) -> None:
 
 
 def _staleness(builder: Builder) -> None:
-    mode = builder.v1.get("trainer.v1.trainer_mode")
+    """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
+    mode_key, threshold_key = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
+    mode, threshold = builder.v1.get(mode_key), builder.v1.get(threshold_key)
     if mode is None:
+        if threshold is not None:
+            builder.notice(
+                f"no effect: {threshold_key}={threshold} without {mode_key}; set trainer.max_staleness"
+            )
         return
-    threshold = builder.v1.get("trainer.v1.sampler.max_off_policy_threshold")
+    if threshold is not None and (
+        isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 1
+    ):
+        message = f"{threshold!r} is no whole number above 0; trainer.max_staleness is one less"
+        builder.problems.append(Problem(threshold_key, message))
+        return
     if mode == "sync":
         lag = 0
     elif mode in ("colocate_async", "separate_async"):
-        lag = max(0, int(threshold) - 1) if isinstance(threshold, int) else 1
+        lag = 1 if threshold is None else threshold - 1
     else:
         message = f"{mode!r} is none of sync, colocate_async, separate_async; or set trainer.max_staleness"
-        builder.problems.append(Problem("trainer.v1.trainer_mode", message))
+        builder.problems.append(Problem(mode_key, message))
         return
+    given = builder.root["trainer"].max_staleness
     if not builder.root.was_set("trainer.max_staleness"):
         builder.root["trainer"].max_staleness = lag
         builder.root._set["trainer.max_staleness"] = 0
-    builder.notice(f"trainer.v1.trainer_mode={mode} is now called trainer.max_staleness={lag}")
+        builder.notice(f"{mode_key}={mode} is now called trainer.max_staleness={lag}")
+    elif given != lag:
+        builder.notice(
+            f"{mode_key}={mode} means trainer.max_staleness={lag}; trainer.max_staleness={given} is kept"
+        )
 
 
 def data_parallel(root: Root) -> int:

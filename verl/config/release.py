@@ -44,7 +44,6 @@ def _positive(value: Any) -> bool:
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_CORRECTION = "algorithm.rollout_correction"
 FEATURES: tuple[Feature, ...] = (
     Feature("actor_rollout_ref.model.lora_rank", _positive, "LoRA", "set it to 0"),
     Feature("actor_rollout_ref.model.lora_adapter_path", _given, "LoRA", "leave it null"),
@@ -68,13 +67,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("critic.enable", _true, "the critic", "use algorithm.adv_estimator=grpo, which needs none"),
     Feature("algorithm.filter_groups.enable", _true, "dynamic sampling", "set it to False"),
     Feature("algorithm.use_pf_ppo", _true, "PF-PPO", "set it to False"),
-    Feature(
-        f"{_CORRECTION}.rollout_is", _given, "importance weights", "leave it null; the metrics are logged"
-    ),
-    Feature(
-        f"{_CORRECTION}.rollout_rs", _given, "rejection of answers", "leave it null; the metrics are logged"
-    ),
-    Feature(f"{_CORRECTION}.bypass_mode", _true, "bypass mode", "set it to False"),
     Feature("reward_model.enable", _true, "reward models", "score with custom_reward_function.path"),
     Feature(
         "reward_manager.source",
@@ -85,7 +77,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "trainer.default_hdfs_dir", _given, "copying checkpoints away", "leave it null and copy the folder"
     ),
-    Feature("trainer.max_staleness", _positive, "asynchronous training", "set it to 0"),
     Feature("skip.rollout.enable", _true, "replay of recorded samples", "set it to False"),
     Feature("global_profiler.tool", _given, "profiling", "leave it null; timings are in metrics.jsonl"),
 )

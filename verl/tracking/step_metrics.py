@@ -23,10 +23,11 @@ _BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor"
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start of the run; they travel with its checkpoints."""
+    """Counts since the start of the run; they travel with its checkpoints. `refused_in_a_row`: steps, up to now."""
 
     skipped_updates: int = 0
     refused_steps: int = 0
+    refused_in_a_row: int = 0
 
     def state(self) -> dict[str, int]:
         """For the checkpoint."""

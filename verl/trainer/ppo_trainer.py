@@ -79,7 +79,7 @@ class PPOTrainer:
         self.last_batch: Batch | None = None
         self.draws = Draws(parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
-        self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking)
+        self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, parts.counters)
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -103,7 +103,7 @@ class PPOTrainer:
         if not trainer.val_only:
             for step in self.steps():
                 self._one_step(step)
-        parts.checkpoints.say_unsaved()
+        parts.checkpoints.finish()
         parts.tracking.finish("finished")
 
     def steps(self) -> Iterator[int]:
@@ -131,7 +131,7 @@ class PPOTrainer:
                 record = metrics | self._facts(step, batch, sampled, sync)
                 with phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its answers on disk
-                    parts.checkpoints.save(self, record)
+                    parts.checkpoints.save(self, batch, record)
         metrics |= self._facts(step, batch, sampled, sync) | self._times(step)
         self.last_batch = batch
         parts.tracking.log(step, metrics)
@@ -192,7 +192,6 @@ class PPOTrainer:
         with phases("update_actor"):
             update = parts.actor.update(batch, step=step)
         parts.counters.skipped_updates += update.skipped
-        parts.counters.refused_steps += len(update.refused)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         self._refused.note(step, update)

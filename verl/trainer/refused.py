@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Trajectory
     from verl.worker.actor import UpdateResult
@@ -47,20 +48,22 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
 
 
 class RefusedSteps:
-    """Counts steps in a row with a refused update."""
+    """Counts steps in a row with a refused update; `counters` keeps the count, for it outlives a resume."""
 
-    def __init__(self, limit: int, tracking: Tracking):
+    def __init__(self, limit: int, tracking: Tracking, counters: Counters):
         self._limit = limit
         self._tracking = tracking
-        self._in_a_row = 0
+        self._counters = counters
         self._last = ""
 
     def note(self, step: int, update: UpdateResult) -> None:
         """Record a step's outcome; `check` then says whether the run may go on."""
         if not update.refused:
-            self._in_a_row = 0 if update.updates else self._in_a_row
+            if update.updates:
+                self._counters.refused_in_a_row = 0
             return
-        self._in_a_row += 1
+        self._counters.refused_steps += len(update.refused)
+        self._counters.refused_in_a_row += 1
         for number, refusal in enumerate(update.refused):
             directory = Path(self._tracking.run_dir) / "refused" / f"step_{step}" / str(number)
             try:
@@ -75,9 +78,9 @@ class RefusedSteps:
 
     def check(self) -> None:
         """Raise TooManyRefused at the limit. Called when the step is logged, so that its record is there."""
-        if self._in_a_row >= self._limit:
+        if self._last and self._counters.refused_in_a_row >= self._limit:
             raise TooManyRefused(
-                f"{self._in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "
+                f"{self._counters.refused_in_a_row} steps in a row had a non-finite update (trainer.max_refused_steps={self._limit}); "
                 f"the last: {self._last}. The batches are in {self._tracking.run_dir}/refused. "
-                "Lower actor_rollout_ref.actor.optim.lr, check the reward's range, or start from an earlier checkpoint"
+                "Lower the learning rate (optim.lr), check the reward's range, or start from an earlier checkpoint"
             )

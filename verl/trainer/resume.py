@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint import read, rng, write
+from verl.checkpoint import rng
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
+from verl.trainer.health import broken
+from verl.trainer.storage import Storage
+from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer
 
 
@@ -46,57 +51,49 @@ def refuse_other_data(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
 
 
 class Checkpoints:
-    """Saves and restores a trainer's whole state under `root`."""
+    """Saves and restores a trainer's whole state."""
 
-    def __init__(
-        self,
-        root: Path,
-        config: Config,
-        save_tokenizer: Callable[[Path], Any],
-        event: Callable[..., None],
-        notice: Callable[[str], None],
-    ):
-        self.root = root
+    def __init__(self, config: Config, save_tokenizer: Callable[[Path], Any], tracking: Tracking):
         self._config = config
         self._save_tokenizer = save_tokenizer
-        self._event = event
-        self._notice = notice
-        self._unsaved: int | None = None
+        self._tracking = tracking
+        self._storage = Storage(
+            tracking.run_dir,
+            config.trainer,
+            config.actor_rollout_ref.actor.checkpoint,
+            tracking,
+            narrowed=config.was_set("actor_rollout_ref.actor.checkpoint.load_contents"),
+        )
 
-    def say_unsaved(self) -> None:
-        """At the end of a run: say once more that its last checkpoint could not be written."""
-        if self._unsaved is not None:
-            self._notice(
-                f"the checkpoint of step {self._unsaved} was NOT written (see events.jsonl): the newest weights of this run "
-                "are lost. Free space in the run folder and run the same command again"
-            )
+    def finish(self) -> None:
+        """At the end of a run, whatever the end: see `Storage.finish`."""
+        self._storage.finish()
 
-    def save(self, trainer: PPOTrainer, record: dict[str, Any]) -> Path | None:
+    def save(self, trainer: PPOTrainer, batch: Batch, record: dict[str, Any]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
 
-        A failure is an event and a notice; the run goes on.
+        A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be broken
+        are not saved.
         """
-        parts, keep = trainer.parts, self._config.trainer
-        contents = set(self._config.actor_rollout_ref.actor.checkpoint.save_contents)
+        actor, contents = trainer.parts.actor, self._storage.saved_parts
+
+        def log_probs(row: Trajectory) -> Any:
+            probe = replace(row, old_log_probs=None, entropy=None)
+            actor.old_log_probs(Batch([probe]))
+            return probe.old_log_probs
+
+        if "model" in contents and (why := broken(log_probs, batch, "actor_rollout_ref.actor.optim.lr")):
+            self._storage.refuse(trainer.step, why)
+            return
         jobs: dict[str, Callable[[Path], Any]] = {}
-        if contents & {"model", "hf_model"}:
+        if "model" in contents:
             jobs["actor"] = self._save_actor(trainer)
         if "optimizer" in contents:
-            jobs["state/actor_optim"] = parts.actor.save_optimizer
+            jobs["state/actor_optim"] = actor.save_optimizer
         if "extra" in contents:
             jobs["state/rng"] = rng.save
-        path = write.save(
-            self.root,
-            trainer.step,
-            jobs,
-            loop_state=self._loop_state(trainer) | {"record": plain_metrics(record)[0]},
-            keep=keep.max_ckpt_to_keep or keep.max_actor_ckpt_to_keep,
-            on_event=self._event,
-        )
-        self._unsaved = trainer.step if path is None else None
-        if path is not None and not {"model", "optimizer", "extra"} <= contents:
-            self._notice(f"{path.name} holds {sorted(contents)} only: it can be used but not resumed")
-        return path
+        state = self._loop_state(trainer) | {"record": plain_metrics(record)[0]}
+        self._storage.save(trainer.step, jobs, state)
 
     def _save_actor(self, trainer: PPOTrainer) -> Callable[[Path], None]:
         def save(directory: Path) -> None:
@@ -121,22 +118,23 @@ class Checkpoints:
 
     def resume(self, trainer: PPOTrainer) -> int:
         """Restore the checkpoint that `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        settings = self._config.trainer
-        found = read.resolve_resume(
-            settings.resume_mode, settings.resume_from_path, self.root, on_event=self._event
-        )
+        found = self._storage.find()
         if found is None:
             return 0
-        state, parts = found.loop_state, trainer.parts
+        state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
         refuse_other_data(state.get("data_identity", {}), data_identity(self._config), found.path)
-        parts.actor.load(found.part("actor"))
-        parts.actor.load_optimizer(found.part("state/actor_optim"))
+        if wants("model"):
+            parts.actor.load(found.part("actor"))
+        if wants("optimizer"):
+            parts.actor.load_optimizer(found.part("state/actor_optim"))
         parts.stream.load_state(state["data_position"])
         parts.counters.load(state["counters"])
         if parts.kl_controller is not None and state.get("kl_controller"):
             parts.kl_controller.load_state_dict(state["kl_controller"])
-        rng.load(found.part("state/rng"))
-        trainer.parts.tracking.resumed(found.step, state.get("record"))
-        self._event("resumed", step=found.step, path=str(found.path))
-        self._notice(f"resuming from {found.path}, step {found.step}")
+        if wants("extra"):
+            rng.load(found.part("state/rng"))
+        self._tracking.resumed(found.step, state.get("record"))
+        self._tracking.event("resumed", step=found.step, path=str(found.path))
+        self._tracking.notice(f"resuming from {found.path}, step {found.step}")
+        self._storage.loaded(found)
         return found.step

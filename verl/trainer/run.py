@@ -133,6 +133,7 @@ def _train(config: Config, tracking: Any) -> None:
             with Watchdog(parts.phases, limit, tracking.event, extra=stacks), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
+            parts.checkpoints.finish()
             parts.rewards.close()
             parts.close()
 
@@ -187,9 +188,7 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
         weight_sync=roles.weight_sync,
         sampler=roles.sampler,
         validator=build_validator(config, validation, rollouts, rewards, tracking),
-        checkpoints=Checkpoints(
-            tracking.run_dir, config, tokenizer.save_pretrained, tracking.event, tracking.notice
-        ),
+        checkpoints=Checkpoints(config, tokenizer.save_pretrained, tracking),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),

@@ -20,7 +20,11 @@ import numpy as np
 from verl import interrupt
 from verl.config.command_line import resolve
 from verl.errors import UserError
+from verl.tracking.names import plain_metrics
+from verl.tracking.step_metrics import Counters
+from verl.trainer.health import broken
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
+from verl.trainer.storage import Storage
 from verl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -54,6 +58,14 @@ class SFTTrainer:
         self.total_steps: int = trainer.total_training_steps or trainer.total_epochs * self.steps_per_epoch
         self.step = 0
         self.total_tokens = 0
+        self.counters = Counters()
+        self.storage = Storage(
+            tracking.run_dir,
+            trainer,
+            config.checkpoint,
+            tracking,
+            narrowed=config.was_set("checkpoint.load_contents"),
+        )
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
@@ -67,7 +79,8 @@ class SFTTrainer:
         self.step = self._resume()
         print(f"Total training steps: {self.total_steps}", flush=True)
         tracking.start_progress(self.total_steps, done=self.step)
-        self.phases, refused = Phases(), RefusedSteps(trainer.max_refused_steps, tracking)
+        self.phases = Phases()
+        refused = RefusedSteps(trainer.max_refused_steps, tracking, self.counters)
         report = LiveReport(tracking.run_dir, tracking.flush, tracking.event)
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
@@ -82,6 +95,8 @@ class SFTTrainer:
                     self._save(metrics)
                 tracking.log(self.step, metrics)
                 report.write()
+                refused.check()
+        self.storage.finish()
         tracking.finish("finished")
         report.write(last=True)
 
@@ -155,11 +170,19 @@ class SFTTrainer:
 
     def _save(self, record: dict[str, float]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
-        from verl.checkpoint import rng, write
+        from verl.checkpoint import rng
 
-        contents, trainer = set(self.config.checkpoint.save_contents), self.config.trainer
+        contents = self.storage.saved_parts
+        why = broken(
+            lambda row: self.engine.log_probs([row], temperature=1.0).log_probs,
+            self.rows(self.step),
+            "optim.lr",
+        )
+        if "model" in contents and why:
+            self.storage.refuse(self.step, why)
+            return
         jobs: dict[str, Any] = {}
-        if contents & {"model", "hf_model"}:
+        if "model" in contents:
             jobs["actor"] = self._save_model
         if "optimizer" in contents:
             jobs["state/actor_optim"] = self.engine.save_optimizer
@@ -170,18 +193,11 @@ class SFTTrainer:
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
             "data_identity": self._identity(),
             "total_tokens": self.total_tokens,
-            "record": record,
+            "counters": self.counters.state(),
+            "record": plain_metrics(record)[0],
         }
-        keep = trainer.max_ckpt_to_keep or trainer.max_actor_ckpt_to_keep
         with self.phases("save_checkpoint"):
-            write.save(
-                self.tracking.run_dir,
-                self.step,
-                jobs,
-                loop_state=state,
-                keep=keep,
-                on_event=self.tracking.event,
-            )
+            self.storage.save(self.step, jobs, state)
 
     def _save_model(self, directory: Path) -> None:
         self.engine.save_weights(directory)
@@ -189,12 +205,9 @@ class SFTTrainer:
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        from verl.checkpoint import read, rng
+        from verl.checkpoint import rng
 
-        trainer = self.config.trainer
-        found = read.resolve_resume(
-            trainer.resume_mode, trainer.resume_from_path, self.tracking.run_dir, on_event=self.tracking.event
-        )
+        found, wants = self.storage.find(), self.storage.wants
         if found is None:
             return 0
         saved, now = found.loop_state.get("data_identity", {}), self._identity()
@@ -208,14 +221,18 @@ class SFTTrainer:
                 f"cannot resume from {found.path}: the order of the data would change ({'; '.join(changed)}). Restore "
                 f"the settings, or start from the weights: model.path={found.path / 'actor'} trainer.resume_mode=disable"
             )
-        self.engine.load_weights(found.part("actor"))
-        self.engine.load_optimizer(found.part("state/actor_optim"))
-        if found.has("state/rng"):
+        if wants("model"):
+            self.engine.load_weights(found.part("actor"))
+        if wants("optimizer"):
+            self.engine.load_optimizer(found.part("state/actor_optim"))
+        if wants("extra"):
             rng.load(found.part("state/rng"))
+        self.counters.load(found.loop_state.get("counters", {}))
         self.total_tokens = int(found.loop_state["total_tokens"])
         self.tracking.resumed(found.step, found.loop_state.get("record"))
         self.tracking.event("resumed", step=found.step, path=str(found.path))
         self.tracking.notice(f"resuming from {found.path}, step {found.step}")
+        self.storage.loaded(found)
         return found.step
 
 
@@ -290,7 +307,11 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         seed=trainer.seed,
         role="train",
     )
-    SFTTrainer(config, engine, train, validation, tracking, tokenizer).fit()
+    training = SFTTrainer(config, engine, train, validation, tracking, tokenizer)
+    try:
+        training.fit()
+    finally:
+        training.storage.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

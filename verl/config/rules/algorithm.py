@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -22,6 +23,7 @@ def check(c: Check) -> None:
     _sampling(c)
     _loss(c)
     _correction(c)
+    _staleness(c)
     _notices(c)
 
 
@@ -128,9 +130,41 @@ def _correction(c: Check) -> None:
         c.refuse(f"{key}.rollout_is_threshold={correction.rollout_is_threshold}", message)
     if correction.rollout_rs:
         _rejection(c, key, correction.rollout_rs, correction.rollout_rs_threshold)
-    if c.cfg.trainer.max_staleness > 0 and not correction.rollout_is:
+    if correction.loss_type == "reinforce" and correction.bypass_mode and not correction.rollout_is:
         c.notice(
-            f"trainer.max_staleness > 0 without {key}.rollout_is: stale answers are trained on uncorrected"
+            f"{key}.loss_type=reinforce without rollout_is: answers of an older policy are trained on uncorrected "
+            f"({key}.rollout_is=token weighs them)"
+        )
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
+        c.notice(
+            f"no effect: {key}.rollout_is={correction.rollout_is} with bypass_mode and loss_type=ppo_clip, whose ratio "
+            "is to the sampler already"
+        )
+
+
+def _staleness(c: Check) -> None:
+    """Answers that may lag: who corrects for it, and whether the sampler has weights of its own to lag with."""
+    lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
+    if lag <= 0:
+        return
+    key = f"trainer.max_staleness={lag}"
+    if not correction.rollout_is and not correction.bypass_mode:
+        c.notice(
+            "trainer.max_staleness > 0 without algorithm.rollout_correction.rollout_is: stale answers are trained on "
+            "uncorrected (rollout_is=token corrects)"
+        )
+    address = c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    if c.rollout.nnodes > 0:
+        return
+    if c.world == 1 and not address and c.rollout.name == "native":
+        c.refuse(
+            key,
+            f"sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "
+            f"devices of its own ({_ROLLOUT}.nnodes=1 {_ROLLOUT}.n_gpus_per_node=1), or set trainer.max_staleness=0",
+        )
+    else:
+        c.notice(
+            f"{key} on shared devices: sampler and trainer compete for them; {_ROLLOUT}.nnodes gives sampling its own"
         )
 
 
@@ -153,6 +187,16 @@ def _rejection(c: Check, key: str, listed: str, given: Any) -> None:
     for threshold in thresholds:
         if not _parses(threshold):
             message = 'write a number, or bounds "0.5_2.0" for k1'
+            c.refuse(f"{key}.rollout_rs_threshold={threshold}", message)
+    for name, threshold in zip(
+        names, thresholds * len(names) if len(thresholds) == 1 else thresholds, strict=False
+    ):
+        pair, known = "_" in threshold, _RS.fullmatch(name) and _parses(threshold)
+        if known and not name.endswith("k1") and pair:
+            message = f"{name} has an upper bound only; write one number"
+            c.refuse(f"{key}.rollout_rs_threshold={threshold}", message)
+        elif known and name.endswith("k1") and not pair and float(threshold) <= 1:
+            message = f"{name} is bounded on both sides by 1/{threshold} and {threshold}; write a number above 1, or bounds"
             c.refuse(f"{key}.rollout_rs_threshold={threshold}", message)
 
 

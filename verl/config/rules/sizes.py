@@ -53,9 +53,6 @@ def _engine_layout(c: Check) -> None:
     """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
     tensor = rollout.tensor_model_parallel_size or 1
-    if rollout.name == "native" and tensor > 1 and c.ppo:
-        c.notice(f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; the pool has more of them")
-        tensor = 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     separate = c.ppo and rollout.nnodes > 0
     per_node = rollout.n_gpus_per_node if separate else c.trainer.n_gpus_per_node
@@ -70,6 +67,10 @@ def _engine_layout(c: Check) -> None:
         message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
         message += "" if nodes == 1 else ": an engine stays on one node"
         c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
+    elif rollout.name == "native" and tensor > 1 and c.ppo:
+        c.notice(
+            f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; there are more engines"
+        )
     elif pool % size or per_node % size:
         message = (
             f"an engine of {size} devices does not divide the pool of {pool}; use one of {divisors(per_node)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,10 +232,13 @@ def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tenso
 
 
 def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """UserError naming the first tensor with a NaN or an infinity in it."""
+    """UserError naming the first tensor whose norm is not finite: a NaN, an infinity, or numbers near to one."""
     for name, tensor in weights:
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"the weight {name} is not finite: training has blown it up (lower optim.lr)")
+        norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+        if not math.isfinite(norm):
+            raise UserError(
+                f"the norm of the weight {name} is {norm}: training has blown it up (lower optim.lr)"
+            )
 
 
 def save_model(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:

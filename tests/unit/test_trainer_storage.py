@@ -1,0 +1,230 @@
+"""What every trainer does with its checkpoints: background sealing, copies elsewhere, parts left out, refusals."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.test_checkpoint_seal import Events, content, parts_for
+from verl.checkpoint import CheckpointError, newest, write
+from verl.checkpoint.remote import RemoteCopies
+from verl.tracking.step_metrics import Counters
+from verl.trainer.health import broken
+from verl.trainer.refused import RefusedSteps, TooManyRefused
+from verl.trainer.storage import Storage
+from verl.trajectory import Prompt, Trajectory
+from verl.worker.actor import Refusal, UpdateResult
+
+
+class Records:
+    """Stands for Tracking: keeps events and notices."""
+
+    def __init__(self, root: Path):
+        self.run_dir = root
+        self.events = Events()
+        self.notices: list[str] = []
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events(kind, **fields)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None, **settings: Any) -> Storage:
+    trainer = {
+        "default_hdfs_dir": None,
+        "resume_mode": "auto",
+        "resume_from_path": None,
+        "max_ckpt_to_keep": None,
+        "max_actor_ckpt_to_keep": None,
+        "del_local_ckpt_after_load": False,
+    }
+    whole = ["model", "optimizer", "extra"]
+    held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
+    records: Any = Records(root)
+    return Storage(
+        root, SimpleNamespace(**trainer | settings), SimpleNamespace(**held), records, narrowed=narrowed
+    )
+
+
+def records(of: Storage) -> Any:
+    return of._tracking
+
+
+def save(of: Storage, step: int) -> None:
+    of.save(step, parts_for(step), {"position": step})
+
+
+def test_a_save_in_the_background_is_not_there_until_it_is_sealed(tmp_path, monkeypatch) -> None:
+    going = threading.Event()
+    plain = write._seal
+
+    def held(*args: Any) -> Any:
+        assert going.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(write, "_seal", held)
+    one = storage(tmp_path, contents={"async_save": True})
+    going.set()
+    save(one, 1)
+    one.wait()
+    going.clear()
+    save(one, 2)  # returns while the thread is held
+    # What another process would find if this one were killed now.
+    assert newest(tmp_path, tidy=False).step == 1 and (tmp_path / "global_step_2.tmp").is_dir()
+    going.set()
+    one.finish()
+    found = newest(tmp_path)
+    assert found.step == 2 and (found.part("actor") / "model.safetensors").read_bytes() == content(2, "model")
+    assert records(one).events.kinds() == ["checkpoint_saved"] * 2
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
+    order: list[str] = []
+    plain = write._seal
+
+    def slow(root: Path, beside: Path, step: int) -> Any:
+        threading.Event().wait(0.2)
+        order.append(f"sealed {step}")
+        return plain(root, beside, step)
+
+    monkeypatch.setattr(write, "_seal", slow)
+    one = storage(tmp_path, contents={"async_save": True}, max_ckpt_to_keep=1)
+    for step in (1, 2, 3):
+        one.save(step, {"actor": lambda d, s=step: order.append(f"filled {s}")}, {})
+    one.finish()
+    assert order == [f"{what} {step}" for step in (1, 2, 3) for what in ("filled", "sealed")]
+    assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_3"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failure_is_said_when_it_happens_and_at_the_end(tmp_path, background) -> None:
+    def full(directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    one = storage(tmp_path, contents={"async_save": background})
+    save(one, 1)
+    one.save(2, {"actor": full}, {})
+    one.finish()
+    assert records(one).events.kinds() == ["checkpoint_saved", "checkpoint_failed"]
+    (said,) = records(one).notices
+    assert "step 2 was NOT written (OSError" in said and "the newest checkpoint is global_step_1" in said
+    one.finish()
+    assert len(records(one).notices) == 1, "said once"
+    save(one, 3)
+    one.finish()
+    assert len(records(one).notices) == 1, "mended"
+
+
+def test_a_refused_save_leaves_the_older_one_newest(tmp_path) -> None:
+    one = storage(tmp_path)
+    save(one, 1)
+    one.refuse(2, "its weights are not finite")
+    one.finish()
+    assert newest(tmp_path).step == 1
+    kind, fields = records(one).events[-1]
+    assert kind == "checkpoint_refused" and "step 2 is not saved: its weights" in fields["message"]
+    assert "step 2 was NOT written" in records(one).notices[0]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_copies_elsewhere_are_found_again(tmp_path, background) -> None:
+    away = str(tmp_path / "away")
+    one = storage(tmp_path / "a", default_hdfs_dir=away, contents={"async_save": background})
+    save(one, 1)
+    save(one, 2)
+    one.finish()
+    assert records(one).events.kinds().count("checkpoint_copied") == 2
+    other = storage(tmp_path / "b", default_hdfs_dir=away)
+    found = other.find()
+    assert (found.step, found.path) == (2, tmp_path / "b" / "global_step_2")
+    assert "fetching global_step_2" in records(other).notices[0]
+    again = storage(tmp_path / "b", default_hdfs_dir=away)
+    assert again.find().step == 2 and not records(again).notices, "it is here now"
+    save(again, 3)
+    assert RemoteCopies(away).newest().step == 3, "the count of seals goes on"
+    assert storage(tmp_path / "c", default_hdfs_dir=away, resume_mode="disable").find() is None
+
+
+def test_copies_that_cannot_be_reached(tmp_path) -> None:
+    one = storage(tmp_path, default_hdfs_dir="nosuch://x")
+    with pytest.raises(CheckpointError, match=r"nosuch.*resume_mode=disable starts anew"):
+        one.find()
+    save(one, 1)
+    assert [k for k in records(one).events.kinds() if "copy" in k] == ["checkpoint_copy_failed"]
+    assert one.find().step == 1 and "going on from" in records(one).notices[-1]
+
+
+def test_a_local_checkpoint_is_deleted_after_loading_only_if_there_is_another(tmp_path) -> None:
+    away = str(tmp_path / "away")
+    one = storage(tmp_path / "run", default_hdfs_dir=away, del_local_ckpt_after_load=True)
+    save(one, 1)
+    found = one.find()
+    one.loaded(found)
+    assert not found.path.exists() and one.find().step == 1, "fetched anew"
+    alone = storage(tmp_path / "alone", del_local_ckpt_after_load=True)
+    save(alone, 1)
+    alone.loaded(alone.find())
+    assert newest(tmp_path / "alone").step == 1 and "is kept" in records(alone).notices[-1]
+
+
+def test_parts_that_are_not_read_are_named(tmp_path) -> None:
+    one = storage(tmp_path, narrowed=True, contents={"load_contents": ["hf_model", "extra"]})
+    save(one, 1)
+    assert [one.wants(part) for part in ("model", "optimizer", "extra")] == [True, False, True]
+    one.loaded(one.find())
+    assert "resumed without optimizer" in records(one).notices[-1]
+    less = storage(tmp_path, contents={"save_contents": ["model"], "load_contents": ["model"]})
+    assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
+
+
+# ------------------------------------------------------------------------------------------ broken weights
+
+
+def row(uid: str, length: int) -> Trajectory:
+    return Trajectory(
+        Prompt(uid, np.arange(3), "q"),
+        0,
+        np.arange(length),
+        np.ones(length, bool),
+        loss_mask=np.ones(length, bool),
+    )
+
+
+def test_weights_are_asked_about_the_longest_row() -> None:
+    asked: list[int] = []
+
+    def log_probs(t: Trajectory) -> np.ndarray:
+        asked.append(t.length)
+        return np.where(np.arange(t.length) == 4, np.nan, -1.0)
+
+    assert "optim.lr" in broken(log_probs, [row("a", 0), row("b", 2), row("c", 5)], "actor.optim.lr")
+    assert broken(log_probs, [row("a", 0), row("b", 2)], "lr") == ""
+    assert broken(log_probs, [row("a", 0)], "lr") == ""
+    assert asked == [5, 2]
+
+
+def test_refused_steps_in_a_row_are_counted_over_a_resume(tmp_path) -> None:
+    tracking: Any = Records(tmp_path)
+    bad = UpdateResult({}, refused=[Refusal("the loss is nan", [row("a", 2)])])
+    counters = Counters()
+    first = RefusedSteps(3, tracking, counters)
+    for step in (1, 2):
+        first.note(step, bad)
+        first.check()
+    resumed = Counters()
+    resumed.load(counters.state())
+    second = RefusedSteps(3, tracking, resumed)
+    second.check()
+    second.note(3, bad)
+    with pytest.raises(TooManyRefused, match=r"3 steps in a row.*the loss is nan"):
+        second.check()
+    assert resumed.refused_steps == 3
+    second.note(4, UpdateResult({}, updates=1))
+    assert resumed.refused_in_a_row == 0
