@@ -119,8 +119,6 @@ class PPOTrainer:
             batch = self._sample(step)
             sampled = parts.sampler.stats()
             metrics = self._score(batch)
-            if self._sampler_rests:
-                parts.sampler.sleep()
             metrics |= self._train(step, batch)
             parts.stream.update(batch)
             with phases("update_weights"):
@@ -202,8 +200,6 @@ class PPOTrainer:
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; answers in flight go on with them, and new ones begin."""
         parts, trainer = self.parts, self.config.trainer
-        if self._sampler_rests:
-            parts.sampler.wake()
         parts.loop.run(parts.rollouts.pause())
         sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
         parts.loop.run(parts.rollouts.resume())
@@ -218,13 +214,6 @@ class PPOTrainer:
             "perf/sampler_idle_ratio": times.sampler_idle_ratio,
             "perf/trainer_idle_ratio": times.trainer_idle_ratio,
         }
-
-    @property
-    def _sampler_rests(self) -> bool:
-        """True if the sampler has nothing to do while the trainer works, and is to lend it its memory."""
-        return (
-            self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness
-        )
 
     @property
     def _needs_old_log_probs(self) -> bool:
