@@ -227,7 +227,7 @@ ALSO_REFUSED = [
         "4 attention heads; use one of 1, 2, 4",
     ),
     (
-        [f"{ARR}.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=3", "trainer.nnodes=1"],
+        [f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3", "trainer.nnodes=1"],
         "pool of 3",
     ),
     # 10
@@ -367,8 +367,8 @@ NOTICES = [
     ([f"{ARR}.ref.fsdp_config.param_offload=True"], "nothing is sharded"),
     ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "the run is as without"),
     (
-        [f"{ARR}.actor.checkpoint.async_save=True", "trainer.balance_batch=False"],
-        "trainer.balance_batch=False: not",
+        [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
+        "trainer.esi_redundant_time=5.0: not",
     ),
     ([f"{ARR}.actor.profiler.enable=True"], "the run is as without"),
     (
