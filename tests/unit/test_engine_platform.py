@@ -138,3 +138,27 @@ def test_freed_memory_is_kept():
     if not counts["tuned"][0]:
         pytest.skip("not glibc: the allocator cannot be told")
     assert counts["tuned"][1] * 3 < counts["plain"][1]
+
+
+@pytest.fixture
+def usual_kernels():
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_full_determinism_is_asked_for_and_a_step_goes_through(tmp_path, usual_kernels):
+    from tests.tiny import tiny_model
+    from tests.unit.engine_cases import rows_of, simple_loss
+    from verl.engine.training.local_engine import LocalEngine
+
+    rows = rows_of([(7, [5, 9, 1]), (3, [4])])
+    kept = []
+    for config in ({"dtype": "float32"}, {"dtype": "float32", "full_determinism": True}):
+        path = tiny_model(tmp_path / "m", "qwen3_moe")
+        engine = LocalEngine(path, role_cfg={"fsdp_config": config, "optim": {"lr": 1e-3}}, device="cpu")
+        assert torch.are_deterministic_algorithms_enabled() == ("full_determinism" in config)
+        result = engine.step(rows, simple_loss(19), temperature=1.0)
+        assert result.refused == ""
+        kept.append(engine.log_probs(rows, temperature=1.0).log_probs)
+    np.testing.assert_allclose(kept[0], kept[1], rtol=1e-5, atol=1e-6)

@@ -68,6 +68,14 @@ class Platform(ABC):
     def prepare(self) -> None:  # noqa: B027
         """Set what makes this device fast without changing results beyond rounding. Again is harmless."""
 
+    def be_deterministic(self) -> None:
+        """Kernels that give the same bits every time, from now on; an operation that has none raises RuntimeError."""
+        import torch
+
+        torch.use_deterministic_algorithms(True)
+        # Memory that is written before it is read needs no filling.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     def select(self, index: int) -> None:  # noqa: B027
         """Make a device the current one of this process, before anything is placed on it."""
 

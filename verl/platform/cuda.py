@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from verl.platform.base import Platform
@@ -35,6 +37,12 @@ class CudaPlatform(Platform):
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch.cuda.manual_seed_all(seed)
+
+    def be_deterministic(self) -> None:
+        # cuBLAS looks at it when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        super().be_deterministic()
 
     def select(self, index: int) -> None:
         torch.cuda.set_device(index)

@@ -72,6 +72,8 @@ class PackedEngine(TrainingEngine):
         """Choose the device and seed it."""
         self.platform = detect(device) if isinstance(device, str) else device
         self.platform.prepare()
+        if read(role_cfg, "fsdp_config.full_determinism", False):
+            self.platform.be_deterministic()
         self.device = self.platform.device(index)
         self.role, self.trainable = role, trainable
         self.platform.seed(seed)
