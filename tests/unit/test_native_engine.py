@@ -341,3 +341,23 @@ def test_long_mixed_run_keeps_the_cache_tidy(model: Any) -> None:
     assert [len(c.token_ids) for c in done] == lengths
     roomy = engine_of(model, max_num_seqs=18)
     assert tokens(done) == tokens(run(roomy, work))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sleep_lets_go_of_the_memory_and_changes_no_answer(model: Any, dtype: str) -> None:
+    import weakref
+
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    engine = engine_of(model, dtype=dtype)
+    work = [(prompt(1), replace(DRAWN, seed=i), "a") for i in range(2)]
+    before = run(engine, work)
+    # a view keeps its storage: the storages themselves must be gone, not only the pool's list of them
+    stored = [StorageWeakRef(t.untyped_storage()) for layer in engine._pool.layers() for t in layer]
+    copies = [weakref.ref(c) for c, _ in engine._runner.linears._copies.values()]
+    assert stored and copies and not any(ref.expired() for ref in stored)
+    engine.sleep()
+    assert all(ref.expired() for ref in stored)
+    assert all(ref() is None for ref in copies)
+    engine.wake()
+    assert tokens(run(engine, work)) == tokens(before)
