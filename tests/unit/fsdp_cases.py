@@ -92,7 +92,9 @@ def on_ranks(
     return out
 
 
-def locally(path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1) -> Any:
+def locally(
+    path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1
+) -> Any:
     """The same on `LocalEngine` with all rows."""
     from verl.engine.training.local_engine import LocalEngine
 

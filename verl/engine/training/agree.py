@@ -29,16 +29,22 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """work() on every rank; a UserError of one rank is raised by all, so that none waits for one that gave up."""
+    """work() on every rank; a UserError or OSError of one is raised by all, so that none waits for one that gave up.
+
+    The failed rank raises its own error, the others a UserError that says what it was and where.
+    """
     result: Any = None
-    problem = ""
+    failure: Exception | None = None
     try:
         result = work()
-    except UserError as error:
-        problem = str(error)
-    problems = [p for p in exchange(problem, group) if p]
-    if problems:
-        raise UserError(problem or problems[0])
+    except (UserError, OSError) as error:
+        failure = error
+    problems = exchange("" if failure is None else str(failure), group)
+    if failure is not None:
+        raise failure
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UserError(f"rank {rank}: {problem}")
     return result
 
 

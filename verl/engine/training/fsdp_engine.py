@@ -71,9 +71,9 @@ class FSDPEngine(PackedEngine):
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         self._sequence = self._sequence_parallel()
         source = self._source(model_path, model_cfg)
-        self._parts = Policy.of(role_cfg, self.compute_dtype, self.device)
         self.scorer, self._fused = Scorer(self.module), FusedForwards()
-        shard(self.scorer, source, self.layout, self._parts, self._fused, trainable=trainable)
+        parts = Policy.of(role_cfg, self.compute_dtype, self.device)
+        together(lambda: shard(self.scorer, source, self.layout, parts, self._fused, trainable=trainable))
         if read(model_cfg, "use_fused_kernels") is not False:
             self._find_head()
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
@@ -234,8 +234,12 @@ class FSDPEngine(PackedEngine):
         source = open_source(
             directory, self.module, state, lambda: models.saved_tensors(self.module, directory)
         )
-        for name, tensor in state.items():
-            take_share(tensor, source.read(name, tensor))
+
+        def load() -> None:
+            for name, tensor in state.items():
+                take_share(tensor, source.read(name, tensor))
+
+        together(load)
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""

@@ -57,18 +57,19 @@ def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) 
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:
-    """Names in order, cut into files of about equal size: at least one a rank, none much above `limit` bytes."""
-    total = sum(size for _, size in sizes)
-    target = max(1, min(limit, -(-total // ranks)))
-    files: list[list[str]] = []
-    room = 0
+    """Names in order, cut into files of about equal size: at least one a rank, none much above `limit` bytes.
+
+    A file too many (fewer tensors than ranks, one huge tensor) is left out.
+    """
+    total = max(1, sum(size for _, size in sizes))
+    count = max(ranks, -(-total // limit))
+    files: list[list[str]] = [[] for _ in range(count)]
+    start = 0
     for name, size in sizes:
-        if not files or (size > room and files[-1]):
-            files.append([])
-            room = target
-        files[-1].append(name)
-        room -= size
-    return files
+        # A tensor belongs to the file that its middle falls into.
+        files[min(count - 1, (2 * start + size) * count // (2 * total))].append(name)
+        start += size
+    return [names for names in files if names]
 
 
 def untied(module: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -105,7 +105,8 @@ def open_source(
     load: Callable[[], Mapping[str, torch.Tensor]],
 ) -> WeightSource:
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
-    files = FileSource(Path(directory), module) if Path(directory).is_dir() else None
+    here = Path(directory)
+    files = together(lambda: FileSource(here, module) if here.is_dir() else None)
     if all(exchange(files is not None and files.covers(wanted))):
         assert files is not None
         return files
@@ -125,5 +126,8 @@ def _names_in(directory: Path) -> dict[str, Path]:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{directory}: the weight files are damaged or cut short: {error}") from error
+        file_name = index if index.is_file() else single
+        raise UserError(
+            f"{file_name} is damaged or cut short ({error}); fetch or copy the model again"
+        ) from error
     return {}

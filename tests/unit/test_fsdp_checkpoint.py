@@ -1,0 +1,188 @@
+"""What a sharded engine writes is read at any number of ranks and by one device, bit for bit, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.tiny import tiny_model
+from tests.unit.engine_cases import rows_of, simple_loss
+from tests.unit.fsdp_cases import role
+from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.sharded_state import plan_files
+
+ROLE = role(
+    optim={"lr": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "lr_warmup_steps": 1},
+    grad_clip=1.0,
+)
+GROUPS = [(7, [5, 9, 1]), (4, [6, 2])]
+
+
+def state(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights and optimizer, whole, by name."""
+    from verl.engine.training.sharding import whole
+
+    out = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    for name, parameter in engine._names.items():
+        for key, value in engine._optimizer.state[parameter].items():
+            out[f"{name}/{key}"] = whole(value).clone()
+    return out | {"schedule": torch.tensor(engine._schedule.step)}
+
+
+def go(engine: Any, steps: int) -> list[float]:
+    rows = rows_of(GROUPS)
+    mine = rows[: 3 if engine.dp_size > 1 else None] if engine.dp_rank == 0 else rows[3:]
+    rates = []
+    for _ in range(steps):
+        assert not engine.step(mine, simple_loss(23), temperature=1.0).refused
+        rates.append(engine.advance())
+    return rates
+
+
+def save(engine: Any, to: str) -> None:
+    engine.save_weights(Path(to) / "w")
+    engine.save_optimizer(Path(to) / "o")
+
+
+def sharded(
+    path: str, load: str | None, steps: int, save_to: str | None, more: int = 0, fsdp: Any = None
+) -> tuple[Any, Any]:
+    """One rank: build, load, train, save, train more → (state at saving, state at the end)."""
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    engine = FSDPEngine(
+        path, role_cfg=ROLE | {"fsdp_config": ROLE["fsdp_config"] | (fsdp or {})}, device="cpu"
+    )
+    engine.schedule(8)
+    if load:
+        # Where the weights were before must not matter.
+        engine.log_probs(rows_of(GROUPS), temperature=1.0)
+        engine.load_weights(Path(load) / "w")
+        engine.load_optimizer(Path(load) / "o")
+    go(engine, steps)
+    before = state(engine)
+    if save_to:
+        save(engine, save_to)
+    go(engine, more)
+    return before, state(engine)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+def test_two_ranks_one_rank_one_device_and_back(tmp_path: Path, arch: str, tied: bool) -> None:
+    path = str(tiny_model(tmp_path / "m", arch, tied=tied))
+    two, one, local = (str(tmp_path / name) for name in ("two", "one", "local"))
+    (saved, ended), again = ranks.run(sharded, 2, path, None, 2, two, 2)
+    same(saved, again[0])
+
+    on_one = ranks.run(sharded, 1, path, two, 0, one)[0][0]
+    same(on_one, saved)
+
+    engine = LocalEngine(path, role_cfg=ROLE, device="cpu")
+    engine.schedule(8)
+    engine.load_weights(Path(one) / "w")
+    engine.load_optimizer(Path(one) / "o")
+    same(state(engine), saved)
+    save(engine, local)
+
+    back = ranks.run(sharded, 2, path, local, 0, None, 2)
+    same(back[0][0], saved)
+    same(back[0][1], ended)
+    hybrid = ranks.run(sharded, 2, path, two, 0, None, 0, {"fsdp_size": 1, "offload_policy": True})
+    same(hybrid[1][0], saved)
+
+
+def test_what_is_written_is_a_hugging_face_directory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_model(tmp_path / "m", "qwen3_moe", tied=True)
+    saved, _ = ranks.run(sharded, 2, str(path), None, 1, str(tmp_path / "two"))[0]
+    there = tmp_path / "two/w"
+    files = sorted(f.name for f in there.glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = json.loads((there / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == set(files) and "lm_head.weight" not in index
+    assert any(".experts.0." in name for name in index)
+    sizes = [(there / name).stat().st_size for name in files]
+    assert max(sizes) < 2 * min(sizes)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        there, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    engine = LocalEngine.from_module(loaded, role_cfg=ROLE, device="cpu", trainable=False)
+    for name, tensor in engine.named_weights():
+        assert torch.equal(tensor, saved[name]), name
+    assert json.loads((there / "config.json").read_text()) == _described(path, tmp_path / "plain")
+    assert (there / "generation_config.json").exists()
+
+
+def _described(path: Path, to: Path) -> Any:
+    LocalEngine(path, role_cfg=ROLE, device="cpu").save_weights(to)
+    return json.loads((to / "config.json").read_text())
+
+
+def test_files_are_cut_evenly_and_below_the_limit() -> None:
+    sizes = [(str(i), 10) for i in range(12)]
+    assert [len(f) for f in plan_files(sizes, 4)] == [3, 3, 3, 3]
+    assert [len(f) for f in plan_files(sizes, 1)] == [12]
+    assert max(len(f) for f in plan_files(sizes, 2, limit=25)) <= 3
+    assert plan_files([("big", 100), ("small", 1)], 2, limit=10) == [["big"], ["small"]]
+    assert plan_files([("only", 7)], 4) == [["only"]]
+    assert sum(plan_files(sizes, 5), []) == [name for name, _ in sizes]
+
+
+def damaged(path: str, directory: str) -> str:
+    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.errors import UserError
+
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    try:
+        engine.load_weights(Path(directory))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m")
+    other = tiny_model(tmp_path / "other")
+    file = other / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    messages = ranks.run(damaged, 2, str(path), str(other))
+    assert messages[0] == messages[1] and "model.safetensors is damaged" in messages[0]
+
+
+def full_disk(path: str, directory: str) -> str:
+    """Rank 1 cannot write."""
+    import torch.distributed as dist
+
+    from verl.engine.training import sharded_state
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    if dist.get_rank() == 1:
+        sharded_state._write = _no_space  # type: ignore[assignment]
+    try:
+        engine.save_weights(Path(directory))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"))
+    assert all("No space left" in message for message in messages)
