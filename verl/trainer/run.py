@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from verl.platform.environment import prepare_process
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.engine.rollout.base import SamplingParams
     from verl.rollout.background import Loop
     from verl.trainer.ppo_trainer import Parts
 
@@ -273,6 +275,22 @@ def rollout_settings(config: Config) -> Any:
     )
 
 
+def validation_sampling(config: Config) -> SamplingParams:
+    """How validation answers are sampled: `rollout.val_kwargs`, lengths and the rest as in training."""
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = val.do_sample is False or val.temperature == 0
+    return replace(
+        rollout_settings(config).sampling,
+        temperature=0.0 if greedy else val.temperature,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        min_p=val.min_p,
+        repetition_penalty=val.repetition_penalty,
+        stop=tuple(val.stop),
+        stop_token_ids=tuple(val.stop_token_ids),
+    )
+
+
 def kl_controller(config: Config) -> Any:
     """The controller of the KL term in the reward, or None."""
     from verl.algorithms.kl import get_kl_controller
@@ -282,21 +300,11 @@ def kl_controller(config: Config) -> Any:
 
 def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:
     """The validator, or None without validation data."""
-    from dataclasses import replace
-
     from verl.trainer.validation import Validator
 
     if data is None:
         return None
-    val = config.actor_rollout_ref.rollout.val_kwargs
-    greedy = val.do_sample is False or val.temperature == 0
-    sampling = replace(
-        rollout_settings(config).sampling,
-        temperature=0.0 if greedy else val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        min_p=0.0,
-    )
     order = data.order(seed=data_seed(config), shuffle=config.data.validation_shuffle)
     prompts = [data.prompt(row, epoch=0) for row in order]
-    return Validator(prompts, sampling, val.n, rollouts, rewards.score_batch, tracking)
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    return Validator(prompts, validation_sampling(config), n, rollouts, rewards.score_batch, tracking)

@@ -1,0 +1,57 @@
+"""What the configuration says of sampling, in training and in validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl.config import load
+from verl.trainer.run import rollout_settings, validation_sampling
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def config(*words: str) -> Any:
+    return load(
+        ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/m", "trainer.device=cpu", *words]
+    )
+
+
+def test_validation_has_settings_of_its_own() -> None:
+    one = config(
+        f"{ROLLOUT}.temperature=0.7",
+        f"{ROLLOUT}.repetition_penalty=1.3",
+        f"{ROLLOUT}.min_p=0.1",
+        f"{ROLLOUT}.stop=[end]",
+        f"{ROLLOUT}.stop_token_ids=[5]",
+        f"{ROLLOUT}.val_kwargs.temperature=0.5",
+        f"{ROLLOUT}.val_kwargs.top_k=9",
+        f"{ROLLOUT}.val_kwargs.repetition_penalty=1.1",
+        f"{ROLLOUT}.val_kwargs.min_p=0.02",
+        f"{ROLLOUT}.val_kwargs.stop_token_ids=[7]",
+    )
+    train, val = rollout_settings(one).sampling, validation_sampling(one)
+    assert (train.temperature, train.repetition_penalty, train.min_p) == (0.7, 1.3, 0.1)
+    assert (val.temperature, val.top_k, val.repetition_penalty, val.min_p) == (0.5, 9, 1.1, 0.02)
+    assert (train.stop, train.stop_token_ids) == (("end",), (5,))
+    assert (val.stop, val.stop_token_ids) == (("end",), (7,)), "what is not set is as in training"
+
+
+def test_validation_is_greedy_and_plain_unless_asked() -> None:
+    val = validation_sampling(config(f"{ROLLOUT}.repetition_penalty=1.3", f"{ROLLOUT}.min_p=0.1"))
+    assert (val.temperature, val.top_p, val.top_k, val.min_p, val.repetition_penalty) == (
+        0.0,
+        1.0,
+        -1,
+        0.0,
+        1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "temperature"), [(["do_sample=False"], 0.0), ([], 0.8), (["do_sample=True"], 0.8)]
+)
+def test_do_sample(words: list[str], temperature: float) -> None:
+    given = [f"{ROLLOUT}.val_kwargs.{word}" for word in ("temperature=0.8", *words)]
+    assert validation_sampling(config(*given)).temperature == temperature
