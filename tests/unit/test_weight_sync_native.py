@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,20 @@ def test_digests_of_a_stream_that_is_read_once() -> None:
     assert seen == checksums([(n, t.bfloat16() if t.is_floating_point() else t) for n, t in weights])
     with pytest.raises(WeightSyncError, match="a differs"):
         compare(checksums(weights), seen)
+
+
+def test_a_load_that_fails_lets_the_sender_know_at_once(tmp_path: Path) -> None:
+    """The stream is closed although the caller still holds it."""
+    closed = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield "nonsense", torch.zeros(1)
+            yield "never", torch.zeros(1)
+        finally:
+            closed.append(True)
+
+    sampler, held = engine(load(tmp_path, "qwen3")), stream()
+    with pytest.raises(ValueError, match="nonsense"):
+        sampler.load_weights(digesting(held, {}), 1)
+    assert closed == [True] and next(held, None) is None

@@ -35,9 +35,19 @@ def digesting(
     weights: Iterable[tuple[str, torch.Tensor]], into: dict[str, str], *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass weights on and note the digest of each: the checksums of a stream that can be read only once."""
-    for name, tensor in weights:
-        into[name] = digest(tensor, dtype)
-        yield name, tensor
+    try:
+        for name, tensor in weights:
+            into[name] = digest(tensor, dtype)
+            yield name, tensor
+    finally:
+        close_stream(weights)
+
+
+def close_stream(weights: object) -> None:
+    """Tell a stream that nobody reads on, now and not when it is collected: its sender waits for that."""
+    close = getattr(weights, "close", None)
+    if close is not None:
+        close()
 
 
 def compare(trainer: dict[str, str], sampler: dict[str, str]) -> None:

@@ -284,6 +284,8 @@ class NativeEngine(RolloutEngine):
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out.
         An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
         """
+        from verl.weight_sync.verify import close_stream
+
         targets = dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
         self._incomplete = f"loading version {version} did not finish"
@@ -301,6 +303,7 @@ class NativeEngine(RolloutEngine):
             self._incomplete = f"loading version {version} failed: {type(error).__name__}: {error}"
             raise
         finally:
+            close_stream(weights)
             self.weights_updated(version)
         self._incomplete = ""
 
