@@ -187,7 +187,6 @@ REFUSED = [
     (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),
-    (["trainer.default_hdfs_dir=hdfs://x"], ["copying checkpoints"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),

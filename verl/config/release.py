@@ -74,9 +74,6 @@ FEATURES: tuple[Feature, ...] = (
         "a manager class of your own",
         "score with custom_reward_function.path",
     ),
-    Feature(
-        "trainer.default_hdfs_dir", _given, "copying checkpoints away", "leave it null and copy the folder"
-    ),
     Feature("skip.rollout.enable", _true, "replay of recorded samples", "set it to False"),
     Feature("global_profiler.tool", _given, "profiling", "leave it null; timings are in metrics.jsonl"),
 )
@@ -97,12 +94,12 @@ UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(
-            r"(.*\.fsdp_config|engine)\.(model_dtype|mixed_precision\.buffer_dtype|full_determinism)"
+            r"(.*\.fsdp_config|engine)\.(model_dtype|mixed_precision\.buffer_dtype)"
             r"|(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
-            r"|.*\bcheckpoint\.(async_save|load_contents|save_lora_only)"
+            r"|.*\bcheckpoint\.save_lora_only"
             r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
             r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
-            r"|trainer\.(del_local_ckpt_after_load|esi_redundant_time)"
+            r"|trainer\.esi_redundant_time"
             r"|.*\bprofiler\.enable"
         ),
         "not in this release, the run is as without",

@@ -42,9 +42,9 @@ class CheckpointConfig(Group):
     )
     """Parts written: `model`, `optimizer`, `extra`; `hf_model` has no effect (weights are Hugging Face already)."""
     load_contents: list[str] = same_as(".save_contents", options=("model", "optimizer", "extra", "hf_model"))
-    """Parts read on resume."""
+    """Parts read on resume. Named by the user and less than everything: the run goes on without the rest."""
     async_save: bool = False
-    """Write in the background."""
+    """Sync, hash, seal and copy a written checkpoint beside the training; until then the one before is the newest."""
     save_lora_only: bool = False
     """Write the adapter only."""
     strict: bool = True

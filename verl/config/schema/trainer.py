@@ -34,7 +34,8 @@ class TrainerConfig(Group):
     )
     """Run folder."""
     default_hdfs_dir: str | None = None
-    """Where checkpoints are copied after they are sealed."""
+    """URL (hdfs://, s3://, …) or directory to which checkpoints are copied after they are sealed, all of them kept; a
+    resume fetches the newest from there if it is not in the run folder."""
     logger: list[str] = items("console", options=LOGGERS, ours=True)
     """Trackers: `console`, `wandb` (= `tracking`), `tensorboard`, `swanlab`, `mlflow`, `clearml`, `trackio`,
     `vemlp_wandb`, `file`."""
@@ -65,7 +66,7 @@ class TrainerConfig(Group):
     resume_from_path: FilePath | None = None
     """The checkpoint of `resume_mode=resume_path`: a run folder or a `global_step_N`."""
     del_local_ckpt_after_load: bool = False
-    """Delete the checkpoint once it is loaded."""
+    """Delete the checkpoint of the run folder once it is loaded, if `default_hdfs_dir` has it too."""
     max_actor_ckpt_to_keep: int | None = key(None, low=1)
     """Actor checkpoints kept; null = all."""
     max_critic_ckpt_to_keep: int | None = key(None, low=1)
