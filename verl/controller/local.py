@@ -1,7 +1,7 @@
 """Roles in this process: one device, no server, no Ray. The same roles that a Ray controller would place.
 
-The actor's engine owns the weights; the sampler works on the same tensors; the reference is a frozen engine of
-its own, built only when a KL term asks for it.
+The actor's engine owns the weights; the embedded sampler works on the same tensors, vLLM is sent them; the reference
+is a frozen engine of its own, built only when a KL term asks for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.controller.roles import Roles
 from verl.engine.training.local_engine import LocalEngine
 from verl.weight_sync.in_process import InProcessSync
+from verl.weight_sync.streamed import StreamedSync
 from verl.worker import build
 from verl.worker.actor import Actor
 from verl.worker.build import end_token_ids, sampler_dtype
@@ -38,5 +39,9 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     reference = None
     if build.wants_reference(config):
         reference = Reference(build.reference_engine(config), temperature=arr.rollout.temperature)
-    sampler: Any = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
+    sampler: Any
+    if arr.rollout.name == "vllm":
+        sampler = build.vllm_sampler(config, tokenizer, engine.platform)
+        return Roles(actor, reference, sampler, StreamedSync(engine, sampler))
+    sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
     return Roles(actor, reference, sampler, InProcessSync(engine, sampler))

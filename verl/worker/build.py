@@ -87,7 +87,19 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
 
 def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
     """The configured sampling engine with weights of its own, to be filled by a weight transfer."""
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        return vllm_sampler(config, tokenizer, platform)
     return _own_native(config, tokenizer, platform)
+
+
+def vllm_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
+    """The vLLM engine in processes of its own. UserError when vLLM cannot be used, or not with these settings."""
+    from verl.engine.rollout.vllm.settings import engine_settings
+    from verl.engine.rollout.vllm_engine import VLLMEngine
+    from verl.engine.training.settings import compute_dtype
+
+    trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
+    return VLLMEngine(**engine_settings(config, tokenizer, trainer_dtype))
 
 
 def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -32,13 +33,13 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall, Prompts, end_token_ids
 from verl.engine.rollout.vllm.host import LoopThread
 from verl.engine.rollout.vllm.live import Counters, Live
-from verl.errors import UserError
 
 if TYPE_CHECKING:
     from verl.weight_sync.base import SyncResult
 
 _BUCKET_BYTES = 256 << 20
 _RPC_TIMEOUT = 600.0
+_LOAD_TIMEOUT = 300.0
 _OPEN: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
@@ -69,8 +70,8 @@ class VLLMEngine(RolloutEngine):
         api = vllm()
         arguments = engine_arguments(s, api.arguments, cpu=api.cpu, sleeps=api.sleeps, notice=notice)
         launch.check_main_script()
-        model_config = _model_config(s)
-        _check_heads(model_config, s.tensor_parallel_size)
+        model_config, self._config_folder = launch.model_config(s, arguments)
+        launch.check_model(model_config, s.tensor_parallel_size, cpu=api.cpu)
         if api.cpu:
             launch.cpu_arguments(s, model_config, arguments)
         self._api, self._eos, self._bucket_bytes = api, eos_token_ids, bucket_bytes
@@ -81,6 +82,7 @@ class VLLMEngine(RolloutEngine):
         self._asleep = self._weights_gone = False
         self._processes: set[launch.Process] = set()
         self._batch: BatchCall | None = None
+        self._broken = ""
         self._closed = False
         self._host = LoopThread("vllm-engine")
         _OPEN.add(self)
@@ -173,6 +175,8 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
+        if self._broken:
+            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
         if not self._ready:
             raise RuntimeError(
                 "the sampler has no weights yet (load_format=dummy): call load_weights() before generate()"
@@ -221,17 +225,22 @@ class VLLMEngine(RolloutEngine):
 
     # ---- weights
 
-    def load_weights(
+    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
+        """See `RolloutEngine.load_weights`, and `push_weights`."""
+        self.push_weights(weights, version)
+
+    def push_weights(
         self, weights: Iterable[tuple[str, Any]], version: int, *, checksums: bool = False
     ) -> SyncResult:
-        """See `RolloutEngine.load_weights`. Requests under way go on with the new weights, their cache computed anew.
+        """`load_weights` that says what the transfer took. Requests under way go on with the new weights, their cache
+        computed anew. checksums: keep those of the arriving tensors for `checksums()`.
 
-        Returns what the transfer took. checksums: keep those of the arriving tensors for `checksums()`.
+        Raises WeightSyncError with the worker's words for unknown or missing names; the engine is of no use after that.
         """
-        from verl.weight_sync.shared_memory import BucketSender
-
-        channel = f"vllm-{uuid.uuid4().hex[:16]}"
-        sender = BucketSender(channel, self._readers, self._bucket_bytes, dtype=self._wire_dtype)
+        if self._broken:
+            raise RuntimeError(
+                f"the sampler must be started anew: an earlier load of weights failed ({self._broken})"
+            )
         self._ready = False
         if self._asleep and self._weights_gone:
             self._host.call(self._engine.wake_up(tags=["weights"]), _RPC_TIMEOUT)
@@ -239,13 +248,11 @@ class VLLMEngine(RolloutEngine):
         held = bool(self._live)
         if held:
             self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), _RPC_TIMEOUT)
-        arguments = (channel, version, 300.0, checksums)
-        loading = self._host.submit(self._engine.collective_rpc("verl_load_weights", args=arguments))
         try:
-            result = sender.send(weights, version)
-        except Exception as error:
-            raise _first(loading, error) from error
-        loading.result(_RPC_TIMEOUT)
+            result = self._transfer(weights, version, checksums)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
         if not self._host.call(self._engine.reset_prefix_cache(), _RPC_TIMEOUT) and not held:
             raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
         self._version, self._ready = version, True
@@ -254,6 +261,25 @@ class VLLMEngine(RolloutEngine):
         if held:
             self._host.call(self._engine.resume_generation(), _RPC_TIMEOUT)
         return result
+
+    def _transfer(self, weights: Iterable[tuple[str, Any]], version: int, checksums: bool) -> SyncResult:
+        """Through shared memory to every worker. A tensor is copied before the next is asked for: it may be a view."""
+        from verl.weight_sync.base import SyncResult
+        from verl.weight_sync.buckets import bucket_size, pack
+        from verl.weight_sync.shared_memory import SharedMemorySink
+
+        channel, started = f"vllm-{uuid.uuid4().hex[:16]}", time.monotonic()
+        arguments = (channel, version, _LOAD_TIMEOUT, checksums)
+        loading = self._host.submit(self._engine.collective_rpc("verl_load_weights", args=arguments))
+        readers, size = self._settings.tensor_parallel_size, bucket_size(self._bucket_bytes)
+        try:
+            with SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT) as sink:
+                moved = pack(weights, sink, dtype=self.weights_dtype)
+                sink.finish()
+        except Exception as error:
+            raise _first(loading, error) from error
+        loading.result(_RPC_TIMEOUT)
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
     def checksums(self) -> dict[str, str]:
         """Checksums by Hugging Face name of the tensors that every worker received in the last `load_weights` that asked for
@@ -267,12 +293,8 @@ class VLLMEngine(RolloutEngine):
         return dict(found[0])
 
     @property
-    def _readers(self) -> int:
-        return self._settings.tensor_parallel_size
-
-    @property
-    def _wire_dtype(self) -> Any:
-        """Floating point weights travel in the data type they are computed in, where that is the smaller one."""
+    def weights_dtype(self) -> Any:
+        """What floating point weights are converted to on their way: vLLM's data type where that is a half one, else None."""
         import torch
 
         dtype = self._engine.model_config.dtype
@@ -330,6 +352,8 @@ class VLLMEngine(RolloutEngine):
         del engine  # here, and not while the interpreter goes away: vLLM cleans up in __del__
         self._host.stop()
         launch.end(self._processes)
+        if self._config_folder is not None:
+            self._config_folder.cleanup()
 
 
 async def _shutdown(engine: Any) -> None:
@@ -349,27 +373,6 @@ def _first(loading: concurrent.futures.Future[Any], error: Exception) -> Excepti
     except Exception as own:
         return WeightSyncError(f"vLLM could not load the weights: {own}")
     return error
-
-
-def _model_config(s: EngineSettings) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            s.hf_config_path or s.model_path, trust_remote_code=s.trust_remote_code, **s.override_config
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{s.model_path}: the model's config cannot be read: {error}") from error
-
-
-def _check_heads(model_config: Any, size: int) -> None:
-    text = model_config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", size))
-    if heads % size:
-        valid = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={size} does not divide the model's {heads} attention heads; use one of {valid}"
-        )
 
 
 @atexit.register

@@ -92,8 +92,6 @@ def engine_arguments(
     }
     if s.hf_config_path:
         arguments["hf_config_path"] = s.hf_config_path
-    if s.override_config:
-        arguments["hf_overrides"] = dict(s.override_config)
     if s.quantization:
         arguments["quantization"] = s.quantization
     if s.cudagraph_capture_sizes is not None:
@@ -270,7 +268,7 @@ def batch_sampling(given: Mapping[str, Any] | None) -> tuple[SamplingParams, int
     stop = values.pop("stop", None) or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     values["stop_token_ids"] = tuple(values.pop("stop_token_ids", None) or ())
-    values["max_tokens"] = int(values["max_tokens"] or _BATCH_DEFAULTS["max_tokens"])
+    values["max_tokens"] = int(values["max_tokens"] or 512)
     return SamplingParams(**values), n, None if seed is None else int(seed)
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,58 @@ def check_main_script() -> None:
             f"vLLM starts processes that import the main script, and {path} is no file: run a script file (with "
             "if __name__ == '__main__':) instead of standard input"
         )
+
+
+def model_config(
+    settings: EngineSettings, arguments: dict[str, Any]
+) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
+    """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file, in a folder that has to
+    live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
+    from verl.engine.training.model import load_config
+
+    config = load_config(
+        settings.model_path,
+        {
+            "override_config": settings.override_config,
+            "hf_config_path": settings.hf_config_path,
+            "trust_remote_code": settings.trust_remote_code,
+        },
+    )
+    if not settings.override_config:
+        return config, None
+    folder = tempfile.TemporaryDirectory(prefix="verl-vllm-config-")
+    config.save_pretrained(folder.name)
+    arguments["hf_config_path"] = folder.name
+    return config, folder
+
+
+def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
+    """UserError for a model that cannot be split over `ranks`, or whose attention vLLM's CPU kernels do not have."""
+    text = config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", ranks))
+    if heads % ranks:
+        valid = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={ranks} does not divide the model's {heads} attention heads; use one of "
+            f"{valid}"
+        )
+    sizes = _cpu_head_sizes() if cpu else []
+    size = getattr(text, "head_dim", None) or int(getattr(text, "hidden_size", 0)) // max(heads, 1)
+    if sizes and size and size not in sizes:
+        raise UserError(
+            f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}: "
+            "set rollout.name=native"
+        )
+
+
+def _cpu_head_sizes() -> list[int]:
+    import importlib
+
+    try:
+        backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+        return [int(size) for size in backend.get_supported_head_sizes()]
+    except (ImportError, AttributeError):
+        return []  # a version that keeps it elsewhere says it itself, later
 
 
 def cpu_arguments(settings: EngineSettings, model_config: Any, arguments: dict[str, Any]) -> None:
@@ -85,7 +138,7 @@ def _stat_loggers(api: Vllm) -> dict[str, Any]:
     if base is None:
         return {}
 
-    class Silent(base):  # type: ignore[misc]
+    class Silent(base):  # type: ignore[misc, valid-type]
         def __init__(self, vllm_config: Any, engine_index: int = 0):
             pass
 

@@ -45,7 +45,7 @@ class WeightReceiver:
 
         worker: Any = self
         arrived = _Arrived(worker.model_runner.get_model(), checksums)
-        stream = receive(channel, worker.rank, timeout=timeout, version=version)
+        stream: Any = receive(channel, worker.rank, timeout=timeout, version=version)
         with contextlib.closing(stream):  # left early, it tells the sender
             first = next(stream, None)  # from here on the sender knows of this reader
             _reload(worker, arrived.watch(itertools.chain([first] if first else [], stream)))
@@ -92,7 +92,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
@@ -132,7 +132,7 @@ def _require(model: Any, loaded: set[str] | None, incomplete: list[str]) -> None
 
 
 def _tied(model: Any) -> bool:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
 
