@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.virtual import TimedEngine, VirtualLoop
+from verl.config import load
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.rollout.background import BackgroundLoop
@@ -72,28 +73,25 @@ class Run:
     """A whole PPOTrainer in virtual time: real loop, stream and rollouts; the model is a wait of `update_s`."""
 
     def __init__(
-        self, folder: Path, staleness: int, engine: TimedEngine, *, steps: int = 6, update_s: float = 5.0
+        self,
+        folder: Path,
+        staleness: int,
+        engine: TimedEngine,
+        *more: str,
+        steps: int = 6,
+        update_s: float = 5.0,
     ):
         self.engine, self.batches, self.ended = engine, [], []
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
         self.quiet = Quiet(folder)
         self.stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
         self.update_s = update_s
-        trainer = Space(
-            max_staleness=staleness,
-            val_only=False,
-            val_before_train=False,
-            save_freq=1,
-            test_freq=0,
-            verify_weight_sync=False,
-            logprob_diff_limit=None,
-            max_refused_steps=1,
-        )
-        self.config = Space(
-            trainer=trainer,
-            data=Space(train_batch_size=BATCH, max_prompt_length=8, max_response_length=64),
-            actor_rollout_ref=Space(rollout=Space(n=N)),
-            algorithm=Space(adv_estimator="grpo", use_kl_in_reward=False, rollout_correction=None),
+        self.config = load(
+            [
+                "algorithm.adv_estimator=grpo", f"trainer.max_staleness={staleness}", "trainer.save_freq=1",
+                f"data.train_batch_size={BATCH}", f"actor_rollout_ref.rollout.n={N}",
+                "trainer.val_before_train=False", "trainer.max_refused_steps=1", *more,
+            ]
         )  # fmt: skip
         settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
         rollouts = Rollouts(engine, settings_, decode=lambda ids: "", on_finished=self._score)

@@ -108,7 +108,7 @@ class Rollouts:
         buffer = GroupBuffer(n)
         groups = buffer.add(prompts)
         buffer.start()
-        self._spawn(groups, sampling, buffer)
+        self._spawn(groups, sampling, buffer, prefix="aside/")
         await self._finish(groups, on_progress)
         return self._collect(buffer.take(len(groups)))
 
@@ -129,14 +129,25 @@ class Rollouts:
         """Spans of time.monotonic() in which the engine had requests, since the last call."""
         return self.requests.busy()
 
+    async def stop(self) -> None:
+        """End everything that is under way, scoring too; nothing of it is handed over."""
+        tasks = [task for begun in self._answers.values() for task in begun] + list(self._scoring.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         groups = self.buffer.add(prompts)
         self.buffer.start()
         self._spawn(groups, self.settings.sampling, self.buffer)
 
-    def _spawn(self, groups: Sequence[Group], sampling: SamplingParams, buffer: GroupBuffer) -> None:
+    def _spawn(
+        self, groups: Sequence[Group], sampling: SamplingParams, buffer: GroupBuffer, prefix: str = ""
+    ) -> None:
+        """Start every answer. `prefix` keeps requests apart whose prompts come from different files."""
+
         async def one(group: Group, index: int) -> None:
-            trajectory = await self._answer(group.prompt, index, sampling)
+            trajectory = await self._answer(group.prompt, index, sampling, prefix)
             buffer.finish(group, trajectory)
             if trajectory.score_error is None and trajectory.score is None:
                 self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
@@ -170,14 +181,14 @@ class Rollouts:
             for group in groups:
                 del self._answers[group]
 
-    async def _answer(self, prompt: Prompt, index: int, sampling: SamplingParams) -> Trajectory:
+    async def _answer(self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str) -> Trajectory:
         settings = self.settings
-        request = f"{prompt.uid}#{index}"
+        request = f"{prefix}{prompt.uid}#{index}"
         completions: list[Completion] = []
 
         async def generate(ids: Any, params: SamplingParams) -> Completion:
             request_id = request if not completions else f"{request}.{len(completions)}"
-            group = prompt.uid if not completions else None
+            group = f"{prefix}{prompt.uid}" if not completions else None
             result = await self.requests.generate(
                 ids, params, request_id=request_id, group=group, media=prompt.media or None
             )

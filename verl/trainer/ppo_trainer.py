@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.driver import compute_advantages
+from verl.algorithms.importance import parse_correction
 from verl.rollout.draws import Draws
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
@@ -78,6 +80,7 @@ class PPOTrainer:
         self.step = 0
         self.last_batch: Batch | None = None
         self.draws = Draws(parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps)
+        self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, parts.counters)
 
@@ -189,6 +192,7 @@ class PPOTrainer:
             metrics = compute_advantages(batch, algorithm, self.config.actor_rollout_ref.rollout.n, beta)
         with phases("update_actor"):
             update = parts.actor.update(batch, step=step)
+        metrics |= weights_of_the_update(batch.trajectories, self._correction)
         parts.counters.skipped_updates += update.skipped
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
@@ -217,8 +221,11 @@ class PPOTrainer:
 
     @property
     def _needs_old_log_probs(self) -> bool:
-        """False when the first update's own log-probs are the old ones (algorithms.md §1)."""
-        return self.parts.actor.updates_per_step > 1 or self.config.algorithm.use_kl_in_reward
+        """False when the first update's own log-probs are the old ones, or the sampler's (algorithms.md §1)."""
+        if self._correction.bypass:
+            return False
+        several = self.parts.actor.updates_per_step > 1
+        return several or self.config.algorithm.use_kl_in_reward or self._correction.active
 
     def _due(self, frequency: int, step: int) -> bool:
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
