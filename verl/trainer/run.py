@@ -135,6 +135,8 @@ def _train(config: Config, tracking: Any) -> None:
             with Watchdog(parts.phases, limit, tracking.event, extra=stacks), interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
+            if config.trainer.max_staleness:
+                loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
             parts.close()
