@@ -1,0 +1,115 @@
+"""How our step grows with its work, what it spends beside sampling and training, and how fast a run starts.
+
+    python benchmarks/scaling.py [--threads 1] [--repeats 2] [--json FILE]
+
+- answers: 16 … 256 answers of 64 tokens; tokens: 16 answers of 64 … 1024 tokens. The exponent is the slope of
+  log(seconds) over log(work); 1 is linear. CPU seconds, because the machine may be shared.
+- overhead: share of a step outside `gen`, log-prob passes and `update_actor`.
+- start: from the command to the first sampled token of a small model, wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import work
+from grpo_step import HERE, Side
+
+ANSWERS = (16, 32, 64, 128, 256)
+TOKENS = (64, 128, 256, 512, 1024)
+WORKING = ("gen", "old_log_prob", "ref", "update_actor")
+
+
+def shape_of(kind: str, size: int) -> work.Shape:
+    """`size` answers of 64 tokens, or 16 answers of `size` tokens; 8 answers a prompt."""
+    if kind == "answers":
+        return work.Shape(prompts=size // 8, answers=8, tokens=64)
+    return work.Shape(prompts=2, answers=8, tokens=size)
+
+
+def exponent(points: list[tuple[int, float]]) -> float:
+    """Least-squares slope of log(seconds) over log(size)."""
+    xs = [math.log(size) for size, _ in points]
+    ys = [math.log(seconds) for _, seconds in points]
+    mx, my = statistics.mean(xs), statistics.mean(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def measure(folder: Path, kind: str, sizes: tuple[int, ...], args: argparse.Namespace) -> dict:
+    """Median CPU seconds of a step per size, after a warming step, and the share of overhead."""
+    points, overheads = [], []
+    for size in sizes:
+        where = folder / f"{kind}_{size}"
+        work.build(where, shape_of(kind, size), args.data)
+        command = [sys.executable, str(HERE / "workers/verl_worker.py"), str(where)]
+        side = Side("verl", [*command, "--threads", str(args.threads)], args.threads)
+        records = [side.step() for _ in range(args.repeats + 1)][1:]
+        side.close()
+        seconds = statistics.median(r["cpu"] for r in records)
+        overhead = statistics.median(
+            1 - sum(r["timings"].get(name, 0.0) for name in WORKING) / r["step"] for r in records
+        )
+        print(f"{kind} {size:5}  {seconds:7.2f} CPU s a step, {overhead:.1%} of it overhead", flush=True)
+        points.append((size, seconds))
+        overheads.append(overhead)
+    return {
+        "cpu_s": {str(size): round(seconds, 2) for size, seconds in points},
+        "exponent": round(exponent(points), 3),
+        "overhead": {str(size): round(share, 4) for size, share in zip(sizes, overheads, strict=True)},
+    }
+
+
+def start_up(folder: Path, threads: int) -> float:
+    """Seconds from the command to the last of 16 answers of 4 tokens, on a small model: at least the start, as what
+    follows the sampling of the only step is taken off, but not the end of the process."""
+    sys.path.insert(0, str(HERE / "workers"))
+    import verl_worker
+
+    where = folder / "start"
+    shape = work.Shape(prompts=8, answers=2, tokens=4, layers=2, hidden=64, vocab=512)
+    content = work.build(where, shape, None)
+    keys = [k for k in verl_worker.overrides(where, content, "default") if "agent_loop" not in k]
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *keys, "trainer.total_training_steps=1"],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+    )
+    whole = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(f"the run failed:\n{done.stderr[-2000:]}")
+    last = json.loads((where / "verl_out/metrics.jsonl").read_text().splitlines()[-1])
+    return whole - last["timing_s/step"] + last["timing_s/gen"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl; synthetic prompts without it")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result: dict = {"date": time.strftime("%Y-%m-%d"), "threads": args.threads}
+    with tempfile.TemporaryDirectory() as folder:
+        starts = [start_up(Path(folder), args.threads) for _ in range(3)]
+        result["start_s"] = round(statistics.median(starts), 2)
+        print(f"start to first answer: {result['start_s']} s", flush=True)
+        for kind, sizes in (("answers", ANSWERS), ("tokens", TOKENS)):
+            result[kind] = measure(Path(folder), kind, sizes, args)
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
