@@ -213,6 +213,8 @@ class Rollouts:
             )
             output = await loop.run(params, **row)
         except Exception as error:
+            if getattr(error, "ends_the_run", False):
+                raise
             return self._lost(prompt, index, error)
         return self._trajectory(prompt, index, output, completions, time.monotonic() - started)
 
