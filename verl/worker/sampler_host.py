@@ -17,6 +17,7 @@ from verl.config import Map
 from verl.controller import wire
 from verl.controller.transport import Payload
 from verl.engine.rollout.base import RolloutEngine
+from verl.platform import stacks
 
 
 class SamplerHost:
@@ -29,6 +30,7 @@ class SamplerHost:
         self._done: list[wire.Answer] = []
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
+        stacks.register()
 
     async def start(self) -> dict[str, Any]:
         """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be."""

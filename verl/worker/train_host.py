@@ -19,6 +19,7 @@ from verl.config import Map
 from verl.controller import transport
 from verl.controller.transport import Payload
 from verl.engine.training.base import StepResult, TrainingEngine
+from verl.platform import stacks
 from verl.trajectory import Trajectory
 
 
@@ -31,6 +32,7 @@ class TrainHost:
         self.actor: TrainingEngine | None = None
         self.reference: TrainingEngine | None = None
         self._rows: list[Trajectory] = []
+        stacks.register()
 
     def free_port(self, address: str) -> int:
         """A port nobody listens on at this address of this machine, for rank 0 to meet the others at."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import ray
@@ -11,13 +12,18 @@ from verl.worker.train_host import TrainHost
 
 
 class RayTrainHost(TrainHost):
-    """A training rank that says which devices it was given."""
+    """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
 
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
         given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
         return [str(i) for kind in ("GPU", "NPU") for i in given.get(kind, [])]
 
+    @ray.method(concurrency_group="watch")
+    def stay(self) -> None:
+        """Never returns: the call fails when the process dies. In a thread of its own."""
+        threading.Event().wait()
 
-TrainActor = ray.remote(max_restarts=0)(RayTrainHost)
+
+TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainHost)
 SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(SamplerHost)

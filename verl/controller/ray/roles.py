@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.controller.ray.cluster import LOOPBACK, Cluster
 from verl.controller.ray.hosts import SamplerActor, TrainActor
+from verl.controller.ray.nodes import Agents
 from verl.controller.ray.placement import Pool
 from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
-from verl.controller.ray.workers import Group, Worker
+from verl.controller.ray.watch import Watch
+from verl.controller.ray.workers import Group, Worker, WorkerDied
 from verl.controller.roles import Roles
+from verl.platform import stacks
 from verl.tracking.report import SILENT, Report
 from verl.worker.build import horizon, wants_reference
 from verl.worker.plan import UpdatePlan
@@ -42,8 +46,22 @@ class _Builder:
         self.config, self.report = config, report
         self.cluster = Cluster(config, device_kind(config))
         self.plain = json.loads(json.dumps(config.to_dict(), default=str))
+        self._absolute_paths()
         self.pools: list[Pool] = []
+        self.agents: Agents | None = None
+        self.watch: Watch | None = None
         self.workers: list[Worker] = []
+
+    def _absolute_paths(self) -> None:
+        """A worker may start in another folder than the driver."""
+        arr = self.plain["actor_rollout_ref"]
+        for group, key in (
+            (arr["model"], "path"),
+            (arr["model"], "tokenizer_path"),
+            (arr["ref"]["model"], "path"),
+        ):
+            if group.get(key) and Path(group[key]).expanduser().exists():
+                group[key] = str(Path(group[key]).expanduser().absolute())
 
     def build(self, total_steps: int) -> Roles:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
@@ -55,6 +73,7 @@ class _Builder:
         if own:
             name = "actor_rollout_ref.rollout"
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
+        self._check_nodes()
         group, nodes, devices = self._training_workers(trainer)
         hosts = self._sampler_hosts(sampling, None if own else devices)
         facts = group.call("build", total_steps, doing="loading the model")
@@ -71,6 +90,7 @@ class _Builder:
             balance=config.trainer.balance_batch,
         )
         pool = SamplerPool(hosts, event=self.report.event)
+        self.watch = Watch(group, lambda error: self._on_death(error, pool))
         words = (
             f"{len(group)} ranks on {trainer.nodes} nodes, each {facts[0]['device']}; {len(hosts)} samplers"
         )
@@ -80,8 +100,34 @@ class _Builder:
             pool,
             ChannelSync(training, nodes, pool),
             devices=trainer.devices + (sampling.devices if own else 0),
+            stacks=lambda: self._stacks(group, nodes, pool),
             release=self.release,
         )
+
+    def _check_nodes(self) -> None:
+        """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
+        ids = {pool.node_of(bundle) for pool in self.pools for bundle in range(pool.nodes)}
+        self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
+        saves = self.config.trainer.save_freq > 0
+        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
+        files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        self.agents.check(self.plain["actor_rollout_ref"]["model"]["path"], folder, files)
+
+    def _on_death(self, error: WorkerDied, pool: SamplerPool) -> None:
+        self.report.event("worker_died", error=str(error))
+        pool.end(error)
+
+    def _stacks(self, group: Group, nodes: list[str], pool: SamplerPool) -> str:
+        """For the watchdog: who is waited for, what each of them does, and where it stands."""
+        waited = group.pending()
+        asked = [(nodes[i], group.workers[i]) for i in waited]
+        asked += [(host.node, host.worker) for host in pool.hosts if host.requests or not waited]
+        assert self.agents is not None
+        found = self.agents.stacks(asked)
+        lines = [f"{name} {stacks.summary(text)}" for name, text in found.items()]
+        return "\n".join(
+            [group.calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
+        ).strip()
 
     def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
         what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
@@ -139,6 +185,10 @@ class _Builder:
         """End the workers, give the devices back, stop a Ray of our own."""
         import ray
 
+        if self.watch is not None:
+            self.watch.stop()
+        if self.agents is not None:
+            self.agents.release()
         for worker in self.workers:
             ray.kill(worker.handle)
         for pool in self.pools:

@@ -33,6 +33,7 @@ class SamplerLost(RuntimeError):
     """A sampler died again and again."""
 
     explained = True
+    ends_the_run = True
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class SamplerPool(RolloutEngine):
         self._flushing = False
         self._version = 0
         self._closed = False
+        self._ended: Exception | None = None
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -88,6 +90,8 @@ class SamplerPool(RolloutEngine):
         """See `RolloutEngine.generate`."""
         if media:
             raise ValueError(f"request {request_id!r}: media cannot be sent to another process yet")
+        if self._ended is not None:
+            raise self._ended
         ask = wire.Ask(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
         host = self._host_for(ask)
         if request_id in host.requests:
@@ -161,9 +165,16 @@ class SamplerPool(RolloutEngine):
             )
 
     def _fail(self, host: Host, error: Exception) -> None:
-        for request in host.requests.values():
+        for request in list(host.requests.values()):
             if not request.future.done():
                 request.future.set_exception(error)
+
+    def end(self, error: Exception) -> None:
+        """Fail every request, now and later: the run cannot go on. From any thread."""
+        self._ended = error
+        for host in self.hosts:
+            if host.poll is not None and not host.poll.get_loop().is_closed():
+                host.poll.get_loop().call_soon_threadsafe(self._fail, host, error)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""

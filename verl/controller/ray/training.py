@@ -201,19 +201,19 @@ class ActorGroup(ActorRole):
 
     def save(self, directory: Path) -> None:
         """See `ActorRole.save`: the ranks write in parallel, to a folder that all nodes see."""
-        self.training.call("save_weights", str(directory), doing="save_checkpoint")
+        self.training.call("save_weights", str(directory.absolute()), doing="save_checkpoint")
 
     def save_optimizer(self, directory: Path) -> None:
         """See `ActorRole.save_optimizer`."""
-        self.training.call("save_optimizer", str(directory), doing="save_checkpoint")
+        self.training.call("save_optimizer", str(directory.absolute()), doing="save_checkpoint")
 
     def load(self, directory: Path) -> None:
         """See `ActorRole.load`."""
-        self.training.call("load_weights", str(directory), doing="load_checkpoint")
+        self.training.call("load_weights", str(directory.absolute()), doing="load_checkpoint")
 
     def load_optimizer(self, directory: Path) -> None:
         """See `ActorRole.load_optimizer`."""
-        self.training.call("load_optimizer", str(directory), doing="load_checkpoint")
+        self.training.call("load_optimizer", str(directory.absolute()), doing="load_checkpoint")
 
 
 class ReferenceGroup(ReferenceRole):

@@ -20,6 +20,7 @@ class WorkerDied(RuntimeError):
     """A training worker is gone; the run cannot go on without it."""
 
     explained = True
+    ends_the_run = True
 
 
 class WorkerFailed(RuntimeError):
@@ -45,6 +46,7 @@ class Group:
     def __init__(self, workers: Sequence[Worker], beat: Callable[[], None] | None = None):
         self.workers = list(workers)
         self.calling = ""
+        self._pending: list[int] = []
         self._beat = beat
 
     def __len__(self) -> int:
@@ -76,6 +78,7 @@ class Group:
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
         while pending:
+            self._pending = [place[ref] for ref in pending]
             self.calling = (
                 f"{doing}: waiting for {', '.join(str(self.workers[place[r]]) for r in pending[:4])}"
             )
@@ -87,8 +90,12 @@ class Group:
                     self._explain(place[ref], error, {place[p]: p for p in pending}, doing)
                 if self._beat is not None:
                     self._beat()
-        self.calling = ""
+        self.calling, self._pending = "", []
         return results
+
+    def pending(self) -> list[int]:
+        """Positions of the workers that are waited for; from any thread."""
+        return list(self._pending)
 
     def _explain(self, number: int, error: Exception, pending: dict[int, Any], doing: str) -> None:
         """Raise what happened, from the point of view of the user; a dead worker beats its peers' errors."""
@@ -103,10 +110,7 @@ class Group:
                     failed[i] = other
         for i, one in failed.items():
             if is_dead(one):
-                raise WorkerDied(
-                    f"{self.workers[i]} died in {doing}: {reason(one)}. The run ends; the same command goes on from the "
-                    "newest checkpoint"
-                ) from None
+                raise died(self.workers[i], doing, one) from None
         for one in failed.values():
             cause = getattr(one, "cause", None)
             if isinstance(cause, UserError):
@@ -119,6 +123,13 @@ class Group:
         """End every worker at once."""
         for worker in self.workers:
             ray.kill(worker.handle)
+
+
+def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
+    """What to raise for a training worker that is gone."""
+    return WorkerDied(
+        f"{worker} died in {doing}: {reason(error)}. The run ends; the same command goes on from the newest checkpoint"
+    )
 
 
 def is_dead(error: BaseException) -> bool:

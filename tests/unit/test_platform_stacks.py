@@ -1,0 +1,62 @@
+"""Stacks of another process: one that computes, one that is stopped, one that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from verl.platform import stacks
+
+CHILD = """
+import sys, time
+from verl.platform import stacks
+stacks.register()
+print("ready", flush=True)
+def the_place_where_it_hangs():
+    time.sleep(60)
+the_place_where_it_hangs()
+"""
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_says_where_it_stands_again_and_again(child) -> None:
+    for _ in range(2):
+        text = stacks.ask(child.pid)
+        assert text.count("in the_place_where_it_hangs") == 1
+    assert child.poll() is None, "asking does no harm"
+
+
+def test_a_stopped_process_and_one_that_is_gone(child) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    assert "does not answer" in stacks.ask(child.pid, timeout=0.3)
+    child.kill()
+    child.wait()
+    time.sleep(0.05)
+    assert "is gone" in stacks.ask(child.pid)
+    assert "is gone" in stacks.ask(child.pid), "its file is removed"
+
+
+def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
+    waits = """Thread 0x1 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_gather
+  File "/x/verl/engine/training/agree.py", line 5 in exchange
+"""
+    hangs = 'Thread 0x1 (most recent call first):\n  File "/x/verl/worker/execute.py", line 7 in update\n'
+    assert stacks.summary(waits).startswith("waits for other ranks") and "agree.py:5" in stacks.summary(waits)
+    assert stacks.summary(hangs) == "is at /x/verl/worker/execute.py:7 in update"
+    assert "does not answer" in stacks.summary(
+        "process 3 does not answer: it is stopped, or waits in the kernel"
+    )

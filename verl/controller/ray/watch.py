@@ -1,0 +1,42 @@
+"""Notices a training worker that dies while nobody calls it, for instance during a long sampling phase."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import ray
+from ray import exceptions as faults
+
+from verl.controller.ray.workers import Group, WorkerDied, died
+
+_PAUSE_S = 1.0
+
+
+class Watch:
+    """A thread that waits for the death of any worker of a group, and tells `on_death` once."""
+
+    def __init__(self, group: Group, on_death: Callable[[WorkerDied], None]):
+        self._group, self._on_death = group, on_death
+        self._stop = threading.Event()
+        self._refs = {worker.handle.stay.remote(): worker for worker in group.workers}
+        self._thread = threading.Thread(target=self._wait, name="verl-watch-workers", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        while not self._stop.is_set():
+            ready, _ = ray.wait(list(self._refs), num_returns=1, timeout=_PAUSE_S)
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except faults.RayError as error:
+                    if not self._stop.is_set():
+                        self._on_death(
+                            died(self._refs[ref], self._group.calling or "a call of nobody", error)
+                        )
+                return
+
+    def stop(self) -> None:
+        """Before workers are ended on purpose."""
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,95 @@
+"""Where every thread of another process of this machine stands, also when its interpreter is stuck.
+
+A process `register`s once; `ask` sends it SIGUSR1, and its faulthandler, which needs no interpreter, writes the
+stacks to a file that only this user can read.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+_kept: list[IO[str]] = []
+_COLLECTIVE = re.compile(
+    r"torch/distributed/(distributed_c10d|_functional_collectives|fsdp)|process_group|c10d"
+)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_MACHINERY = ("/ray/", "/threading.py", "/concurrent/", "/asyncio/", "/selectors.py")
+
+
+def register() -> None:
+    """Make this process answer `ask`. Again is harmless."""
+    if _kept:
+        return
+    path = _path(os.getpid())
+    path.unlink(missing_ok=True)
+    handle = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600), "w")
+    _kept.append(handle)
+    faulthandler.register(signal.SIGUSR1, file=handle, all_threads=True)
+
+
+def ask(pid: int, timeout: float = 3.0) -> str:
+    """The stacks of a process that registered, newest call first in each thread.
+
+    A line that says so when the process is gone, never registered, or does not answer.
+    """
+    path = _path(pid)
+    if not path.exists():
+        return f"process {pid} is gone, or does not answer questions about its stack"
+    before = path.stat().st_size
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        path.unlink(missing_ok=True)
+        return f"process {pid} is gone"
+    end = time.monotonic() + timeout
+    size = before
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        grown = path.stat().st_size
+        if grown > before and grown == size:
+            break
+        size = grown
+    if size <= before:
+        return f"process {pid} does not answer: it is stopped, or waits in the kernel"
+    return path.read_bytes()[before:].decode(errors="replace").strip()
+
+
+def summary(stacks: str) -> str:
+    """One line about what a process does, from its stacks: waits for other ranks, or where it is."""
+    frames = [
+        found.groups()
+        for thread in stacks.split("\n\n")
+        for found in [_working_frame(thread)]
+        if found is not None
+    ]
+    if not frames:
+        return stacks.splitlines()[0] if stacks and "File" not in stacks else "has no thread at work"
+    file, line, name = frames[0]
+    where = f"{file}:{line} in {name}"
+    if _COLLECTIVE.search(stacks):
+        return f"waits for other ranks in a collective, called from {where}"
+    return f"is at {where}"
+
+
+def _working_frame(thread: str) -> re.Match[str] | None:
+    """The innermost frame of our own code in a thread's stack, if there is one."""
+    return next(
+        (f for f in _FRAME.finditer(thread) if "/verl/" in f[1] and not f[1].endswith("stacks.py")), None
+    )
+
+
+def _path(pid: int) -> Path:
+    """File of a process, in a folder that belongs to this user alone. OSError if somebody else has made it."""
+    folder = Path(tempfile.gettempdir()) / f"verl-stacks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    owner = folder.lstat()
+    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
+        raise OSError(f"{folder} belongs to somebody else, or others may write to it")
+    return folder / f"{pid}.txt"
