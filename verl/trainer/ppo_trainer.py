@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction
-from verl.rollout.draws import Draws
+from verl.rollout.draws import Draws, evict_stale
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
 from verl.trainer.refused import RefusedSteps
@@ -121,7 +121,9 @@ class PPOTrainer:
         with phases("step"):
             batch = self._sample(step)
             sampled = parts.sampler.stats()
-            metrics = self._score(batch)
+            metrics = self._score(step, batch)
+            if self._sampler_rests:
+                parts.sampler.sleep()
             metrics |= self._train(step, batch)
             parts.stream.update(batch)
             with phases("update_weights"):
@@ -171,12 +173,22 @@ class PPOTrainer:
         with parts.phases("gen", waits_for=f"{answers} answers of the sampler"):
             return parts.loop.run(parts.rollouts.take(prompts, advance, count=size))
 
-    def _score(self, batch: Batch) -> dict[str, float]:
+    def _score(self, step: int, batch: Batch) -> dict[str, float]:
         parts = self.parts
         with parts.phases("reward", waits_for="scores of the last answers"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            return parts.rewards.check_errors(batch)
+            metrics = self._evict(step, batch)
+            return metrics | parts.rewards.check_errors(batch)
+
+    def _evict(self, step: int, batch: Batch) -> dict[str, float]:
+        lag = self.config.trainer.max_staleness
+        if not lag:
+            return {}
+        return {
+            "training/off_policy/evicted_samples": evict_stale(batch, step - 1 - lag),
+            "training/off_policy/continued_samples": sum("interruptions" in t.extra for t in batch),
+        }
 
     def _train(self, step: int, batch: Batch) -> dict[str, float]:
         """From scores to new weights; fills the token-level columns on the way."""
@@ -204,6 +216,8 @@ class PPOTrainer:
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; answers in flight go on with them, and new ones begin."""
         parts, trainer = self.parts, self.config.trainer
+        if self._sampler_rests:
+            parts.sampler.wake()
         parts.loop.run(parts.rollouts.pause())
         sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
         parts.loop.run(parts.rollouts.resume())
@@ -218,6 +232,13 @@ class PPOTrainer:
             "perf/sampler_idle_ratio": times.sampler_idle_ratio,
             "perf/trainer_idle_ratio": times.trainer_idle_ratio,
         }
+
+    @property
+    def _sampler_rests(self) -> bool:
+        """True if the sampler has nothing to do while the trainer works, and is to lend it its memory."""
+        return (
+            self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness
+        )
 
     @property
     def _needs_old_log_probs(self) -> bool:
