@@ -16,6 +16,7 @@ from tests.virtual import TimedEngine, VirtualLoop
 from verl.config import load
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
+from verl.errors import UserError
 from verl.rollout.background import BackgroundLoop
 from verl.rollout.draws import Draws
 from verl.rollout.requests import Requests
@@ -210,6 +211,40 @@ def test_a_checkpoint_holds_the_first_draw_not_trained(tmp_path, staleness) -> N
         following = [t.uid for t in run.batches[step] if t.index == 0]
         assert [p.uid for p in resumed.take()] == following, f"after step {step}"
     assert [r["training/epoch"] for r in run.quiet.records.values()] == [0] * 5 + [1] * 4
+
+
+def test_continued_and_evicted_answers_are_counted(tmp_path) -> None:
+    class Forgetful(TimedEngine):
+        """Keeps its first weights and says so: what a pool would do whose host missed every transfer."""
+
+        def load_weights(self, weights, version):
+            return None
+
+    run = Run(tmp_path, 1, TimedEngine(lengths)).go()
+    continued = [sum("interruptions" in t.extra for t in batch) for batch in run.batches]
+    found = [r["training/off_policy/continued_samples"] for r in run.quiet.records.values()]
+    assert found == continued and sum(found) > 0
+    assert all(r["training/off_policy/evicted_samples"] == 0 for r in run.quiet.records.values())
+    stuck = Run(tmp_path, 1, Forgetful(lengths), steps=4).go()
+    evicted = [r["training/off_policy/evicted_samples"] for r in stuck.quiet.records.values()]
+    assert evicted == [0, 0, BATCH * N, BATCH * N]
+    for t in stuck.batches[2]:
+        assert t.score is None and "written with version 0, the oldest allowed is 1" in t.score_error
+        assert not t.loss_mask.any()
+    assert not any(
+        "off_policy/evicted" in name for name in Run(tmp_path, 0, TimedEngine(lengths)).go().quiet.records[1]
+    )
+
+
+def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
+    class Learning(list):
+        def update(self, batch):
+            return None
+
+    stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True, sampler=Learning(range(20)))
+    with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
+        Draws(stream, max_staleness=1, last_step=3)
+    Draws(stream, max_staleness=0, last_step=3)
 
 
 @settings(max_examples=30, deadline=None)

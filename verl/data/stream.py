@@ -36,7 +36,8 @@ class PromptStream:
     A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
     asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
     next one. A row that fails when it is drawn is skipped, replaced by the next in the order, and recorded
-    in `skipped`. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7).
+    in `skipped`. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7); with an `update`
+    it `learns` from the batches trained.
     """
 
     def __init__(self, dataset: Prompts, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
@@ -45,6 +46,7 @@ class PromptStream:
         self._source: _Seeded | _Sampled = (
             _Seeded(dataset, seed, shuffle) if sampler is None else _Sampled(sampler, len(dataset))
         )
+        self.learns = hasattr(sampler, "update")
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []

@@ -7,17 +7,41 @@ latest: so `due` draws no further, and an answer never lags by more than `max_st
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from verl.trajectory import Prompt
+from verl.errors import UserError
+from verl.trajectory import Prompt, Trajectory
+
+
+def evict_stale(rows: Iterable[Trajectory], oldest: int) -> int:
+    """Take out of the step every answer with a token older than version `oldest`; returns how many.
+
+    Such an answer has no score any more and is counted as lost. `Draws` begins none that could become one: they
+    come from a sampler that did not get the weights it should have.
+    """
+    evicted = 0
+    for row in rows:
+        if row.length and row.versions and row.versions[0] < oldest:
+            row.score, row.finish_reason = None, "lost"
+            row.score_error = (
+                f"too stale: written with version {row.versions[0]}, the oldest allowed is {oldest}"
+            )
+            evicted += 1
+    return evicted
 
 
 class Stream(Protocol):
     """What prompts are drawn from: `verl.data.stream.PromptStream`."""
 
     epoch: int
+
+    @property
+    def learns(self) -> bool:
+        """True if the order of what is drawn next depends on the batches trained so far."""
+        ...
 
     def take(self) -> list[Prompt]:
         """The prompts of one step."""
@@ -41,6 +65,12 @@ class Draws:
     def __init__(self, stream: Stream, *, max_staleness: int, last_step: int):
         if max_staleness < 0:
             raise ValueError(f"trainer.max_staleness={max_staleness}: it cannot be below 0")
+        if max_staleness and stream.learns:
+            raise UserError(
+                f"trainer.max_staleness={max_staleness}: data.sampler has an update() that learns from each step's batch, "
+                "and prompts are drawn before the steps ahead of them are trained; set trainer.max_staleness=0, or use a "
+                "sampler without update()"
+            )
         self._stream = stream
         self._ahead = max_staleness
         self._last = last_step
