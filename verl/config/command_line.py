@@ -60,7 +60,7 @@ def _checked(cfg: Root, options: Arguments) -> None:
     report = check(cfg)
     if not options.check:
         report.allow_downloads()
-    for notice in report.notices:
+    for notice in [*report.notices, *(report.check_only if options.check else [])]:
         print(f"note: {notice}", file=sys.stderr)
     if report.problems:
         print(f"verl: {report.problem_text()}", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from verl.config import release, tables
 from verl.config.fields import Field, fields_of, type_name
-from verl.config.reference import default_text, help_of
+from verl.config.reference import allowed, default_text, help_of
 from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
 
@@ -24,7 +24,7 @@ python3 -m verl.trainer.main_ppo [--config-path DIR] [--config-name NAME] [--che
 Schema defaults, then the file of `--config-name`, then the overrides from left to right; then old names are resolved,
 automatic values filled in, and everything is checked at once. `--check` stops there and ends with 0 (good), 2 (the
 configuration is wrong) or 3 (only this machine lacks something: a device, an engine, a file, a model). `--cfg job`
-prints the resolved tree, `--help KEY` one key. Lengths are tokens, times seconds, frequencies training steps, batch
+prints the resolved tree, `--help KEY` one key in full. Lengths are tokens, times seconds, frequencies training steps, batch
 sizes prompts. A type with `?` may be null; `= other.key` means that the value follows another key until it is set;
 *(ours)* marks defaults and keys that differ from the public verl's.
 
@@ -91,7 +91,11 @@ def _sections(path: str, group: type[Group], seen: dict[type[Group], str]) -> It
 def _row(known: Field) -> str:
     default = default_text(known) or '""'
     ours = " *(ours)*" if known.about.get("ours") else ""
-    text = help_of(known.owner, known.name).replace("|", "\\|")
+    text = help_of(known.owner, known.name)
+    values = allowed(known)
+    if values and not all(str(option) in text for option in known.about.get("options", (values,))):
+        text += f" Values: {values}."
+    text = text.replace("|", "\\|")
     return f"| {known.name} | {type_name(known).replace('|', ' or ')} | `{default}`{ours} | {text} |"
 
 

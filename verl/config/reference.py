@@ -68,28 +68,56 @@ def line(path: str, known: Field) -> str:
     return f"{path} ({type_name(known)}, {default_text(known)}): {help_of(known.owner, known.name)}"
 
 
+def allowed(known: Field) -> str:
+    """The values a key takes, beyond its type, in words; "" if its type says it all."""
+    about, said = known.about, []
+    if "options" in about:
+        many = "any of " if type_name(known).startswith("list") else ""
+        said.append(many + ", ".join(str(option) for option in about["options"]))
+        if about.get("registry"):
+            said.append(f"one's own through {about['registry']}")
+    low, high, above = (about.get(name) for name in ("low", "high", "above"))
+    if above is not None:
+        said.append(f"> {above:g}" + (f", ≤ {high:g}" if high is not None else ""))
+    elif low is not None:
+        said.append(f"{low:g} to {high:g}" if high is not None else f"≥ {low:g}")
+    elif high is not None:
+        said.append(f"≤ {high:g}")
+    return "; ".join(said)
+
+
+def block(path: str, known: Field) -> str:
+    """One key in full: its type, default, allowed values and meaning, a line each."""
+    rows = [("type", type_name(known).removesuffix("?") + (", or null" if known.nullable else ""))]
+    rows.append(("default", (default_text(known) or '""') + (" (ours)" if known.about.get("ours") else "")))
+    if values := allowed(known):
+        rows.append(("values", values))
+    rows.append(("meaning", help_of(known.owner, known.name)))
+    return "\n".join([path, *(f"  {name:<8} {text}" for name, text in rows)])
+
+
 def help_text(entry: str, key: str, program: str) -> str:
-    """What --help prints: an overview, a group's keys, or a key's line. Raises ConfigError for an unknown key."""
+    """What --help prints: an overview, a group's keys, or a key in full. Raises ConfigError for an unknown key."""
     if not key:
         return _overview(entry, program)
     known = leaves(ROOTS[entry])
     name = tables.canonical(key.split("=")[0].lstrip("+~"), entry)
     if name in known:
         renamed = f"{key} is now called {name}\n" if name != key else ""
-        return renamed + line(name, known[name])
+        return renamed + block(name, known[name])
     inside = [
         line(path, field) for path, field in known.items() if path.startswith(name + ".") or name == "all"
     ]
     if inside:
         return "\n".join(inside)
-    ending = [line(path, field) for path, field in known.items() if path.endswith("." + name)]
+    ending = [block(path, field) for path, field in known.items() if path.endswith("." + name)]
     if ending:
         return "\n".join(ending)
     if reason := tables.no_effect(name):
         return f"{name}: accepted, no effect: {reason}"
     mapped = next((p for p, f in known.items() if f.is_map and name.startswith(p + ".")), None)
     if mapped:
-        return line(mapped, known[mapped])
+        return block(mapped, known[mapped])
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     raise ConfigError([Problem(f"--help {key}", f"no such key; nearest: {', '.join(near) or 'none'}")])
 
@@ -103,7 +131,7 @@ def _overview(entry: str, program: str) -> str:
         "  --check              resolve, validate, look at data and model, print the plan of batches; 0 good,",
         "                       2 the configuration is wrong, 3 this machine lacks something",
         "  --cfg job            print the resolved configuration",
-        "  --help KEY           a key's line; a group (--help data) all its keys; --help all everything",
+        "  --help KEY           a key in full; a group (--help data) all its keys; --help all everything",
         "  --config-name NAME   a configuration of --config-path DIR, or a built-in one: "
         + ", ".join(n for n, (e, _) in tables.BUILT_IN.items() if e == entry),
         "",

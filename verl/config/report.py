@@ -11,10 +11,12 @@ EXIT_OK, EXIT_CONFIGURATION, EXIT_MACHINE = 0, 2, 3
 
 @dataclass
 class Report:
-    """All that a check found. `downloads` are models and files that a run would fetch first."""
+    """All that a check found. `downloads` are models and files that a run would fetch first; `check_only` are
+    notices that the run gives itself."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    check_only: list[str] = field(default_factory=list)
     downloads: list[Problem] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
 

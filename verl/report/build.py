@@ -87,6 +87,7 @@ def page_data(run: Run, answers: Packed) -> Record:
     total = summary.total_steps(run)
     steps = run.metrics.steps
     series = thin(run.metrics)
+    validation = summary.accuracy_name(run.metrics)
     return {
         "built": time.time(),
         "project": project,
@@ -101,7 +102,8 @@ def page_data(run: Run, answers: Packed) -> Record:
         "device": summary.device_name(run),
         "facts": summary.facts(run),
         "headline": summary.headline(run.metrics),
-        "accuracy": summary.accuracy_name(run.metrics),
+        "accuracy": validation,
+        "accuracyLabel": summary.validation_label(run.metrics, validation) if validation else None,
         "series": series,
         "marks": [{"kind": kind_of(m), "step": m.get("step")} for m in run.metrics.marks][-50:],
         "events": [_event(e) for e in run.events.shown],

@@ -67,6 +67,16 @@ def accuracy_name(metrics: Metrics) -> str | None:
     return "val/loss" if "val/loss" in metrics.columns else None
 
 
+def validation_label(metrics: Metrics, name: str) -> str:
+    """What the metric of `accuracy_name` is called: without any `acc`, the overall number is a mean reward."""
+    if name == "val/loss":
+        return "Validation loss"
+    rewards = name == "val/accuracy" and not any(ACCURACY.match(known) for known in metrics.columns)
+    if REWARD.match(name) or (rewards and any(REWARD.match(known) for known in metrics.columns)):
+        return "Validation reward"
+    return "Validation accuracy"
+
+
 def total_steps(run: Run) -> int | None:
     """Planned number of steps: from the start event, else the config."""
     for event in reversed(run.events.marks + run.metrics.marks):
@@ -109,9 +119,7 @@ def headline(metrics: Metrics) -> list[Record]:
     name = accuracy_name(metrics)
     if name:
         points = present(metrics, name)
-        label = "Validation loss" if name == "val/loss" else "Validation accuracy"
-        if REWARD.match(name):
-            label = "Validation reward"
+        label = validation_label(metrics, name)
         figures.append(_change(label, name, points, window=1, up=name != "val/loss"))
     for label, key, up in (("Mean score", "critic/score/mean", True), ("Training loss", "train/loss", False)):
         points = present(metrics, key)

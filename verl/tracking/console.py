@@ -12,7 +12,7 @@ from verl.tracking.names import NOT_ON_CONSOLE, Number, in_order
 SPARSE_SECONDS = 10.0
 _TABLE = (
     ("score", "critic/score/mean"),
-    ("val acc", "val/accuracy"),
+    ("val", "val/accuracy"),
     ("entropy", "actor/entropy"),
     ("pg loss", "actor/pg_loss"),
     ("kl", "actor/ppo_kl"),

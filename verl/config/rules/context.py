@@ -55,10 +55,11 @@ class Check:
         if self._add(problem) and download:
             self.report.downloads.append(problem)
 
-    def notice(self, text: str) -> None:
-        """Say it, then go on."""
-        if text not in self.report.notices:
-            self.report.notices.append(text)
+    def notice(self, text: str, *, run_says: bool = False) -> None:
+        """Say it, then go on. `run_says`: the run itself tells it when it comes to it; then only --check shows it."""
+        notices = self.report.check_only if run_says else self.report.notices
+        if text not in notices:
+            notices.append(text)
 
     def _add(self, problem: Problem) -> bool:
         if problem in self.report.problems:

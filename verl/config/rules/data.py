@@ -69,7 +69,7 @@ def _rl_files(c: Check, key: str, paths: list[str]) -> set[str]:
             continue
         finally:
             for line in said.getvalue().splitlines():
-                c.notice(line.removeprefix("[data] "))
+                c.notice(line.removeprefix("[data] "), run_says=True)
         if plain:
             _plain_truth(c, key, file, rules)
         else:

@@ -126,12 +126,15 @@ def _trackers(c: Check) -> None:
     for name in c.trainer.logger:
         package = packages.get(name)
         if package and importlib.util.find_spec(package) is None:
-            c.notice(f"trainer.logger={name}: {package} is not installed; left out (pip install {package})")
+            text = f"trainer.logger={name}: {package} is not installed; left out (pip install {package})"
+            c.notice(text, run_says=True)
         elif package is None and name not in release.LOGGERS:
-            c.notice(f"trainer.logger={name}: not in this release, left out; metrics.jsonl has everything")
+            text = f"trainer.logger={name}: not in this release, left out; metrics.jsonl has everything"
+            c.notice(text, run_says=True)
     offline = not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists()
     if "wandb" in c.trainer.logger and offline and "WANDB_MODE" not in os.environ:
-        c.notice("trainer.logger=wandb: not logged in here (WANDB_API_KEY); recorded offline")
+        text = "trainer.logger=wandb: not logged in here; left out (wandb login, WANDB_API_KEY or WANDB_MODE=offline)"
+        c.notice(text, run_says=True)
 
 
 def _resume(c: Check) -> None:

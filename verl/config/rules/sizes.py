@@ -213,20 +213,32 @@ def plan(c: Check) -> list[str]:
     ]
     if c.trainer.test_freq > 0 or c.trainer.val_before_train:
         rows = c.rows.get("data.val_files")
+        if rows and data.val_max_samples >= 0:
+            rows = min(rows, data.val_max_samples)
         prompts = f"{rows} prompts" if rows else "validation prompts"
         if data.val_files:
             lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines
 
 
+def _train_rows(c: Check) -> int | None:
+    """Rows of the training files that a run uses, as far as they are known."""
+    rows, most = c.rows.get("data.train_files"), c.cfg.data.train_max_samples
+    return min(rows, most) if rows and most >= 0 else rows
+
+
 def _steps(c: Check) -> str:
-    rows, size = c.rows.get("data.train_files"), c.cfg.data.train_batch_size
+    rows, size = _train_rows(c), c.cfg.data.train_batch_size
     total, epochs = c.trainer.total_training_steps, c.trainer.total_epochs
     if total is not None:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
     if not rows:
         return f"{epochs} epochs"
-    return f"{rows} rows, {rows // size} steps an epoch × {epochs} epochs = {rows // size * epochs} steps"
+    each, total = rows // size, rows // size * epochs
+    return (
+        f"{rows} rows, {each} step{'' if each == 1 else 's'} an epoch × {epochs} epoch{'' if epochs == 1 else 's'} = "
+        f"{total} step{'' if total == 1 else 's'}"
+    )
 
 
 def _micro(actor: Any, answers: int, ranks: int) -> str:
@@ -241,7 +253,7 @@ def _micro(actor: Any, answers: int, ranks: int) -> str:
 def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
-        rows, size = c.rows.get("data.train_files"), data.train_batch_size
+        rows, size = _train_rows(c), data.train_batch_size
         steps = f"{rows} rows, {rows // size} steps an epoch" if rows else f"{size} rows a step"
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":

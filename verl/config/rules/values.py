@@ -40,7 +40,7 @@ def check(c: Check) -> None:
     for feature in release.FEATURES:
         value = c.cfg.select(feature.key)
         if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
-            c.refuse(f"{feature.key}={value}", f"{feature.what} is not in this release; {feature.instead}")
+            c.refuse(f"{feature.key}={value}", f"not in this release ({feature.what}); {feature.instead}")
 
 
 def _unread(c: Check) -> None:

@@ -12,9 +12,9 @@
     const series = [{ name: "critic/score/mean", label: "mean score" }];
     if (!same("critic/score/mean", "critic/rewards/mean")) series.push({ name: "critic/rewards/mean", label: "reward with KL" });
     if (R.data.accuracy && R.data.accuracy !== "val/loss") {
-      series.push({ name: R.data.accuracy, label: "validation " + (/reward/.test(R.data.accuracy) ? "reward" : "accuracy"), sparse: true });
+      series.push({ name: R.data.accuracy, label: R.data.accuracyLabel.toLowerCase(), sparse: true });
     }
-    return { id: "reward", title: "Reward and validation accuracy", wide: true, series };
+    return { id: "reward", title: series.length > 1 && series.at(-1).sparse ? "Reward and " + series.at(-1).label : "Reward", wide: true, series };
   };
 
   const validation = () => {
