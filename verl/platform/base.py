@@ -46,6 +46,10 @@ class Platform(ABC):
     def supports(self, dtype: torch.dtype) -> bool:
         """True if products in this data type run at full speed."""
 
+    def peak_flops(self, dtype: torch.dtype, index: int = 0) -> float | None:
+        """FLOP/s that a device can do at most in products of this data type, or None where that is not known."""
+        return None
+
     def device(self, index: int = 0) -> torch.device:
         """torch's name for a device."""
         import torch

@@ -7,6 +7,7 @@ import os
 import torch
 
 from verl.platform.base import Platform
+from verl.platform.peaks import half_precision_peak
 
 
 class CudaPlatform(Platform):
@@ -30,6 +31,10 @@ class CudaPlatform(Platform):
         if dtype == torch.bfloat16:
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return dtype in (torch.float32, torch.float16)
+
+    def peak_flops(self, dtype: torch.dtype, index: int = 0) -> float | None:
+        half = dtype in (torch.bfloat16, torch.float16)
+        return half_precision_peak(torch.cuda.get_device_name(index)) if half else None
 
     def describe(self) -> str:
         return f"{self.count()} × {torch.cuda.get_device_name(0)}"

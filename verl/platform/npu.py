@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.platform.base import Platform
+from verl.platform.peaks import half_precision_peak
 
 
 def _npu() -> Any:
@@ -40,6 +41,10 @@ class NpuPlatform(Platform):
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+    def peak_flops(self, dtype: torch.dtype, index: int = 0) -> float | None:
+        half = dtype in (torch.bfloat16, torch.float16)
+        return half_precision_peak(str(_npu().get_device_name(index))) if half else None
 
     def describe(self) -> str:
         return f"{self.count()} × {_npu().get_device_name(0)}"

@@ -23,6 +23,7 @@ from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction
 from verl.rollout.draws import Draws, evict_stale
+from verl.tracking.mfu import step_mfu
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
 from verl.trainer.refused import RefusedSteps
@@ -210,7 +211,11 @@ class PPOTrainer:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         self._refused.note(step, update)
         if update.tokens:
-            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - update.computed / update.tokens)
+            shared, epochs = update.computed / update.tokens, self.config.actor_rollout_ref.actor.ppo_epochs
+            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)
+            metrics |= step_mfu(
+                parts.actor.cost(), batch, phases.timings(), epochs=epochs, computed=min(1.0, shared)
+            )
         return metrics | update.metrics
 
     def _push(self, step: int) -> SyncResult:

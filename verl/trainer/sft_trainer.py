@@ -20,6 +20,7 @@ import numpy as np
 from verl import interrupt
 from verl.config.command_line import resolve
 from verl.errors import UserError
+from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import broken
@@ -131,6 +132,9 @@ class SFTTrainer:
             "train/total_tokens(B)": self.total_tokens / 1e9,
             "train/time": time.perf_counter() - started,
         }
+        if (cost := self.engine.cost()) is not None:
+            lengths = (len(row.prompt.ids) + row.length for row in rows)
+            metrics["train/mfu"] = mfu(cost, lengths, metrics["train/time"], passes=1 + BACKWARD)
         refusals = [Refusal(result.refused, rows)] if result.refused else []
         return metrics, UpdateResult(result.metrics, updates=int(not refusals), refused=refusals)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl.engine.training.base import StepResult, TrainingEngine
+from verl.tracking.mfu import ModelCost
 from verl.trajectory import Batch, Trajectory
 from verl.worker import execute
 from verl.worker.plan import MiniBatch, Refusal, UpdatePlan, UpdateResult, summarise
@@ -43,6 +44,10 @@ class ActorRole(ABC):
     @abstractmethod
     def memory(self) -> dict[str, float]:
         """perf/max_memory_allocated_gb of an accelerator, GiB; empty on a CPU."""
+
+    def cost(self) -> ModelCost | None:
+        """What a pass takes, and the peak of all devices together; None where the peak is not known."""
+        return None
 
     @abstractmethod
     def describe(self) -> str:
@@ -125,6 +130,10 @@ class Actor(ActorRole):
         return (
             {} if platform.name == "cpu" else {"perf/max_memory_allocated_gb": platform.peak_memory() / 2**30}
         )
+
+    def cost(self) -> ModelCost | None:
+        """See `ActorRole.cost`."""
+        return self.engine.cost()
 
     def describe(self) -> str:
         """See `ActorRole.describe`."""

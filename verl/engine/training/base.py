@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl.platform import Platform
+    from verl.tracking.mfu import ModelCost
     from verl.trajectory import Trajectory
 
 
@@ -116,6 +117,10 @@ class TrainingEngine(ABC):
     @abstractmethod
     def load_optimizer(self, directory: Path) -> None:
         """Inverse of `save_optimizer`, bit for bit."""
+
+    def cost(self) -> ModelCost | None:
+        """What a forward pass takes, and the peak of all of this engine's devices together, if it is known."""
+        return None
 
     def offload(self) -> None:  # noqa: B027
         """Move weights and optimizer to host memory while the role is idle. In host memory already: nothing."""

@@ -16,6 +16,7 @@ import torch
 
 from verl.engine import attention
 from verl.engine.training import model as models
+from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.optimizer import global_norm
 from verl.engine.training.optimizer_state import load_state, save_state
@@ -26,6 +27,8 @@ from verl.platform import Platform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from verl.tracking.mfu import ModelCost
 
 
 class LocalEngine(PackedEngine):
@@ -85,6 +88,10 @@ class LocalEngine(PackedEngine):
 
     def _conclude(self, tally: Tally) -> tuple[Tally, float]:
         return tally, math.nan if tally.refused else float(global_norm(self._gradients()))
+
+    def cost(self) -> ModelCost | None:
+        """See `TrainingEngine.cost`."""
+        return model_cost(self.module, self.platform, self.compute_dtype)
 
     # -- weights and state ---------------------------------------------------------------------------------
 
