@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from tests import ranks
 from tests.tiny import tiny_config, tiny_model
 from verl.engine.training.flops import model_cost, product_weights
 from verl.engine.training.local_engine import LocalEngine
@@ -104,3 +105,19 @@ def test_a_device_without_a_known_peak_has_no_such_metric(tmp_path) -> None:
         tiny_model(tmp_path / "m"), role_cfg={"fsdp_config": {"dtype": "float32"}}, device="cpu"
     )
     assert engine.cost() is None
+
+
+def cost_of_a_rank(path: str) -> tuple[float, float, float]:
+    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.platform.cpu import CpuPlatform
+
+    engine = FSDPEngine(path, role_cfg={"fsdp_config": {"dtype": "bfloat16"}}, device=CpuPlatform())
+    engine.platform.peak_flops = Known().peak_flops  # type: ignore[method-assign]
+    cost = engine.cost()
+    return cost.per_token, cost.per_pair, cost.peak
+
+
+def test_shards_cost_what_the_whole_does_on_so_many_devices(tmp_path) -> None:
+    path = tiny_model(tmp_path / "m", tied=True)
+    whole = model_cost(AutoModelForCausalLM.from_pretrained(path), Known(), torch.bfloat16)
+    assert ranks.run(cost_of_a_rank, 2, str(path)) == [(whole.per_token, whole.per_pair, 2e12)] * 2

@@ -26,6 +26,7 @@ from verl.engine.training import meta_init, sharded_state
 from verl.engine.training import model as models
 from verl.engine.training.agree import exchange, merge_sums, together
 from verl.engine.training.base import MicroBatch, MicroLoss
+from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.optimizer_state import load_state, save_state
@@ -38,6 +39,7 @@ from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_source import WeightSource, open_source
 from verl.errors import UserError
 from verl.platform import Platform
+from verl.tracking.mfu import ModelCost
 
 
 class FSDPEngine(PackedEngine):
@@ -82,6 +84,10 @@ class FSDPEngine(PackedEngine):
         self._free = 0
         if trainable:
             self._prepare_training(role_cfg)
+
+    def cost(self) -> ModelCost | None:
+        """See `TrainingEngine.cost`."""
+        return model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
 
     # -- building --------------------------------------------------------------------------------------------
 
