@@ -264,7 +264,7 @@ class VLLMEngine(RolloutEngine):
 
     def _transfer(self, weights: Iterable[tuple[str, Any]], version: int, checksums: bool) -> SyncResult:
         """Through shared memory to every worker. A tensor is copied before the next is asked for: it may be a view."""
-        from verl.weight_sync.base import SyncResult
+        from verl.weight_sync.base import SyncResult, WeightSyncError
         from verl.weight_sync.buckets import bucket_size, pack
         from verl.weight_sync.shared_memory import SharedMemorySink
 
@@ -276,9 +276,10 @@ class VLLMEngine(RolloutEngine):
             with SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT) as sink:
                 moved = pack(weights, sink, dtype=self.weights_dtype)
                 sink.finish()
-        except Exception as error:
-            raise _first(loading, error) from error
-        loading.result(_RPC_TIMEOUT)
+        except WeightSyncError as error:
+            raise _workers_error(loading) or error from error
+        if failure := _workers_error(loading):
+            raise failure
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
     def checksums(self) -> dict[str, str]:
@@ -360,19 +361,21 @@ async def _shutdown(engine: Any) -> None:
     engine.shutdown()
 
 
-def _first(loading: concurrent.futures.Future[Any], error: Exception) -> Exception:
-    """The worker's own error, if it is what stopped the sender."""
+def _workers_error(loading: concurrent.futures.Future[Any]) -> Exception | None:
+    """What a worker raised, as WeightSyncError, once the workers are done."""
     from verl.weight_sync.base import WeightSyncError
 
-    if not isinstance(error, WeightSyncError):
-        return error
     try:
-        loading.result(30)
+        loading.result(_RPC_TIMEOUT)
     except concurrent.futures.TimeoutError:
-        return error
-    except Exception as own:
-        return WeightSyncError(f"vLLM could not load the weights: {own}")
-    return error
+        return WeightSyncError(
+            f"vLLM's workers did not come back within {_RPC_TIMEOUT:g} s of loading weights"
+        )
+    except Exception as error:
+        said = WeightSyncError(f"vLLM could not load the weights: {error}")
+        said.__cause__ = error
+        return said
+    return None
 
 
 @atexit.register

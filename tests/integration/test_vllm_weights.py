@@ -1,0 +1,156 @@
+"""Invariants 3 and 4 with vLLM: after a transfer it samples what the trainer computes, before and after an update."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runs import environment
+from tests.unit.engine_cases import simple_loss
+from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from verl.weight_sync.streamed import StreamedSync
+
+require_vllm()
+pytestmark = [pytest.mark.slow]
+
+TEMPERATURE = 0.8
+LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
+PROMPTS = [LONG, LONG[:7], [250]]
+MODELS = [("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
+
+
+def trainer(path: Path) -> Any:
+    from verl.config import Map
+    from verl.engine.training.local_engine import LocalEngine
+
+    role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
+    engine = LocalEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
+    engine.schedule(10)
+    return engine
+
+
+def rows(completions: list[Any], n: int) -> list[Any]:
+    from verl.trajectory import Prompt, Trajectory
+
+    out = []
+    for k, done in enumerate(completions):
+        prompt = Prompt(uid=str(k // n), ids=np.asarray(PROMPTS[k // n]), messages=None)
+        length = len(done.token_ids)
+        advantages = np.where(np.arange(length) % 2, 1.0, -1.0).astype(np.float32)
+        mask = np.ones(length, bool)
+        out.append(Trajectory(prompt, k % n, done.token_ids, mask, advantages=advantages))
+    return out
+
+
+def difference(engine: Any, completions: list[Any], n: int) -> float:
+    ours = engine.log_probs(rows(completions, n), temperature=TEMPERATURE).log_probs
+    return float(np.abs(ours - np.concatenate([c.log_probs for c in completions])).max())
+
+
+@pytest.mark.parametrize(("arch", "tied"), MODELS)
+def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> None:
+    path = vllm_model(tmp_path / "model", arch, tied=tied)
+    actor = trainer(path)
+    sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True, bucket_bytes=100_000)
+    try:
+        with pytest.raises(RuntimeError, match="no weights yet"):
+            sample(sampler, PROMPTS)
+        sync = StreamedSync(actor, sampler)
+        result = sync.push(0, verify=True)
+        assert result.verified and result.bytes > 100_000, "more than one bucket"
+        before = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert difference(actor, before, 2) <= 1e-4
+        assert {c.versions for c in before} == {(0,)}
+
+        stepped = actor.step(rows(before, 2), simple_loss(len(before) * 24), temperature=TEMPERATURE)
+        assert not stepped.refused
+        stale = difference(actor, before, 2)
+        assert stale > 1e-2, "the update moved the distribution far enough to be seen"
+        sync.push(1, verify=True)
+        after = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert difference(actor, after, 2) <= 1e-4
+        assert {c.versions for c in after} == {(1,)}
+        assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, after, strict=True))
+        if arch == "llama":
+            refuses_weights_that_are_not_the_models(actor, sampler)
+    finally:
+        sampler.close()
+
+
+def refuses_weights_that_are_not_the_models(actor: Any, sampler: Any) -> None:
+    """The last thing an engine does: a load that failed half-way leaves no model to sample from."""
+    from verl.weight_sync.base import WeightSyncError
+
+    some = [(n, t) for n, t in actor.named_weights() if "layers.1.self_attn.k_proj" not in n]
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.qkv_proj"):
+        sampler.load_weights(some, 2)
+    with pytest.raises(RuntimeError, match=r"started anew.*qkv_proj"):
+        sample(sampler, PROMPTS)
+    with pytest.raises(RuntimeError, match="started anew"):
+        sampler.load_weights(actor.named_weights(), 3)
+
+
+TENSOR_PARALLEL = """
+import json, sys, time
+from pathlib import Path
+from tests.integration import test_vllm_weights as t
+
+def main():
+    folder = Path(sys.argv[1])
+    path = t.vllm_model(folder / "model", "qwen3", tied=True)
+    actor = t.trainer(path)
+    sampler = t.vllm_engine(
+        path, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=2, bucket_bytes=100_000
+    )
+    sync = t.StreamedSync(actor, sampler)
+    found = []
+    for version in range(2):
+        sync.push(version, verify=True)
+        done = t.sample(sampler, t.PROMPTS, 2, temperature=t.TEMPERATURE, ignore_eos=True)
+        found.append(t.difference(actor, done, 2))
+        actor.step(t.rows(done, 2), t.simple_loss(len(done) * 24), temperature=t.TEMPERATURE)
+    print(json.dumps({"differences": found, "processes": sorted(sampler._processes)}), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Path) -> None:
+    """Tensor parallel 2; then the driver is killed without a chance to close anything."""
+    from verl.engine.rollout.vllm.worker import start_time
+
+    script = tmp_path / "two.py"
+    script.write_text(TENSOR_PARALLEL)
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(PYTHONPATH=str(root)),
+    )
+    try:
+        line = next((text for text in child.stdout or () if text.startswith('{"differences"')), None)
+        assert line is not None, (child.stderr.read() if child.stderr else "")[-3000:]
+        found = json.loads(line)
+        assert max(found["differences"]) <= 1e-4
+        processes = {(pid, started) for pid, started in found["processes"] if pid != child.pid}
+        assert len(processes) == 3, "the engine and two workers"
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+    deadline = time.monotonic() + 20
+    while left := {pid for pid, started in processes if start_time(pid) == started}:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.2)

@@ -1,0 +1,226 @@
+"""What becomes of settings on their way into vLLM; needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.config import engine_packages
+from verl.config.engine_kwargs import OURS, translate
+from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
+from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.vllm.arguments import (
+    EngineSettings,
+    batch_sampling,
+    cache_bytes,
+    check_request,
+    cpu_binding,
+    engine_arguments,
+    request_arguments,
+    request_seed,
+)
+from verl.errors import UserError
+
+KNOWN = frozenset(
+    [
+        "model",
+        "tokenizer",
+        "skip_tokenizer_init",
+        "trust_remote_code",
+        "dtype",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "load_format",
+        "logprobs_mode",
+        "scheduling_policy",
+        "seed",
+        "generation_config",
+        "worker_extension_cls",
+        "disable_log_stats",
+        "hf_config_path",
+        "quantization",
+        "cudagraph_capture_sizes",
+        "enable_expert_parallel",
+        "enable_sleep_mode",
+        "block_size",
+        "distributed_executor_backend",
+        "kv_cache_memory_bytes",
+        "mm_processor_cache_gb",
+        "compilation_config",
+    ]
+)
+
+
+def translated(given: dict[str, Any], *, text_only: bool = False, known: frozenset[str] = KNOWN) -> Any:
+    rollout = dict.fromkeys(OURS.values(), None) | {"dtype": "bfloat16", "max_num_seqs": 8}
+    return translate(given, known, rollout, text_only=text_only)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "notices"),
+    [
+        ({"block_size": 64}, {"block_size": 64}, 0),
+        ({"block_size": None}, {}, 0),
+        ({"disable_mm_preprocessor_cache": True}, {"mm_processor_cache_gb": 0}, 1),
+        ({"disable_mm_preprocessor_cache": False}, {}, 0),
+        ({"image_processor_type": "fast"}, {}, 1),
+        ({"padding_mode": "x"}, {}, 1),
+        ({"swap_space": 4, "preemption_mode": "swap", "num_scheduler_steps": 8}, {}, 3),
+        ({"cuda_graph_sizes": [1, 2]}, {"cudagraph_capture_sizes": [1, 2]}, 1),
+        ({"max_num_seqs": 8, "dtype": "bf16"}, {}, 0),
+    ],
+    ids=str,
+)
+def test_engine_kwargs_are_passed_renamed_or_dropped(given, arguments, notices) -> None:
+    out = translated(given)
+    assert (out.arguments, len(out.notices), out.problems) == (arguments, notices, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_num_seqs": 9}, "set rollout.max_num_seqs instead"),
+        ({"tensor_parallel_size": 2}, "set rollout.tensor_model_parallel_size instead"),
+        ({"dtype": "float32"}, "set rollout.dtype instead"),
+        ({"blok_size": 1}, "nearest: block_size"),
+        ({"worker_extension_cls": "x.Y"}, "remove this key"),
+    ],
+    ids=str,
+)
+def test_engine_kwargs_that_are_refused(given, said) -> None:
+    (problem,) = translated(given).problems
+    assert problem[0].startswith("rollout.engine_kwargs.vllm.") and said in problem[1]
+
+
+def test_what_an_old_vllm_still_knows_is_passed_to_it() -> None:
+    out = translated({"swap_space": 4, "disable_mm_preprocessor_cache": True}, known=KNOWN | {"swap_space", "disable_mm_preprocessor_cache"})  # fmt: skip
+    assert out.arguments == {"swap_space": 4, "disable_mm_preprocessor_cache": True} and not out.notices
+
+
+def test_multimodal_keys_are_dropped_for_a_text_model() -> None:
+    out = translated({"mm_processor_cache_gb": 1, "limit_mm_per_prompt": {"image": 1}}, text_only=True)
+    assert out.arguments == {} and len(out.notices) == 2 and not out.problems
+
+
+def test_without_an_argument_list_no_name_is_refused() -> None:
+    assert translated({"anything": 1}, known=frozenset()).arguments == {"anything": 1}
+
+
+def test_argument_names_are_read_from_source() -> None:
+    source = "class Other:\n  no: int = 1\nclass EngineArgs:\n  a: int = 1\n  _b: int = 2\nclass AsyncEngineArgs(EngineArgs):\n  c: str = ''\n"
+    assert arguments_in(source) == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "not installed; supported is 0.24 to 0.33: pip install"),
+        ("0.23.5", "0.23.5 is installed, which is too old; supported is 0.24 to 0.33"),
+        ("0.34.0", "newer than what was tried"),
+        ("1.0", "newer than what was tried"),
+    ],
+)
+def test_versions_out_of_range_are_refused(monkeypatch, version, said) -> None:
+    monkeypatch.setattr(engine_packages, "vllm_version", lambda: version)
+    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(EnginePackageError) as error:
+        check_vllm()
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.32.0", "0.33.1.post2"])
+def test_versions_in_range(monkeypatch, version) -> None:
+    monkeypatch.setattr(engine_packages, "vllm_version", lambda: version)
+    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
+    assert check_vllm() == version
+
+
+def settings(**more: Any) -> EngineSettings:
+    return EngineSettings("model", dtype="float32", max_model_len=100, max_num_seqs=8, **more)
+
+
+def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
+    cpu = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=True, sleeps=False)
+    assert (
+        cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
+    )
+    assert "enable_sleep_mode" not in cpu
+    device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
+    assert not device["enforce_eager"] and device["enable_sleep_mode"] and "block_size" not in device
+    two = engine_arguments(settings(tensor_parallel_size=2), KNOWN, cpu=True, sleeps=False)
+    assert "distributed_executor_backend" not in two and two["tensor_parallel_size"] == 2
+    own = engine_arguments(settings(engine_kwargs={"block_size": 64}), KNOWN, cpu=True, sleeps=False)
+    assert own["block_size"] == 64
+
+
+def test_every_problem_is_said_at_once() -> None:
+    given = settings(engine_kwargs={"max_num_seqs": 1, "nonsense": 2})
+    with pytest.raises(UserError, match=r"(?s)max_num_seqs=1.*nonsense"):
+        engine_arguments(given, KNOWN, cpu=True, sleeps=False)
+
+
+def test_an_argument_that_the_installed_version_lacks_is_named() -> None:
+    with pytest.raises(UserError, match="no argument logprobs_mode"):
+        engine_arguments(settings(), KNOWN - {"logprobs_mode"}, cpu=False, sleeps=False)
+
+
+def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
+    config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    bytes_per_token = 2 * 2 * 2 * 32 * 4
+    plenty = cache_bytes(config, settings(), 1 << 40)
+    assert plenty % bytes_per_token == 0 and 8 * 100 <= plenty // bytes_per_token <= 9 * (100 + 2 * 32)
+    assert cache_bytes(config, settings(tensor_parallel_size=2), 1 << 40) == plenty // 2
+    assert cache_bytes(config, settings(gpu_memory_utilization=0.25), 4000) == 1000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpus", "expected"),
+    [(2, {0, 1}, "0|1"), (2, {1}, "1|1"), (2, {0, 1, 2, 3, 4}, "0,1|2,3"), (4, {5, 6, 7}, "5|6|7|5")],
+)
+def test_ranks_share_the_cpus(ranks, cpus, expected) -> None:
+    assert cpu_binding(ranks, cpus) == expected
+
+
+def test_request_arguments() -> None:
+    base = SamplingParams(max_tokens=50, temperature=0.5, top_p=0.9, top_k=-1, seed=1 << 62)
+    out = request_arguments(base, room=20, end_ids=[2, 3], final_only="final")
+    assert (out["max_tokens"], out["top_k"], out["seed"], out["logprobs"]) == (20, 0, 1 << 62, 0)
+    assert out["stop_token_ids"] == [2, 3] and out["ignore_eos"] and not out["detokenize"]
+    free = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,), stop=("x",))
+    out = request_arguments(free, room=20, end_ids=[2, 3], final_only="final")
+    assert out["stop_token_ids"] == [9] and out["stop"] == ["x"] and out["include_stop_str_in_output"]
+    greedy = request_arguments(
+        SamplingParams(max_tokens=5, temperature=0.0, top_p=0.5, top_k=4), room=9, end_ids=[], final_only=0
+    )
+    assert (greedy["top_p"], greedy["top_k"], "seed" in greedy) == (1.0, 0, False)
+
+
+def test_an_answer_that_goes_on_has_draws_of_its_own() -> None:
+    seeds = {request_seed(7, start) for start in range(50)}
+    assert len(seeds) == 50 and request_seed(7, 0) == 7 and all(0 <= s < 1 << 63 for s in seeds)
+
+
+def test_the_batch_calls_dict() -> None:
+    sampling, n, seed = batch_sampling(
+        {"max_tokens": 3, "stop": "x", "n": 2, "seed": 0, "stop_token_ids": [1]}
+    )
+    assert (sampling.max_tokens, sampling.stop, sampling.stop_token_ids, n, seed) == (3, ("x",), (1,), 2, 0)
+    assert batch_sampling(None)[0].max_tokens == 512 and batch_sampling({})[2] is None
+    with pytest.raises(ValueError, match="nearest: temperature"):
+        batch_sampling({"temprature": 1})
+    with pytest.raises(ValueError, match="n=-1"):
+        batch_sampling({"n": -1})
+
+
+def test_a_request_that_fits_exactly_is_taken() -> None:
+    check_request("r", 99, SamplingParams(max_tokens=5), 100)
+    with pytest.raises(ValueError, match="100 tokens leaves no room"):
+        check_request("r", 100, SamplingParams(max_tokens=5), 100)

@@ -1,0 +1,51 @@
+"""What the vLLM tests share: tiny models that its CPU kernels take, and an engine with small limits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import tiny_model
+from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.rollout.base import Completion, SamplingParams
+
+
+def require_vllm() -> None:
+    """Skip the module where vLLM cannot be used, saying why."""
+    try:
+        check_vllm()
+    except EnginePackageError as error:
+        pytest.skip(f"{error}", allow_module_level=True)
+
+
+def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
+    """A tiny model with attention heads of 32 elements, the smallest that vLLM's CPU kernels have."""
+    shape = {"hidden_size": 128} if arch == "qwen2" else {"hidden_size": 64, "head_dim": 32}
+    return tiny_model(path, arch, tied=tied, scale=3.0, **shape)
+
+
+def vllm_engine(path: Path, **more: Any) -> Any:
+    """A float32 engine of at most 8 answers of at most 256 tokens."""
+    from verl.engine.rollout.vllm_engine import VLLMEngine
+
+    limits = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    return VLLMEngine(str(path), **(limits | more))
+
+
+def sample(engine: Any, prompts: list[list[int]], n: int = 1, **params: Any) -> list[Completion]:
+    """n answers to each prompt, seeds 1000·prompt + answer; one event loop of its own."""
+
+    async def run() -> list[Completion]:
+        calls = []
+        for i, prompt in enumerate(prompts):
+            for j in range(n):
+                sampling = SamplingParams(**({"max_tokens": 24, "seed": 1000 * i + j} | params))
+                calls.append(
+                    engine.generate(prompt, sampling, request_id=f"{id(prompts)}-{i}.{j}", group=str(i))
+                )
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
