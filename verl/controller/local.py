@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.controller.roles import Roles
 from verl.engine.training.local_engine import LocalEngine
+from verl.profiling.profiler import open_profiler
 from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.streamed import StreamedSync
 from verl.worker import build
@@ -19,6 +20,7 @@ from verl.worker.reference import Reference
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.weight_sync.base import WeightSync
 
 __all__ = ["Roles", "build_roles", "end_token_ids", "sampler_dtype"]
 
@@ -40,8 +42,13 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     if build.wants_reference(config):
         reference = Reference(build.reference_engine(config), temperature=arr.rollout.temperature)
     sampler: Any
+    sync: WeightSync
     if arr.rollout.name == "vllm":
         sampler = build.vllm_sampler(config, tokenizer, engine.platform)
-        return Roles(actor, reference, sampler, StreamedSync(engine, sampler))
-    sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
-    return Roles(actor, reference, sampler, InProcessSync(engine, sampler))
+        sync = StreamedSync(engine, sampler)
+    else:
+        sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
+        sync = InProcessSync(engine, sampler)
+    played = ("actor", "ref", "rollout") if reference is not None else ("actor", "rollout")
+    profiler = open_profiler(config, roles=played, rank=0, device=engine.platform.name)
+    return Roles(actor, reference, sampler, sync, profiler=profiler)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
+    from verl.profiling.profiler import Profiler
     from verl.weight_sync.base import WeightSync
     from verl.worker.actor import ActorRole
     from verl.worker.reference import ReferenceRole
@@ -20,6 +21,7 @@ class Roles:
     devices  training and sampling devices together, for rates per device
     stacks   says where every worker process stands, for the watchdog; None when there are none
     release  gives the workers back at the end of a run
+    profiler of all processes that the roles run in; None when nothing is to be profiled
     """
 
     actor: ActorRole
@@ -29,9 +31,12 @@ class Roles:
     devices: int = 1
     stacks: Callable[[], str] | None = None
     release: Callable[[], None] | None = None
+    profiler: Profiler | None = None
 
     def close(self) -> None:
-        """Stop sampling, then give everything back."""
+        """Write what there is of a profile, stop sampling, then give everything back."""
+        if self.profiler is not None:
+            self.profiler.close()
         self.sampler.close()
         if self.release is not None:
             self.release()

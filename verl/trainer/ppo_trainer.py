@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import RolloutEngine
+    from verl.profiling.profiler import Profiler
     from verl.reward import RewardRunner
     from verl.rollout.background import Loop
     from verl.rollout.rollouts import Rollouts
@@ -69,6 +70,7 @@ class Parts:
     devices: int = 1
     stacks: Callable[[], str] | None = None
     close: Callable[[], None] = lambda: None
+    profiler: Profiler | None = None
 
 
 class PPOTrainer:
@@ -120,6 +122,7 @@ class PPOTrainer:
         parts, phases = self.parts, self.parts.phases
         phases.start_step()
         with phases("step"):
+            self._start_profile(step)
             batch = self._sample(step)
             sampled = parts.sampler.stats()
             metrics = self._score(step, batch)
@@ -136,12 +139,28 @@ class PPOTrainer:
                 with phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its answers on disk
                     parts.checkpoints.save(self, batch, record)
+            self._stop_profile(step)
         metrics |= self._facts(step, batch, sampled, sync) | self._times(step)
         self.last_batch = batch
         parts.tracking.log(step, metrics)
         parts.report.write(last=step == self.total_steps)
         self._refused.check()
         self._limit_disagreement(metrics)
+
+    def _start_profile(self, step: int) -> None:
+        profiler, phases = self.parts.profiler, self.parts.phases
+        if profiler is not None:
+            phases.mark = profiler.span
+            with phases("start_profile"):
+                profiler.start(step)
+
+    def _stop_profile(self, step: int) -> None:
+        if self.parts.profiler is not None:
+            with self.parts.phases("stop_profile"):
+                files = self.parts.profiler.stop(step)
+            if files:
+                self.parts.tracking.event("profile", step=step, files=files)
+                self.parts.tracking.notice(f"profile of step {step}: {', '.join(files)}")
 
     def _facts(self, step: int, batch: Batch, sampled: dict[str, float], sync: SyncResult) -> dict[str, Any]:
         """What follows from the batch and the clock, as metrics."""

@@ -200,6 +200,7 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
         devices=roles.devices,
         stacks=roles.stacks,
         close=roles.close,
+        profiler=roles.profiler,
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
