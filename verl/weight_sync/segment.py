@@ -64,7 +64,10 @@ def sweep() -> list[str]:
     prefix = f"verl-weights-{os.geteuid()}-"
     gone = []
     for path in folder().glob(f"{prefix}*"):
-        segment = Segment.open(path)
+        try:
+            segment = Segment.open(path)
+        except WeightSyncError:
+            continue  # another process is just making it, or it is not ours: whoever needs that channel will say
         if segment is not None:
             if not segment.sender_alive():
                 segment.remove()
