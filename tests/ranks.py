@@ -32,8 +32,13 @@ _PRELOAD = [
 ]
 
 
-def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0) -> list[Any]:
-    """function(*args) on `size` ranks → their results. RuntimeError with the first failed rank's traceback."""
+def run(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 90.0, join: bool = True
+) -> list[Any]:
+    """function(*args) on `size` ranks → their results. RuntimeError with the first failed rank's traceback.
+
+    join=False: the ranks have not met, but the environment says how to, as torchrun would.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     port = free_port()
@@ -42,7 +47,9 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout: float = 90
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             child = context.Process(
-                target=_child, args=(theirs, rank, size, port, timeout, folder, function, args), daemon=True
+                target=_child,
+                args=(theirs, rank, size, port if join else -port, timeout, folder, function, args),
+                daemon=True,
             )
             child.start()
             theirs.close()
@@ -99,12 +106,27 @@ def _child(
     faulthandler.dump_traceback_later(timeout, file=stacks)
     torch.set_num_threads(1)
     try:
-        init_process_group(rank, size, "127.0.0.1", port, detect("cpu"), timeout)
+        if port > 0:
+            init_process_group(rank, size, "127.0.0.1", port, detect("cpu"), timeout)
+        else:
+            _as_torchrun(rank, size, -port)
         result = function(*args)
         # Not pipe.send: torch would share the memory of tensors with a process that is about to end.
         pipe.send_bytes(pickle.dumps(("done", result)))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps(("failed", traceback.format_exc())))
         os._exit(1)
+
+
+def _as_torchrun(rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -155,18 +155,6 @@ def test_a_run_that_saves_nothing_says_so(
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 
-def test_several_processes_are_refused(
-    model: Path,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert main(arguments(model, data, tmp_path / "run")) == 2
-    assert "4 processes" in capsys.readouterr().err
-
-
 def test_row_as_trajectory() -> None:
     mask = np.array([1, 0, 0, 1, 0, 1, 0], bool)
     one = as_trajectory(SFTRow(np.arange(7), mask), "u")

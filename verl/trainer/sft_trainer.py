@@ -1,14 +1,14 @@
-"""Supervised fine-tuning: `python3 -m verl.trainer.sft_trainer key=value …`.
+"""Supervised fine-tuning: `python3 -m verl.trainer.sft_trainer key=value …`, or with torchrun on many devices.
 
     rows (ids, mask) → order = f(seed, epoch) → a batch of rows → engine.step(−Σ mask·log p / T) → tracking
 
 The same engine, packing, checkpoints, tracking and resume as the reinforcement-learning loop. A row travels as a
-trajectory: what comes before the first learned token is the prompt, the rest the response.
+trajectory: what comes before the first learned token is the prompt, the rest the response. Of several ranks each
+takes its share of a batch, and rank 0 keeps the records.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,10 +25,13 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import broken
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
+from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
+from verl.trainer.sft_setup import build_engine, open_data
 from verl.trainer.storage import Storage
 from verl.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from verl.checkpoint import Checkpoint
     from verl.config import SFTConfig
     from verl.data.sft import SFTDataset
     from verl.engine.training.base import StepResult, TrainingEngine
@@ -45,7 +48,9 @@ class SFTTrainer:
         validation: SFTDataset | None,
         tracking: Any,
         tokenizer: Any,
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks or Ranks()
         self.config, self.engine, self.train, self.validation = config, engine, train, validation
         self.tracking, self.tokenizer = tracking, tokenizer
         self.batch_size: int = config.data.train_batch_size
@@ -78,11 +83,13 @@ class SFTTrainer:
         trainer, tracking = self.config.trainer, self.tracking
         self.engine.schedule(self.total_steps)
         self.step = self._resume()
-        print(f"Total training steps: {self.total_steps}", flush=True)
+        if self.ranks.lead:
+            print(f"Total training steps: {self.total_steps}", flush=True)
         tracking.start_progress(self.total_steps, done=self.step)
         self.phases = Phases()
-        refused = RefusedSteps(trainer.max_refused_steps, tracking, self.counters)
-        report = LiveReport(tracking.run_dir, tracking.flush, tracking.event)
+        kind = RefusedSteps if self.ranks.lead else CountedRefusals
+        refused = kind(trainer.max_refused_steps, tracking, self.counters)
+        report = LiveReport(tracking.run_dir, tracking.flush, tracking.event) if self.ranks.lead else None
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
@@ -95,11 +102,13 @@ class SFTTrainer:
                 if self._due(trainer.save_freq):
                     self._save(metrics)
                 tracking.log(self.step, metrics)
-                report.write()
+                if report is not None:
+                    report.write()
                 refused.check()
         self.storage.finish()
         tracking.finish("finished")
-        report.write(last=True)
+        if report is not None:
+            report.write(last=True)
 
     def rows(self, step: int) -> list[Trajectory]:
         """The batch of a step (counted from 1): a function of data, seed and step alone."""
@@ -118,7 +127,8 @@ class SFTTrainer:
         with self.phases("update"):
             rows = self.rows(self.step)
             loss = CrossEntropy(sum(int(row.loss_mask.sum()) for row in rows if row.loss_mask is not None))
-            result: StepResult = self.engine.step(rows, loss, temperature=1.0)
+            mine = self.ranks.share(rows, self.engine)
+            result: StepResult = self.engine.step(mine, loss, temperature=1.0)
             rate = self.engine.advance()
         tokens = sum(len(row.prompt.ids) + row.length for row in rows)
         self.total_tokens += tokens
@@ -148,13 +158,15 @@ class SFTTrainer:
             for start in range(0, len(self.validation), self.batch_size):
                 numbers = range(start, min(start + self.batch_size, len(self.validation)))
                 rows = [as_trajectory(self.validation[i], f"val{i}") for i in numbers]
-                learned = np.concatenate([row.loss_mask for row in rows])
-                log_probs = self.engine.log_probs(rows, temperature=1.0).log_probs
+                mine = self.ranks.share(rows, self.engine)
+                learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
+                log_probs = self.engine.log_probs(mine, temperature=1.0).log_probs
                 total -= float(log_probs[learned].sum(dtype=np.float64))
                 tokens += int(learned.sum())
                 progress(len(rows))
                 self.phases.beat()
                 interrupt.check()
+        total, tokens = self.ranks.add([total, tokens], self.engine)
         return {"val/loss": total / tokens}
 
     def _due(self, frequency: int) -> bool:
@@ -191,7 +203,7 @@ class SFTTrainer:
         if "optimizer" in contents:
             jobs["state/actor_optim"] = self.engine.save_optimizer
         if "extra" in contents:
-            jobs["state/rng"] = rng.save
+            jobs["state/rng"] = rng.save if self.ranks.lead else lambda _: None
         epoch, place = divmod(self.step, self.steps_per_epoch)
         state = {
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
@@ -201,17 +213,21 @@ class SFTTrainer:
             "record": plain_metrics(record)[0],
         }
         with self.phases("save_checkpoint"):
-            self.storage.save(self.step, jobs, state)
+            if self.ranks.lead:
+                self.ranks.lead_jobs(jobs, lambda parts: self.storage.save(self.step, parts, state))
+            else:
+                self.ranks.follow_jobs(jobs)
 
     def _save_model(self, directory: Path) -> None:
         self.engine.save_weights(directory)
-        self.tokenizer.save_pretrained(directory)
+        if self.ranks.lead:
+            self.tokenizer.save_pretrained(directory)
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
         from verl.checkpoint import rng
 
-        found, wants = self.storage.find(), self.storage.wants
+        found, wants = self._find(), self.storage.wants
         if found is None:
             return 0
         saved, now = found.loop_state.get("data_identity", {}), self._identity()
@@ -236,59 +252,33 @@ class SFTTrainer:
         self.tracking.resumed(found.step, found.loop_state.get("record"))
         self.tracking.event("resumed", step=found.step, path=str(found.path))
         self.tracking.notice(f"resuming from {found.path}, step {found.step}")
-        self.storage.loaded(found)
+        if self.ranks.lead:
+            self.storage.loaded(found)
         return found.step
 
+    def _find(self) -> Checkpoint | None:
+        """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
+        from verl.checkpoint import open_checkpoint
 
-# ------------------------------------------------------------------------------------------------------- set-up
+        found: list[Checkpoint] = []
 
+        def look() -> str:
+            found.extend(filter(None, [self.storage.find()]))
+            return str(found[0].path) if found else ""
 
-def engine_settings(config: SFTConfig) -> dict[str, Any]:
-    """The SFT keys under the names that the training engine reads from a role."""
-    data = config.data
-    return {
-        "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
-        "use_dynamic_bsz": data.use_dynamic_bsz,
-        "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
-        "use_prefix_grouper": False,
-        "grad_clip": config.optim.grad_clip,
-        "optim": config.optim,
-        "fsdp_config": config.engine,
-    }
-
-
-def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTDataset, SFTDataset | None]:
-    """Training rows, and validation rows or None; `data.custom_cls` may replace the class."""
-    from verl.data.load_object import load_extern_object
-    from verl.data.sft import SFTDataset
-
-    data = config.data
-    kind = (
-        load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
-        if data.custom_cls.path
-        else SFTDataset
-    )
-    train = kind(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
-    validation = None
-    if data.val_files:
-        validation = kind(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
-        validation.split = "val"
-    tracking.data_report(train, validation)
-    return train, validation
+        path = self.ranks.first(look)
+        if not path or found:
+            return found[0] if found else None
+        return open_checkpoint(Path(path), hashes=False)
 
 
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
     from verl.data.tokenizer import load_tokenizer
-    from verl.engine.training.local_engine import LocalEngine
     from verl.platform.memory import tune_allocator
     from verl.trainer.run import quiet_libraries
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"torchrun started {os.environ['WORLD_SIZE']} processes; supervised training on several devices is not in "
-            "this release: use torchrun --nproc_per_node=1, or python3 -m verl.trainer.sft_trainer"
-        )
+    ranks = Ranks.of_environment()
     tune_allocator()
     quiet_libraries()
     model, trainer = config.model, config.trainer
@@ -303,27 +293,26 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
         )
-    engine = LocalEngine(
-        model.path,
-        model_cfg=model,
-        role_cfg=engine_settings(config),
-        device=trainer.device,
-        seed=trainer.seed,
-        role="train",
-    )
-    training = SFTTrainer(config, engine, train, validation, tracking, tokenizer)
+    training = SFTTrainer(config, build_engine(config, ranks), train, validation, tracking, tokenizer, ranks)
     try:
         training.fit()
     finally:
         training.storage.finish()
+    if ranks.size > 1:
+        from verl.engine.training.process_group import leave
+
+        leave()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
+    ranks = Ranks.of_environment()
     try:
-        config = resolve(argv, "sft")
+        config = quietly(lambda: resolve(argv, "sft"), ranks)
     except SystemExit as left:
         return int(left.code or 0)
+    if not ranks.lead:
+        return follow(config, train_sft)
     from verl.trainer.run import run_guarded
 
     return run_guarded(config, train_sft)

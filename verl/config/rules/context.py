@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +99,9 @@ class Check:
 
     @property
     def world(self) -> int:
-        """Training devices over all nodes."""
+        """Training devices over all nodes; of supervised training the processes that torchrun started."""
+        if self.cfg.entry == "sft":
+            return int(os.environ.get("WORLD_SIZE", "1"))
         return int(self.trainer.nnodes * self.trainer.n_gpus_per_node) if self.trainer else 1
 
 

@@ -35,6 +35,9 @@ def _devices(c: Check) -> None:
         c.lacks(
             f"trainer.device={wanted}", f"no {wanted} device is found here; set trainer.device=cpu or auto"
         )
+    if c.cfg.entry == "sft":
+        _processes(c, kind, here)
+        return
     if not c.ppo:
         if c.world > 1:
             c.lacks(_sizes(c), f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1")
@@ -44,6 +47,22 @@ def _devices(c: Check) -> None:
     if (c.world > 1 or c.rollout.nnodes > 0 or cluster) and importlib.util.find_spec("ray") is None:
         c.lacks(_sizes(c), "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
     _open_files(c)
+
+
+def _processes(c: Check, kind: str, here: int) -> None:
+    """Supervised training runs in the processes that torchrun started."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if kind != "cpu" and local > here > 0:
+        c.lacks(
+            "torchrun", f"started {local} processes on this machine, which has {here} {kind}; start {here}"
+        )
+    asked = c.trainer.nnodes * c.trainer.n_gpus_per_node
+    if asked != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
+        c.notice(
+            f"no effect: {_sizes(c)}: torchrun decides how many processes train, here {c.world}; "
+            f"torchrun --nnodes={c.trainer.nnodes} --nproc_per_node={c.trainer.n_gpus_per_node} -m "
+            "verl.trainer.sft_trainer … starts as many"
+        )
 
 
 def _sizes(c: Check) -> str:

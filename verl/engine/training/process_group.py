@@ -63,6 +63,13 @@ def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) 
     dist.init_process_group(backend_of(platform), init_method="env://", timeout=timedelta(seconds=timeout))
 
 
+def leave() -> None:
+    """Part from the other ranks, when all have done their work; harmless without a group."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def backend_of(platform: Platform) -> str:
     """torch's name of the collective backends for a kind of device: host memory always goes over gloo."""
     if platform.collectives == "gloo":

@@ -1,0 +1,163 @@
+"""Supervised training in the processes that torchrun started: what rank 0 does for all, and what the others do.
+
+Every rank reads the data and computes its share of each batch. Rank 0 alone keeps records and seals checkpoints:
+what a checkpoint holds is written by all, when rank 0 says so and where it says.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.errors import UserError
+from verl.trainer.refused import RefusedSteps
+
+if TYPE_CHECKING:
+    from verl.engine.training.base import TrainingEngine
+    from verl.trajectory import Trajectory
+    from verl.worker.actor import UpdateResult
+
+_T = TypeVar("_T")
+Jobs = Mapping[str, Callable[[Path], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of the run; `local` is its number on its machine. One process needs no group."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+
+    @classmethod
+    def of_environment(cls) -> Ranks:
+        """As torchrun says; one process if it did not start this one."""
+        return cls(
+            *(int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        )
+
+    @property
+    def lead(self) -> bool:
+        return self.rank == 0
+
+    def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
+        """This rank's rows of a batch that every rank has, about as many tokens as the others."""
+        from verl.worker.balance import partition
+
+        return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
+
+    def add(self, numbers: Sequence[float], engine: TrainingEngine) -> list[float]:
+        """Sums over ranks with different rows."""
+        if self.size == 1:
+            return list(numbers)
+        from verl.engine.training.agree import exchange
+
+        by_share = dict(exchange([engine.dp_rank, list(numbers)]))
+        return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
+
+    def first(self, work: Callable[[], _T]) -> _T:
+        """What work() gives on rank 0, on every rank; the value is one that JSON holds. A UserError is all ranks'."""
+        if self.size == 1:
+            return work()
+        from verl.engine.training.agree import exchange, together
+
+        mine: Any = together(lambda: work() if self.lead else None)
+        return exchange(mine)[0]
+
+    def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
+        """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""
+        if self.size == 1:
+            save(jobs)
+            return
+        from verl.engine.training.agree import exchange
+
+        def everywhere(name: str, job: Callable[[Path], Any]) -> Callable[[Path], Any]:
+            def run(directory: Path) -> Any:
+                exchange([name, str(directory)])
+                return job(directory)
+
+            return run
+
+        try:
+            save({name: everywhere(name, job) for name, job in jobs.items()})
+        finally:
+            exchange(None)
+
+    def follow_jobs(self, jobs: Jobs) -> None:
+        """On the other ranks: run what rank 0 says, until it says that it is done.
+
+        A job that fails has failed on rank 0 too, which reports it and goes on without that checkpoint.
+        """
+        from verl.engine.training.agree import exchange
+
+        while (told := exchange(None)[0]) is not None:
+            name, directory = told
+            try:
+                jobs[name](Path(directory))
+            except (UserError, OSError, RuntimeError):
+                if self.local == 0:
+                    traceback.print_exc()
+
+
+class NoRecords:
+    """Stands where rank 0 has its `Tracking`."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.tokenizer: Any = None
+
+    def progress(self, what: str, total: int | None = None) -> Callable[[int], None]:
+        """A callback that shows nothing."""
+        return lambda count=1: None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Nothing is recorded."""
+
+
+class CountedRefusals(RefusedSteps):
+    """Counts as rank 0 does, so that all end at the same step; rank 0 has the dump."""
+
+    def note(self, step: int, update: UpdateResult) -> None:
+        """Record a step's outcome."""
+        if update.refused:
+            self._counters.refused_steps += len(update.refused)
+            self._counters.refused_in_a_row += 1
+            self._last = update.refused[-1].reason
+        elif update.updates:
+            self._counters.refused_in_a_row = 0
+
+
+def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
+    """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
+    from verl.platform.environment import prepare_process
+    from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
+
+    prepare_process()
+    try:
+        import_plugins(config)
+        train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))
+        return 0
+    except UserError:
+        return EXIT_USER
+    except Exception as error:
+        if not getattr(error, "explained", False):
+            traceback.print_exc()
+        return EXIT_FAILED
+
+
+def quietly(work: Callable[[], _T], ranks: Ranks) -> _T:
+    """work() with what it prints shown once a machine."""
+    if ranks.local == 0:
+        return work()
+    with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        return work()
