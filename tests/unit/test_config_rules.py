@@ -191,7 +191,16 @@ REFUSED = [
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
-    (["global_profiler.tool=torch"], ["profiling"]),
+    (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
+    (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
+    (
+        [
+            "global_profiler.tool=torch",
+            "global_profiler.steps=[1]",
+            f"+{ARR}.actor.profiler.tool_config.torch.contents=[cpu,nonsense]",
+        ],
+        ["nonsense is not known", "cpu, cuda, npu, memory, shapes, stack"],
+    ),
 ]
 
 
@@ -369,7 +378,7 @@ NOTICES = [
         [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
         "trainer.esi_redundant_time=5.0: not",
     ),
-    ([f"{ARR}.actor.profiler.enable=True"], "the run is as without"),
+    ([f"{ARR}.actor.profiler.enable=True"], "nothing is profiled without global_profiler.tool=torch"),
     (
         [
             "algorithm.rollout_correction.bypass_mode=True",
@@ -491,10 +500,9 @@ def test_devices(base, monkeypatch):
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_engines(base, engine):
+def test_engines(base):
     only(
-        problems(*base, f"{ARR}.rollout.name={engine}"),
+        problems(*base, f"{ARR}.rollout.name=sglang"),
         "machine",
         "set actor_rollout_ref.rollout.name=native",
     )
@@ -755,3 +763,23 @@ def test_generation_and_evaluation(tmp_path):
     argv = [f"data.path={file}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
     only(problems(*argv, entry="generation"), "configuration", "data.output_path: is required")
     assert problems(*argv, f"data.output_path={tmp_path}/o.parquet", entry="generation") == []
+
+
+def test_keys_of_more_than_one_device_are_without_effect_on_one_only(base):
+    size = f"{ARR}.rollout.checkpoint_engine.update_weights_bucket_megabytes=64"
+    offload = f"{ARR}.actor.fsdp_config.param_offload=True"
+    alone = notices(*base, size, offload)
+    assert f"no effect: {size}: in one process" in alone and f"no effect: {offload}: on one device" in alone
+    several = notices(*base, size, offload, "trainer.n_gpus_per_node=2")
+    assert "update_weights_bucket_megabytes" not in several and "param_offload" not in several
+
+
+def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
+    backend = f"{ARR}.rollout.checkpoint_engine.backend=nccl"
+    assert f"{backend}: weights travel through shared memory on each node" in notices(*base, backend)
+
+
+@pytest.mark.parametrize(("tool", "words"), [("nsys", "records CUDA devices"), ("npu", "an Ascend device")])
+def test_profilers_of_other_devices_are_what_the_machine_lacks(base, tool, words):
+    found = problems(*base, f"global_profiler.tool={tool}", "global_profiler.steps=[2]")
+    only(found, "machine", words, "set it to torch")

@@ -121,7 +121,8 @@ def _renamed() -> str:
 
 def _without_effect() -> str:
     rows = [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in tables.NO_EFFECT]
-    rows += [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in release.UNREAD]
+    unread = (*release.UNREAD_BY.values(), *release.UNREAD, *release.UNREAD_ALONE)
+    rows += [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in unread]
     return (
         "## Accepted, no effect\n\nThe reason is printed once.\n\n| key | reason |\n|---|---|\n"
         + "\n".join(rows)

@@ -13,7 +13,7 @@ from typing import Any
 
 ESTIMATORS = ("grpo", "grpo_vectorized")
 POLICY_LOSSES = ("vanilla",)
-ENGINES = ("native",)
+ENGINES = ("native", "vllm")
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 VISION = False
@@ -75,34 +75,57 @@ FEATURES: tuple[Feature, ...] = (
         "score with custom_reward_function.path",
     ),
     Feature("skip.rollout.enable", _true, "replay of recorded samples", "set it to False"),
-    Feature("global_profiler.tool", _given, "profiling", "leave it null; timings are in metrics.jsonl"),
 )
 
 _HINTS = (
     "enable_chunked_prefill|enable_prefix_caching|cudagraph_capture_sizes|load_format"
     "|gpu_memory_utilization|scheduling_policy|disable_log_stats|skip_tokenizer_init|multi_stage_wake_up"
-    "|calculate_log_probs|logprobs_mode|checkpoint_engine\\..*"
+    "|calculate_log_probs|logprobs_mode"
 )
-UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(rf"(actor_rollout_ref\.)?rollout\.({_HINTS})"), "the native engine decides it by itself"),
-    (
+UNREAD_BY: dict[str, tuple[re.Pattern[str], str]] = {
+    "native": (
+        re.compile(rf"(actor_rollout_ref\.)?rollout\.({_HINTS})"),
+        "the native engine decides it by itself",
+    ),
+    "vllm": (
         re.compile(
-            r"(.*\.fsdp_config|engine)\.(param_offload|optimizer_offload|offload_policy|reshard_after_forward"
-            r"|forward_prefetch|mixed_precision\.reduce_dtype|wrap_policy\..*)"
+            r"(actor_rollout_ref\.)?rollout\.(multi_stage_wake_up|disable_log_stats|calculate_log_probs)"
         ),
-        "on one device nothing is sharded or moved to the host",
+        "the vllm engine always does what is best here",
+    ),
+}
+"""The same for keys that one engine reads and another does not, by the engine's name."""
+
+UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.(backend|engine_kwargs)"),
+        "weights travel through shared memory on each node, whatever this says",
     ),
     (
         re.compile(
-            r"(.*\.fsdp_config|engine)\.(model_dtype|mixed_precision\.buffer_dtype)"
+            r"(.*\.fsdp_config|engine)\.(model_dtype)"
             r"|(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
             r"|.*\bcheckpoint\.save_lora_only"
             r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
             r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
             r"|trainer\.esi_redundant_time"
-            r"|.*\bprofiler\.enable"
         ),
         "not in this release, the run is as without",
     ),
 )
 """Keys that are accepted and nothing reads yet, with what is said when one is set to something else."""
+
+UNREAD_ALONE: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(
+            r"(.*\.fsdp_config|engine)\.(param_offload|optimizer_offload|offload_policy|reshard_after_forward"
+            r"|forward_prefetch|mixed_precision\.(reduce|buffer)_dtype|wrap_policy\..*)"
+        ),
+        "on one device nothing is sharded or moved to the host",
+    ),
+    (
+        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.update_weights_bucket_megabytes"),
+        "in one process the native engine uses the trainer's own weights, nothing is sent",
+    ),
+)
+"""Keys that only runs on more than one device read."""

@@ -46,16 +46,30 @@ def check(c: Check) -> None:
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     found: dict[str, list[str]] = {}
+    engine = c.rollout.name if c.rollout is not None else "native"
+    rows = release.UNREAD if _several(c) else release.UNREAD + release.UNREAD_ALONE
+    if engine in release.UNREAD_BY:
+        rows = (release.UNREAD_BY[engine], *rows)
     for path, known in leaves(type(c.cfg)).items():
         if not c.was_set(path) or c.cfg.select(path) == known.default():
             continue
-        if path.startswith(c.rollout_key) and c.rollout is not None and c.rollout.name not in release.ENGINES:
+        if path.startswith(c.rollout_key) and engine not in release.ENGINES:
             continue
-        reason = next((text for pattern, text in release.UNREAD if pattern.fullmatch(path)), None)
+        if engine != "native" and path.endswith(".update_weights_bucket_megabytes"):
+            continue
+        reason = next((text for pattern, text in rows if pattern.fullmatch(path)), None)
         if reason:
             found.setdefault(reason, []).append(f"{path}={c.cfg.select(path)}")
     for reason, keys in found.items():
         c.notice(f"no effect: {', '.join(keys)}: {reason}")
+
+
+def _several(c: Check) -> bool:
+    """More than one device, or a cluster: weights are sharded and sent."""
+    if not c.ppo:
+        return c.world > 1
+    address = c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    return c.world > 1 or c.rollout.nnodes > 0 or bool(address)
 
 
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
