@@ -8,6 +8,8 @@ import resource
 from pathlib import Path
 
 from verl.config import release
+from verl.config.engine_kwargs import OURS, translate
+from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.rules.context import Check
 
 
@@ -40,7 +42,10 @@ def _devices(c: Check) -> None:
         return
     if not c.ppo:
         if c.world > 1:
-            c.lacks(_sizes(c), f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1")
+            c.lacks(
+                _sizes(c),
+                f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1",
+            )
         return
     if not cluster:
         _one_machine(c, kind, here)
@@ -108,13 +113,39 @@ def _open_files(c: Check) -> None:
 
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    if name in ("vllm", "sglang"):
+    if name == "vllm":
+        _vllm(c)
+    elif name == "sglang":
         installed = importlib.util.find_spec(name) is not None
         where = "installed here, but " if installed else "not installed here, and "
-        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}=native")
+        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}=native or vllm")
     elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
         c.notice(
             f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, the engine is {name}"
+        )
+
+
+def _vllm(c: Check) -> None:
+    """Its version, and its arguments, both looked up without importing it."""
+    key = c.rollout_key
+    known: frozenset[str] = frozenset()
+    try:
+        check_vllm()
+        known = vllm_arguments()
+    except EnginePackageError as error:
+        c.lacks(f"{key}.name=vllm", str(error))
+    values = {name: c.rollout.get(name) for name in OURS.values()}
+    values["tensor_model_parallel_size"] = values["tensor_model_parallel_size"] or 1
+    text_only = c.facts is None or not c.facts.vision
+    translated = translate(c.rollout.engine_kwargs.vllm, known, values, text_only=text_only)
+    for where, message in translated.problems:
+        c.refuse(where.replace("rollout.", f"{key}.", 1), message)
+    for text in translated.notices:
+        c.notice(text)
+    if c.rollout.data_parallel_size > 1:
+        c.refuse(
+            f"{key}.data_parallel_size={c.rollout.data_parallel_size}",
+            "one vllm engine is one copy of the model here; set 1: more devices make more engines",
         )
 
 
