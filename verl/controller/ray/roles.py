@@ -11,6 +11,7 @@ from verl.controller.ray.cluster import LOOPBACK, Cluster
 from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents
 from verl.controller.ray.placement import Pool
+from verl.controller.ray.profiling import for_workers, under_nsys, worker_profiler
 from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
@@ -45,7 +46,7 @@ class _Builder:
     def __init__(self, config: Config, report: Report):
         self.config, self.report = config, report
         self.cluster = Cluster(config, device_kind(config))
-        self.plain = json.loads(json.dumps(config.to_dict(), default=str))
+        self.plain = for_workers(json.loads(json.dumps(config.to_dict(), default=str)))
         self._absolute_paths()
         self.pools: list[Pool] = []
         self.agents: Agents | None = None
@@ -102,6 +103,7 @@ class _Builder:
             devices=trainer.devices + (sampling.devices if own else 0),
             stacks=lambda: self._stacks(group, nodes, pool),
             release=self.release,
+            profiler=worker_profiler(config, training, pool),
         )
 
     def _check_nodes(self) -> None:
@@ -138,12 +140,12 @@ class _Builder:
 
     def _training_workers(self, pool: Pool) -> tuple[Group, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""
-        workers, nodes = [], []
+        workers, nodes, config = [], [], self.config
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         for rank in range(pool.devices):
             bundle = rank // pool.per_node
             node = pool.node_of(bundle)
-            options = pool.owner_options(bundle, 1)
+            options = under_nsys(pool.owner_options(bundle, 1), config)
             handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
             workers.append(Worker(handle, f"training worker {rank}", addresses[node]))
             nodes.append(node)
@@ -179,7 +181,7 @@ class _Builder:
         return out
 
     def _starter(self, number: int, options: dict[str, Any], address: str) -> _Starter:
-        return _Starter(self.plain, number, options, address, self.workers)
+        return _Starter(self.plain, number, under_nsys(options, self.config), address, self.workers)
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""

@@ -22,6 +22,7 @@ from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
 
 _TIMEOUT_S = 300.0
+_GRACE_S = 5.0
 
 
 class ChannelSync(WeightSync):
@@ -84,7 +85,7 @@ class ChannelSync(WeightSync):
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed:
-            dead = _dead(receiving)
+            dead = _dead_already(receiving)
             if not dead:
                 raise
             return dead, 0
@@ -97,6 +98,20 @@ class ChannelSync(WeightSync):
                 except WeightSyncError as error:
                     raise WeightSyncError(f"{error} ({host.worker})") from None
         return dead, sum(answer["bytes"] for answer in sent)
+
+
+def _dead_already(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:
+    """Hosts that are known to be gone, or will be within moments; one that still reads is left alone."""
+    ended, _ = ray.wait(list(receiving.values()), num_returns=len(receiving), timeout=_GRACE_S)
+    dead = []
+    for host, ref in receiving.items():
+        try:
+            if ref in ended:
+                ray.get(ref)
+        except faults.RayError as error:
+            if is_dead(error):
+                dead.append((host, reason(error)))
+    return dead
 
 
 def _dead(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:
