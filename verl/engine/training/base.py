@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,30 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under Hugging Face names (tied ones too), streamed: the peak is one bucket."""
+        """Full tensors under Hugging Face names (tied ones too), adapters merged, streamed: the peak is one bucket."""
+
+    @property
+    def adapted(self) -> bool:
+        """True where adapters are trained and the weights below them stay."""
+        return False
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """In this block the engine computes with the base: the weights that the adapter was added to.
+
+        RuntimeError for an engine without adapters.
+        """
+        raise RuntimeError(f"{type(self).__name__} has no adapter to switch off")
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors of the adapter under the names of peft's files (without their prefix). Empty without one."""
+        return iter(())
 
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
-        """Write a Hugging Face directory that `from_pretrained` loads (weights, config, generation config)."""
+        """Write a Hugging Face directory that `from_pretrained` loads (weights, config, generation config).
+
+        With an adapter: its weights merged, and itself in `lora_adapter/`, as peft loads it.
+        """
 
     @abstractmethod
     def save_optimizer(self, directory: Path) -> None:

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.engine import attention
+from verl.engine.adapters import PlainView
 from verl.engine.packed_attention import Segment
 from verl.engine.training import meta_init, sharded_state
 from verl.engine.training import model as models
@@ -29,12 +31,21 @@ from verl.engine.training.base import MicroBatch, MicroLoss
 from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob import TokenTensors
+from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject, refuse_adapter_checkpoint
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
 from verl.engine.training.packing import Pack
 from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import read
-from verl.engine.training.sharding import Policy, layout, local, shard, sharded_modules, take_share
+from verl.engine.training.sharding import (
+    Policy,
+    layout,
+    local,
+    shard,
+    sharded_modules,
+    take_share,
+    whole,
+)
 from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_source import WeightSource, open_source
 from verl.errors import UserError
@@ -72,7 +83,11 @@ class FSDPEngine(PackedEngine):
         self.module = together(lambda: meta_init.build(model_path, model_cfg))
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         self._sequence = self._sequence_parallel()
+        settings = LoraSettings.of(model_cfg, model_path) if trainable else None
         source = self._source(model_path, model_cfg)
+        if settings is not None:
+            self._adapter = together(lambda: inject(self.module, settings))
+            source = together(lambda: AdapterSource(self.module, settings, seed, source))
         self.scorer, self._fused = Scorer(self.module), FusedForwards()
         parts = Policy.of(role_cfg, self.compute_dtype, self.device)
         together(lambda: shard(self.scorer, source, self.layout, parts, self._fused, trainable=trainable))
@@ -229,13 +244,29 @@ class FSDPEngine(PackedEngine):
         yield from sharded_state.gathered(self.module)
 
     @torch.no_grad()
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
+        if self._adapter is not None:
+            yield from self._adapter.tensors(whole)
+
+    @torch.no_grad()
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
+        if self._adapter is not None:
+            tensors, folder = dict(self._adapter.tensors(whole)), Path(directory) / ADAPTER_FOLDER
+            save = self._adapter.save
+            together(lambda: save(folder, tensors) if self.layout.rank == 0 else None)
+            if self._adapter_only:
+                return
         sharded_state.write_weights(self.module, Path(directory), self._serving_dtype)
 
     @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it."""
+        if self._adapter is not None:
+            self._load_adapter(Path(directory), self._adapter)
+            return
+        together(lambda: refuse_adapter_checkpoint(directory))
         state = sharded_state.untied(self.module)
         source = open_source(
             directory, self.module, state, lambda: models.saved_tensors(self.module, directory)
@@ -246,6 +277,13 @@ class FSDPEngine(PackedEngine):
                 take_share(tensor, source.read(name, tensor))
 
         together(load)
+
+    def _load_adapter(self, directory: Path, adapter: Adapter) -> None:
+        own = PlainView(self.module).adapter_state()
+        saved = together(lambda: adapter.read(directory / ADAPTER_FOLDER))
+        for name, tensor in own.items():
+            take_share(tensor, saved[name])
+        adapter.check_base(directory, whole)
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.engine import attention
+from verl.engine.adapters import PlainView
 from verl.engine.training import model as models
+from verl.engine.training import sharded_state
 from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.lora import AdapterSource, LoraSettings, inject, refuse_adapter_checkpoint
 from verl.engine.training.optimizer import global_norm
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
@@ -63,13 +67,17 @@ class LocalEngine(PackedEngine):
             module.set_attn_implementation(attention.IMPLEMENTATION)
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         module.to(self.device)  # type: ignore[arg-type]
+        if loaded:
+            module.requires_grad_(trainable)
+        settings = LoraSettings.of(model_cfg, str(model_path)) if trainable else None
+        if settings is not None:
+            self._adapter = inject(module, settings)
+            self._adapter.materialise(AdapterSource(module, settings, seed, None), self.device)
         self.module = module.eval()
         wants_fused = read(model_cfg, "use_fused_kernels") is not False
         self.scorer = Scorer(self.module, models.find_head(self.module) if wants_fused else None)
         self._fused = FusedForwards(self.module)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg)
-        if loaded:
-            self.module.requires_grad_(trainable)
         if trainable:
             self._prepare_training(role_cfg)
 
@@ -99,13 +107,30 @@ class LocalEngine(PackedEngine):
         """See `TrainingEngine.named_weights`; float32."""
         yield from models.checkpoint_names(self.module)
 
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainingEngine.adapter_weights`; float32."""
+        return iter(()) if self._adapter is None else self._adapter.tensors()
+
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, one or more safetensors files."""
-        models.save_model(self.module, Path(directory), self._serving_dtype)
+        if self._adapter is None:
+            models.save_model(self.module, Path(directory), self._serving_dtype)
+            return
+        models.refuse_non_finite(self.module.named_parameters())
+        self._adapter.save(Path(directory) / ADAPTER_FOLDER, dict(self._adapter.tensors()))
+        if not self._adapter_only:
+            sharded_state.write_alone(self.module, Path(directory), self._serving_dtype)
 
     @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """See `TrainingEngine.load_weights`. In place: tensors shared with a sampler stay shared."""
+        if self._adapter is not None:
+            own = PlainView(self.module).adapter_state()
+            for name, tensor in self._adapter.read(Path(directory) / ADAPTER_FOLDER).items():
+                own[name].copy_(tensor)
+            self._adapter.check_base(Path(directory))
+            return
+        refuse_adapter_checkpoint(directory)
         loaded = models.saved_tensors(self.module, directory)
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(loaded[name])

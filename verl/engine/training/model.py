@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.engine import attention
+from verl.engine import adapters, attention
 from verl.engine.packed_attention import PackedPlan, Segment
 from verl.engine.training import overrides
 from verl.engine.training.log_prob import Head
@@ -165,6 +165,8 @@ def find_head(module: PreTrainedModel) -> Head | None:
     layer = module.get_output_embeddings()
     if layer is None or not isinstance(getattr(layer, "weight", None), torch.Tensor):
         return None
+    if adapters.is_adapted(layer):
+        return None
     config = module.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
         getattr(config, "logits_scaling", None) or 1.0
@@ -223,12 +225,9 @@ def activation_bytes(config: Any, tokens: int) -> int:
 
 
 def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under the names of a Hugging Face checkpoint, one parameter at a time (some architectures hold
-    their experts fused in memory and apart on disk)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in module.state_dict().items():
-        yield from revert_weight_conversion(module, {name: tensor}).items()
+    """Weights under the names of a Hugging Face checkpoint, adapters merged, one parameter at a time (some
+    architectures hold their experts fused in memory and apart on disk)."""
+    yield from adapters.exported(module)
 
 
 def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:

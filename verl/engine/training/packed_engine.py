@@ -34,6 +34,7 @@ from verl.platform import Platform, detect
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from verl.engine.training.lora import Adapter
     from verl.trajectory import Trajectory
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
@@ -99,6 +100,7 @@ class PackedEngine(TrainingEngine):
         self._heads = int(self.config.get_text_config().num_attention_heads)
         self._checkpointing: bool | None = read(model_cfg, "enable_gradient_checkpointing")
         self._squares = bool(read(role_cfg, "calculate_sum_pi_squared", False))
+        self._adapter_only = bool(read(role_cfg, "checkpoint.save_lora_only", False))
         self._grad_clip = read(role_cfg, "grad_clip", 1.0)
 
     def _prepare_training(self, role_cfg: Any) -> None:
@@ -117,6 +119,20 @@ class PackedEngine(TrainingEngine):
     def config(self) -> Any:
         """The Hugging Face configuration of the model."""
         return self.module.config
+
+    # -- adapters --------------------------------------------------------------------------------------------
+
+    _adapter: Adapter | None = None
+    _adapter_only = False
+
+    @property
+    def adapted(self) -> bool:
+        """See `TrainingEngine.adapted`."""
+        return self._adapter is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.without_adapter`."""
+        return super().without_adapter() if self._adapter is None else self._adapter.off()
 
     @property
     def _head(self) -> Head | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from verl.engine.adapters import PlainView, exported
 from verl.engine.training import model as models
 from verl.engine.training.agree import exchange, together
 from verl.engine.training.sharding import whole
@@ -26,10 +27,7 @@ FILE_BYTES = 4 << 30
 
 def gathered(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors under checkpoint names, tied ones too, one parameter at a time on every rank. Collective."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in module.state_dict().items():
-        yield from revert_weight_conversion(module, {name: whole(tensor).detach()}).items()
+    yield from exported(module, whole)
 
 
 def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
@@ -38,7 +36,7 @@ def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) 
     Collective. What fails on one rank (a full disk) is raised by all.
     """
     together(lambda: directory.mkdir(parents=True, exist_ok=True))
-    state = untied(module)
+    state, view = untied(module), PlainView(module)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     files = plan_files([(name, t.numel() * t.element_size()) for name, t in state.items()], ranks)
     listed: dict[str, str] = {}
@@ -46,14 +44,29 @@ def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) 
         mine: dict[str, torch.Tensor] = {}
         for number, names in enumerate(files[start : start + ranks]):
             for name in names:
-                full = whole(state[name])
+                full = view.merged(name, state[name], whole)
                 if number == rank:
-                    mine |= _stored(module, name, full)
-        file = _file_name(start + rank, len(files))
-        together(lambda mine=mine, file=file: _write(mine, directory / file))  # type: ignore[misc]
+                    mine |= stored(module, name, full)
+        file = file_name(start + rank, len(files))
+        together(lambda mine=mine, file=file: write_file(mine, directory / file))  # type: ignore[misc]
         listed |= dict.fromkeys(mine, file)
     index = exchange(listed)
-    together(lambda: _describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None)
+    together(lambda: describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None)
+
+
+def write_alone(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
+    """The same of a model that is whole in this process, adapters merged one file at a time. Not collective."""
+    directory.mkdir(parents=True, exist_ok=True)
+    state, view = untied(module), PlainView(module)
+    files = plan_files([(name, t.numel() * t.element_size()) for name, t in state.items()], 1)
+    listed: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file, tensors = file_name(number, len(files)), {}
+        for name in names:
+            tensors |= stored(module, name, view.merged(name, state[name]))
+        write_file(tensors, directory / file)
+        listed |= dict.fromkeys(tensors, file)
+    describe(module, directory, serving_dtype, [listed], len(files))
 
 
 def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_BYTES) -> list[list[str]]:
@@ -73,30 +86,30 @@ def plan_files(sizes: Sequence[tuple[str, int]], ranks: int, limit: int = FILE_B
 
 
 def untied(module: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The sharded state, each tied weight once."""
+    """The state without adapters, each tied weight once."""
     tied = set(getattr(module, "all_tied_weights_keys", None) or {})
-    return {name: t for name, t in module.state_dict().items() if name not in tied}
+    return {name: t for name, t in PlainView(module).state().items() if name not in tied}
 
 
-def _stored(module: PreTrainedModel, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
+def stored(module: PreTrainedModel, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     parts = revert_weight_conversion(module, {name: full.detach()})
     return {part: tensor.cpu().contiguous() for part, tensor in parts.items()}
 
 
-def _file_name(number: int, count: int) -> str:
+def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     if tensors:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _describe(
+def describe(
     module: PreTrainedModel, directory: Path, serving_dtype: str, index: Sequence[dict[str, str]], files: int
 ) -> None:
     """The small files beside the weights."""

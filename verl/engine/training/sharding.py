@@ -196,7 +196,9 @@ def _materialise(
                 continue
             if id(parameter) not in made:
                 value = source.read(names[id(parameter)], parameter)
-                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=trainable)
+                made[id(parameter)] = torch.nn.Parameter(
+                    value, requires_grad=trainable and parameter.requires_grad
+                )
             part._parameters[key] = made[id(parameter)]
 
 

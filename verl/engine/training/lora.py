@@ -1,0 +1,363 @@
+"""Low-rank adapters in training: put into the model by peft, filled, read and written here.
+
+Only the adapters are trained; the base keeps the bytes it was loaded with, so a run goes on exactly from its adapter
+and the base, and not from their sum. Start values depend on the seed and on a layer's name alone: any number of ranks
+begins with the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
+from verl.config.adapter_files import adapter_directory as find_adapter
+from verl.engine import adapters
+from verl.engine.training.settings import read
+from verl.engine.training.weight_source import FileSource, WeightSource
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+_PREFIX = "base_model.model."
+_TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may change in B·A
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """`model.lora_*`. `adapter` is the directory of an adapter to go on with, whose own settings then count."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    exclude: tuple[str, ...]
+    adapter: Path | None
+    base: str
+
+    @classmethod
+    def of(cls, model_cfg: Any, base: str | Path) -> LoraSettings | None:
+        """From the model group; None where no adapter is asked for. UserError for an adapter that is not there."""
+        rank, path = int(read(model_cfg, "lora_rank", 0)), read(model_cfg, "lora_adapter_path")
+        if rank <= 0 and not path:
+            return None
+        return cls(
+            rank,
+            float(read(model_cfg, "lora_alpha", 16)),
+            _patterns(read(model_cfg, "target_modules", ALL_LINEAR)),
+            _patterns(read(model_cfg, "exclude_modules") or ()),
+            find_adapter(path) if path else None,
+            str(base),
+        )
+
+    def described(self) -> dict[str, Any]:
+        """What adapter_config.json says, as far as a server needs it; the adapter's own file where there is one."""
+        if self.adapter is not None:
+            return read_adapter_config(self.adapter)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": peft_pattern(self.targets),
+            "exclude_modules": peft_pattern(self.exclude),
+            "bias": "none",
+        }
+
+
+def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
+    """Put adapters into the model, on the meta device, and freeze everything else.
+
+    UserError if peft is not installed, if no module is picked, or one that cannot have an adapter here.
+    """
+    peft = _peft()
+    config = _config(peft, settings)
+    _check_patterns(module, config, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            peft.inject_adapter_in_model(config, module, low_cpu_mem_usage=True)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"model.target_modules={_said(settings.targets)}: {error}") from error
+    layers = adapters.adapted_layers(module)
+    _refuse_unfit(module, layers, settings)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(adapters.plain_name(name) is None)
+    return Adapter(module, config, settings)
+
+
+class Adapter:
+    """The adapter in a model."""
+
+    def __init__(self, module: PreTrainedModel, config: Any, settings: LoraSettings):
+        self._module, self._config, self._settings = module, config, settings
+        self._layers = list(adapters.adapted_layers(module).values())
+
+    @property
+    def words(self) -> str:
+        """Rank and how many layers, for messages."""
+        return f"rank {self._config.r} on {len(self._layers)} layers"
+
+    def off(self) -> AbstractContextManager[None]:
+        """In this block the model is its base."""
+        return adapters.switched_off(self._layers)
+
+    def tensors(self, whole: adapters.Gather = adapters.as_is) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in peft's files less the prefix, whole tensor), one at a time."""
+        for name, tensor in adapters.PlainView(self._module).adapter_state().items():
+            yield name, whole(tensor).detach()
+
+    def materialise(self, source: WeightSource, device: torch.device) -> None:
+        """Give the meta tensors their values, in a model that is whole on this device."""
+        for name, parameter in list(self._module.named_parameters()):
+            if parameter.is_meta:
+                value = source.read(name, parameter).to(device)
+                owner, _, key = name.rpartition(".")
+                self._module.get_submodule(owner)._parameters[key] = torch.nn.Parameter(value)
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, which peft and inference servers load."""
+        from safetensors.torch import save_file
+
+        directory.mkdir(parents=True, exist_ok=True)
+        stored = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        inference, self._config.inference_mode = self._config.inference_mode, True
+        self._config.save_pretrained(str(directory))
+        self._config.inference_mode = inference
+
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The tensors of a saved adapter by name. UserError if they are not this model's."""
+        return read_tensors(directory, adapters.PlainView(self._module).adapter_state())
+
+    def check_base(self, directory: Path, whole: adapters.Gather = adapters.as_is) -> None:
+        """UserError unless base and adapter add up to the merged weights in a directory (if there are any).
+
+        That is what tells that the base is the one the adapter was trained on.
+        """
+        source, view = FileSource(directory, self._module), adapters.PlainView(self._module)
+        state = view.state()
+        tied = set(getattr(self._module, "all_tied_weights_keys", None) or {})
+        kept = {name: tensor for name, tensor in state.items() if name not in tied}
+        if not source.covers(kept):
+            return
+        for name, tensor in kept.items():
+            ours = view.merged(name, tensor, whole).cpu()
+            saved = source.read(name, ours)
+            largest = float(saved.abs().max()) if saved.numel() else 0.0
+            if saved.numel() and not float((ours - saved).abs().max()) <= _TOLERANCE * largest:
+                raise UserError(
+                    f"{directory}: {name} is not the base of this run plus the saved adapter: model.path="
+                    f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model back, or "
+                    f"start anew from the merged weights: model.path={directory}"
+                )
+
+
+class AdapterSource(WeightSource):
+    """The base's tensors from another source under their plain names, the adapter's from a file or made here."""
+
+    def __init__(self, module: PreTrainedModel, settings: LoraSettings, seed: int, base: WeightSource | None):
+        self._base, self._seed = base, seed
+        self._given: dict[str, torch.Tensor] | None = None
+        if settings.adapter is not None:
+            self._given = read_tensors(settings.adapter, adapters.PlainView(module).adapter_state())
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """See `WeightSource.read`; names of the model with adapters."""
+        plain = adapters.plain_name(name)
+        if plain is not None:
+            assert self._base is not None
+            return self._base.read(plain, like)
+        if self._given is not None:
+            return self._given[adapters.adapter_name(name)].to(like.dtype)
+        return start_value(name, like, self._seed)
+
+
+def start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+    """B = 0; A uniform in ±1/√in, of a generator that the seed and the tensor's name decide."""
+    out = torch.zeros(like.shape, dtype=like.dtype)
+    if ".lora_A." not in name:
+        return out
+    digest = hashlib.blake2b(f"{seed}:{adapters.adapter_name(name)}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    bound = 1.0 / math.sqrt(like.shape[-1])
+    return out.uniform_(-bound, bound, generator=generator)
+
+
+def read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = directory / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{directory}: no {ADAPTER_WEIGHTS} here; is it a peft adapter?")
+    try:
+        found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file} is damaged or cut short ({error}); fetch or copy the adapter again"
+        ) from error
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found or name not in wanted:
+            where = "lacks" if name not in found else "holds"
+            raise UserError(
+                f"{file} {where} {name}: it is an adapter of other layers (or of another model) than those of this run"
+            )
+        if found[name].shape != wanted[name].shape:
+            raise UserError(
+                f"{file}: {name} is {list(found[name].shape)}, this run's is {list(wanted[name].shape)}: another rank or model"
+            )
+    return found
+
+
+def refuse_adapter_checkpoint(directory: Path) -> None:
+    """UserError for a checkpoint of a run with LoRA, in a run without."""
+    if (Path(directory) / ADAPTER_FOLDER / ADAPTER_CONFIG).is_file():
+        rank = read_adapter_config(Path(directory) / ADAPTER_FOLDER).get("r")
+        raise UserError(
+            f"{directory}: the checkpoint was trained with LoRA (rank {rank}), this run trains all weights: set "
+            f"model.lora_rank={rank} to go on, or start anew from its merged weights with model.path={directory}"
+        )
+
+
+# -- which modules -------------------------------------------------------------------------------------------
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"model.lora_rank asks for LoRA, which needs peft, and it cannot be imported ({error}): "
+            "pip install 'verl[lora]', or set model.lora_rank=0"
+        ) from error
+    return peft
+
+
+_PLAIN = {"bias": "none", "modules_to_save": None, "layer_replication": None, "trainable_token_indices": None}
+_SWITCHES = ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora")
+_SWITCHES += (
+    "arrow_config",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "eva_config",
+    "corda_config",
+)
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def _config(peft: Any, settings: LoraSettings) -> Any:
+    """peft's LoraConfig: new, or the given adapter's. UserError for an adapter that is more than A and B."""
+    if settings.adapter is None:
+        return peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+            target_modules=peft_pattern(settings.targets),
+            exclude_modules=peft_pattern(settings.exclude),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=settings.base,
+        )
+    where = settings.adapter / ADAPTER_CONFIG
+    try:
+        config = peft.PeftConfig.from_pretrained(str(settings.adapter))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{where}: peft cannot read it: {error}") from error
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise UserError(f"{where}: peft_type={kind}; LORA is what can be trained here")
+    odd = [f"{k}={getattr(config, k)!r}" for k, v in _PLAIN.items() if (getattr(config, k, None) or v) != v]
+    odd += [f"{k}={getattr(config, k)!r}" for k in _SWITCHES if getattr(config, k, None)]
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        odd.append(f"init_lora_weights={start!r}, which changes the base weights")
+    if odd:
+        raise UserError(f"{where}: {'; '.join(odd)}; adapters here are A and B of linear layers alone")
+    if settings.rank > 0 and config.r != settings.rank:
+        raise UserError(
+            f"model.lora_rank={settings.rank}, but the adapter of model.lora_adapter_path has rank {config.r} ({where}): "
+            f"set model.lora_rank={config.r}"
+        )
+    config.lora_dropout = 0.0
+    config.base_model_name_or_path = settings.base
+    return config
+
+
+def peft_pattern(patterns: tuple[str, ...]) -> str | list[str] | None:
+    """As peft takes it: the word all-linear, one regular expression, or names that modules end with."""
+    if not patterns:
+        return None
+    if len(patterns) == 1 and (patterns[0] == ALL_LINEAR or _is_expression(patterns[0])):
+        return patterns[0]
+    return list(patterns)
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(str(g) for g in given)
+
+
+def _is_expression(pattern: str) -> bool:
+    return re.fullmatch(r"[\w.\-]+", pattern) is None
+
+
+def _said(patterns: Iterable[str]) -> str:
+    return f"[{', '.join(patterns)}]"
+
+
+def _check_patterns(module: PreTrainedModel, config: Any, settings: LoraSettings) -> None:
+    """UserError for patterns that match nothing, with the names of the model's modules."""
+    targets = config.target_modules
+    if settings.adapter is not None or targets == ALL_LINEAR:
+        return
+    names = [name for name, part in module.named_modules() if hasattr(part, "weight")]
+    if isinstance(targets, str):
+        found = any(re.fullmatch(targets, name) for name in names)
+    else:
+        found = any(name == t or name.endswith("." + t) for t in targets for name in names)
+    if not found:
+        raise UserError(
+            f"model.target_modules={_said(settings.targets)} matches no module of the model{_nearest(settings.targets, names)}"
+        )
+
+
+def _nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    close = [m for p in patterns for m in difflib.get_close_matches(p.rpartition(".")[2], ends, 1, 0.5)]
+    hint = f"; nearest: {', '.join(dict.fromkeys(close))}" if close else ""
+    return f"{hint}; its modules are {', '.join(ends)}"
+
+
+def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any], settings: LoraSettings) -> None:
+    """UserError where an adapter sits on something that it cannot be merged into, or that is tied to another weight."""
+    key = "model.exclude_modules" if settings.adapter is None else "model.lora_adapter_path"
+    if not layers:
+        raise UserError(f"model.target_modules={_said(settings.targets)} leaves no module to adapt")
+    tied = set(getattr(module, "all_tied_weights_keys", None) or {})
+    for name, layer in layers.items():
+        part = name.rpartition(".")[2]
+        if not isinstance(layer.lora_A[adapters.NAME] if len(layer.lora_A) else None, torch.nn.Linear):
+            kind = type(layer.base_layer).__name__
+            raise UserError(
+                f"{name} ({kind}) cannot have an adapter here, linear layers can: leave {part} out of model.target_modules "
+                f"(or name it in {key})"
+            )
+        if f"{name}.weight" in tied:
+            raise UserError(
+                f"{name} shares its weight with the embedding, so an adapter of it alone cannot be merged: leave {part} out "
+                "of model.target_modules"
+            )
