@@ -1,0 +1,33 @@
+"""Modules of the user that register estimators, losses and the like, imported in every process of a run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+
+from verl.errors import UserError
+
+VARIABLE = "VERL_USE_EXTERNAL_MODULES"
+
+
+def import_modules(external_lib: str | Sequence[str] | None) -> None:
+    """Import `model.external_lib` and what VERL_USE_EXTERNAL_MODULES lists. UserError for one that does not import."""
+    named = external_lib or []
+    modules = [named] if isinstance(named, str) else list(named)
+    modules += [m for m in os.environ.get(VARIABLE, "").split(",") if m]
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise UserError(_problem(module, error)) from error
+
+
+def _problem(module: str, error: Exception) -> str:
+    import traceback
+
+    what = f"the plug-in module {module} (model.external_lib, {VARIABLE}) cannot be imported: "
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"{what}no module {error.name} is found; install it, or put its folder on PYTHONPATH"
+    own_code = "".join(traceback.format_exception(error, limit=-3)).rstrip()
+    return f"{what}{type(error).__name__}: {error}\n{own_code}"
