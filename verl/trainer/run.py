@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl import interrupt
 from verl.errors import UserError
 from verl.platform.environment import prepare_process
+from verl.plugins import import_modules
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -81,24 +80,7 @@ def _interrupted(config: Any, run_dir: Path) -> str:
 def import_plugins(config: Any) -> None:
     """Import `model.external_lib` and VERL_USE_EXTERNAL_MODULES, which register estimators, losses and the like."""
     model = config.model if config.entry == "sft" else config.actor_rollout_ref.model
-    named = model.external_lib or []
-    modules = [named] if isinstance(named, str) else list(named)
-    modules += [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m]
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            raise UserError(_plugin_problem(module, error)) from error
-
-
-def _plugin_problem(module: str, error: Exception) -> str:
-    import traceback
-
-    what = f"the plug-in module {module} (model.external_lib, VERL_USE_EXTERNAL_MODULES) cannot be imported: "
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-        return f"{what}no module {error.name} is found; install it, or put its folder on PYTHONPATH"
-    own_code = "".join(traceback.format_exception(error, limit=-3)).rstrip()
-    return f"{what}{type(error).__name__}: {error}\n{own_code}"
+    import_modules(model.external_lib)
 
 
 def open_tracking(config: Any) -> Any:

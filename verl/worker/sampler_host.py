@@ -18,6 +18,7 @@ from verl.controller import wire
 from verl.controller.transport import Payload
 from verl.engine.rollout.base import RolloutEngine
 from verl.platform import stacks
+from verl.plugins import import_modules
 
 
 class SamplerHost:
@@ -42,6 +43,7 @@ class SamplerHost:
 
         tune_allocator()
         quiet_libraries()
+        import_modules(self.config.actor_rollout_ref.model.external_lib)
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(
             model.path,

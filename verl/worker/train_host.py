@@ -20,6 +20,7 @@ from verl.controller import transport
 from verl.controller.transport import Payload
 from verl.engine.training.base import StepResult, TrainingEngine
 from verl.platform import stacks
+from verl.plugins import import_modules
 from verl.trajectory import Trajectory
 
 
@@ -47,6 +48,7 @@ class TrainHost:
 
         tune_allocator()
         quiet_libraries()
+        import_modules(self.config.actor_rollout_ref.model.external_lib)
         self.platform = detect(self.config.trainer.device)
         if self.world > 1:
             from verl.engine.training.process_group import init_process_group
