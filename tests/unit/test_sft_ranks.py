@@ -83,3 +83,20 @@ def test_started_by_torchrun(model: Path, data: Path, tmp_path: Path) -> None:  
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(records(run)) == 5 and (run / "global_step_4/actor/config.json").is_file()
     assert done.stdout.count("Total training steps: 4") == 1
+
+
+def test_torchrun_decides_how_many_processes_train(
+    model: Path,  # noqa: F811
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = arguments(model, data, tmp_path / "run", "trainer.n_gpus_per_node=4", "--check")
+    assert main(argv) == 0
+    assert "here 1; torchrun --nnodes=1 --nproc_per_node=4" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(argv) == 0
+    assert "torchrun" not in capsys.readouterr().err
+    assert main([*argv, "engine.ulysses_sequence_parallel_size=3"]) == 2
+    assert "does not divide the 4 ranks" in capsys.readouterr().err
