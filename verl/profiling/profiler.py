@@ -80,6 +80,25 @@ class StepProfiler:
         return [str(path) for path in self._tool.stop(self.plan.file(first, last))]
 
 
+class Profiled:
+    """What a worker process offers for its profile; `profiler` is set when the worker knows its device."""
+
+    profiler: StepProfiler | None = None
+
+    def start_profile(self, step: int) -> None:
+        """A step begins."""
+        if self.profiler is not None:
+            self.profiler.start(step)
+
+    def stop_profile(self, step: int) -> list[str]:
+        """A step has ended; returns the files that were written."""
+        return self.profiler.stop(step) if self.profiler is not None else []
+
+    def close_profile(self) -> list[str]:
+        """The run ends; returns the files of a profile that was cut short."""
+        return self.profiler.close() if self.profiler is not None else []
+
+
 def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) -> StepProfiler | None:
     """The profiler of a process that plays `roles` as rank `rank`; None if the configuration wants none of it.
 

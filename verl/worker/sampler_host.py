@@ -19,9 +19,10 @@ from verl.controller.transport import Payload
 from verl.engine.rollout.base import RolloutEngine
 from verl.platform import stacks
 from verl.plugins import import_modules
+from verl.profiling.profiler import Profiled, open_profiler
 
 
-class SamplerHost:
+class SamplerHost(Profiled):
     """`config` is the resolved configuration as plain data; `number` of this engine among its pool's."""
 
     def __init__(self, config: dict[str, Any], number: int):
@@ -53,6 +54,7 @@ class SamplerHost:
         )
         platform = detect(self.config.trainer.device)
         self._engine = build.own_sampler(self.config, tokenizer, platform)
+        self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
         return {"pid": os.getpid(), "device": platform.describe()}
 
     @property

@@ -21,10 +21,11 @@ from verl.controller.transport import Payload
 from verl.engine.training.base import StepResult, TrainingEngine
 from verl.platform import stacks
 from verl.plugins import import_modules
+from verl.profiling.profiler import Profiled, open_profiler
 from verl.trajectory import Trajectory
 
 
-class TrainHost:
+class TrainHost(Profiled):
     """`config` is the resolved configuration as plain data; `rank` of `world`."""
 
     def __init__(self, config: dict[str, Any], rank: int, world: int):
@@ -63,6 +64,8 @@ class TrainHost:
         self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
         if build.wants_reference(self.config):
             self.reference = build.reference_engine(self.config, world=self.world, platform=self.platform)
+        played = ("actor", "ref") if self.reference is not None else ("actor",)
+        self.profiler = open_profiler(self.config, roles=played, rank=self.rank, device=self.platform.name)
         return {
             "dp_rank": int(getattr(self.actor, "dp_rank", self.rank)),
             "dp_size": int(getattr(self.actor, "dp_size", self.world)),
