@@ -63,23 +63,27 @@ def test_the_actor_loads_with_from_pretrained(finished) -> None:
     assert weights(out, 4) != weights(out, 1), "training changed the weights"
 
 
-def test_same_seed_same_run_whatever_the_reward_processes(tiny, finished, tmp_path) -> None:
+def test_same_seed_same_run_whatever_the_reward_processes(zygote, tiny, finished, tmp_path) -> None:
     out, _ = finished
     again = tmp_path / "again"
-    done = main_ppo(tiny.overrides(again, "reward_model.num_workers=3"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = zygote.run(tiny.overrides(again, "reward_model.num_workers=3"))
+    assert done.status == 0, done.stderr[-3000:]
     assert records(again) == records(out)
     assert weights(again, 4) == weights(out, 4)
     other = tmp_path / "other"
-    main_ppo(tiny.overrides(other, "trainer.seed=7"))
-    assert weights(other, 4) != weights(out, 4), "another seed is another run"
+    zygote.run(
+        tiny.overrides(other, "trainer.seed=7", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+    )
+    assert weights(other, 1) != weights(out, 1), "another seed is another run"
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
-def test_other_architectures_train_and_agree(arch, tmp_path) -> None:
+def test_other_architectures_train_and_agree(zygote, arch, tmp_path) -> None:
     run = TinyRun(tmp_path, arch=arch)
-    done = main_ppo(run.overrides(tmp_path / "out", "trainer.total_training_steps=2", "trainer.save_freq=2"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = zygote.run(
+        run.overrides(tmp_path / "out", "trainer.total_training_steps=2", "trainer.save_freq=2")
+    )
+    assert done.status == 0, done.stderr[-3000:]
     last = records(tmp_path / "out")[2]
     assert last["training/rollout_logprob_abs_diff/max"] < 1e-4
     assert last["actor/grad_norm"] > 0 and weights(tmp_path / "out", 2)
@@ -107,10 +111,10 @@ def test_other_architectures_train_and_agree(arch, tmp_path) -> None:
     ],
     ids=["kl-loss", "kl-in-reward", "dr-grpo", "epochs"],
 )
-def test_variants_train(tiny, tmp_path, words) -> None:
+def test_variants_train(zygote, tiny, tmp_path, words) -> None:
     out = tmp_path / "out"
-    done = main_ppo(tiny.overrides(out, "trainer.total_training_steps=2", "trainer.save_freq=2", *words))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = zygote.run(tiny.overrides(out, "trainer.total_training_steps=2", "trainer.save_freq=2", *words))
+    assert done.status == 0, done.stderr[-3000:]
     last = records(out)[2]
     assert last["actor/grad_norm"] > 0
     if "actor_rollout_ref.actor.use_kl_loss=True" in words:
@@ -123,20 +127,20 @@ def test_variants_train(tiny, tmp_path, words) -> None:
         assert state["kl_controller"]["type"] == "adaptive"
 
 
-def test_val_only_with_shorter_answers(tiny, tmp_path) -> None:
+def test_val_only_with_shorter_answers(zygote, tiny, tmp_path) -> None:
     out = tmp_path / "out"
-    done = main_ppo(
+    done = zygote.run(
         tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5")
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.status == 0, done.stderr[-3000:]
     assert list(records(out)) == [0] and (out / "report.html").is_file()
     assert records(out)[0]["val-aux/test/letters/length/mean@1"] <= 5
 
 
-def test_val_only_and_a_run_that_saves_nothing_say_so(tiny, finished, tmp_path) -> None:
-    none = main_ppo(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
-    assert none.returncode == 2 and "nothing to validate on" in none.stderr
-    unsaved = main_ppo(
+def test_val_only_and_a_run_that_saves_nothing_say_so(zygote, tiny, finished, tmp_path) -> None:
+    none = zygote.run(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
+    assert none.status == 2 and "nothing to validate on" in none.stderr
+    unsaved = zygote.run(
         tiny.overrides(
             tmp_path / "unsaved",
             "trainer.total_training_steps=1",
@@ -145,7 +149,34 @@ def test_val_only_and_a_run_that_saves_nothing_say_so(tiny, finished, tmp_path) 
             "trainer.val_before_train=False",
         )
     )
-    assert unsaved.returncode == 0, unsaved.stderr[-3000:]
+    assert unsaved.status == 0, unsaved.stderr[-3000:]
     assert "will NOT be saved" in unsaved.stderr and not list((tmp_path / "unsaved").glob("global_step_*"))
     assert sorted(records(tmp_path / "unsaved")) == [1]
     assert "will NOT be saved" not in finished[1].stderr
+
+
+def test_a_run_goes_on_from_its_copy_elsewhere(zygote, tiny, finished, tmp_path) -> None:
+    """Saved in the background, copied away, the run folder lost: the rest is the uninterrupted run, bit for bit."""
+    away = f"trainer.default_hdfs_dir=file://{tmp_path}/away"
+    background = "actor_rollout_ref.actor.checkpoint.async_save=True"
+    first = zygote.run(tiny.overrides(tmp_path / "lost", away, background, "trainer.total_training_steps=2"))
+    assert first.status == 0, first.stderr[-3000:]
+    assert [p.name for p in sorted((tmp_path / "away").glob("global_step_*"))] == [
+        "global_step_1",
+        "global_step_2",
+    ]
+    again = zygote.run(tiny.overrides(tmp_path / "found", away, background))
+    assert again.status == 0 and "fetching global_step_2" in again.stderr, again.stderr[-3000:]
+    assert weights(tmp_path / "found", 4) == weights(finished[0], 4)
+    assert records(tmp_path / "found")[4] == records(finished[0])[4]
+
+
+def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(zygote, tiny, tmp_path) -> None:
+    out = tmp_path / "out"
+    assert zygote.run(tiny.overrides(out, "trainer.total_training_steps=1")).status == 0
+    ended = zygote.run(tiny.overrides(out, "actor_rollout_ref.actor.optim.lr=1e30"))
+    assert ended.status == 1
+    assert "the checkpoint of step 2 could not be saved (UserError: the norm of the weight" in ended.stderr
+    assert "was NOT written" in ended.stderr and "has blown" in ended.stderr
+    assert "the newest checkpoint is global_step_1" in ended.stderr
+    assert [p.name for p in out.glob("global_step_*")] == ["global_step_1"]
