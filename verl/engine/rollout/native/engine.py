@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from verl.engine.adapters import PlainView, exported, is_adapted
 from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.engine.rollout.native.cache import Geometry, TilePool
@@ -264,8 +265,15 @@ class NativeEngine(RolloutEngine):
         self._scheduler.forget_cache()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights this engine samples with, under the names of a Hugging Face checkpoint; views, not copies."""
-        return self._views().named()
+        """The weights this engine samples with, under the names of a Hugging Face checkpoint; views, not copies (but of
+        weights with an adapter, which are merged)."""
+        model = cast("PreTrainedModel", self._runner.model)
+        return exported(model) if self.holds_adapter else self._views().named()
+
+    @property
+    def holds_adapter(self) -> bool:
+        """True if the model has an adapter: then that is what `load_weights` replaces."""
+        return any(is_adapted(part) for part in self._runner.model.modules())
 
     def checksums(self, dtype: torch.dtype | None = None) -> dict[str, str]:
         """Name → digest of every weight, as `verl.weight_sync.verify.checksums` has it for the trainer's.
@@ -281,12 +289,14 @@ class NativeEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.
 
-        Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out.
+        Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a
+        model with an adapter they are the adapter's, as peft's files name them: its base stays.
         An error leaves a mixture of old and new: until a load succeeds, `generate` refuses.
         """
         from verl.weight_sync.verify import close_stream
 
-        targets = dict(self._runner.model.state_dict()) | dict(self.named_weights())
+        adapter = PlainView(self._runner.model).adapter_state()
+        targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
         self._incomplete = f"loading version {version} did not finish"
         try:
@@ -294,7 +304,7 @@ class NativeEngine(RolloutEngine):
                 for name, tensor in weights:
                     _target(targets, name, tensor).copy_(tensor)
                     given.add(name)
-            missing = self._views().missing(given)
+            missing = sorted(adapter.keys() - given) if adapter else self._views().missing(given)
             if missing:
                 raise ValueError(
                     f"load_weights: no value came for {len(missing)} weights, among them {missing[:3]}"

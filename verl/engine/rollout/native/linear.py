@@ -4,21 +4,40 @@ On CPU the products go to oneDNN with prepacked weights. Measured on Zen 5, one 
 230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440, and the cast of the master weight saved).
 Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh.
 
-Only instances of torch.nn.Linear itself are touched, only inside `active()`, and only their `forward`: training
-sees the module as it always was.
+Only instances of torch.nn.Linear itself are touched, and adapted ones, only inside `active()`, and only their
+`forward`: training sees the module as it always was. The copy of an adapted layer is that of its merged weight: the
+adapter costs nothing while sampling. Where no copy is made (float32 on a GPU) the layers add their adapters as in
+training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.engine.adapters import adapted_layers, merged_weight
+
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
+
+
+def _linears(model: nn.Module) -> list[Any]:
+    """Linear layers, adapted ones as a whole; not what is inside of those, nor adapters of other kinds of layers."""
+    adapted = adapted_layers(model).values()
+    inside = {id(part) for layer in adapted for part in layer.modules()}
+    plain = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in inside]
+    return plain + [
+        layer for layer in adapted if type(layer.base_layer) is nn.Linear and not _is_stack(layer)
+    ]
+
+
+def _is_stack(layer: Any) -> bool:
+    return hasattr(layer, "parameter_name")
 
 
 def _onednn() -> bool:
@@ -31,10 +50,10 @@ class FastLinears:
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._dtype = dtype
         self._model = model
-        self._modules = [m for m in model.modules() if type(m) is nn.Linear]
+        self._modules = _linears(model)
         self._on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
-        self._copies: dict[nn.Linear, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._copies: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._forwards: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
         self._stale = True
 
     def invalidate(self) -> None:
@@ -59,10 +78,10 @@ class FastLinears:
         elif self._dtype != torch.float32:
             self._forwards = [(m, self._copied(m)) for m in self._modules if m.weight.dtype != self._dtype]
 
-    def _packed(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _packed(self, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         dtype = self._dtype
         weight = torch.ops.mkldnn._reorder_linear_weight(
-            module.weight.detach().to(dtype).contiguous(), _ROWS_HINT
+            merged_weight(module).to(dtype).contiguous(), _ROWS_HINT
         )
         bias = None if module.bias is None else module.bias.detach().to(dtype)
         self._copies[module] = (weight, bias)
@@ -73,12 +92,12 @@ class FastLinears:
 
         return forward
 
-    def _copied(self, module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _copied(self, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         if module not in self._copies:
             room = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
             self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), room)
         weight, bias = self._copies[module]
-        weight.copy_(module.weight)
+        weight.copy_(merged_weight(module))
         if bias is not None:
             bias.copy_(module.bias)
         return lambda x: F.linear(x.to(weight.dtype), weight, bias)
@@ -91,9 +110,9 @@ class FastLinears:
         self.refresh()
         for module, (weight, bias) in self._copies.items():
             plain = weight.to_dense() if weight.is_mkldnn else weight
-            same = torch.equal(plain, module.weight.to(plain.dtype))
+            same = torch.equal(plain, merged_weight(module).to(plain.dtype))
             if bias is not None:
-                same = same and torch.equal(bias, module.bias.to(bias.dtype))
+                same = same and torch.equal(bias, cast(Any, module).bias.to(bias.dtype))
             if not same:
                 name = next((n for n, m in self._model.named_modules() if m is module), "?")
                 raise WeightSyncError(
