@@ -141,13 +141,15 @@ class FSDPEngine(PackedEngine):
         self._after_passes()
         if all(exchange(head is not None)):
             self.scorer.head = head
+        # What was whole while it loaded and for the probe is not needed again.
+        self.platform.empty_cache()
 
     # -- what ranks agree on ---------------------------------------------------------------------------------
 
     _alone = False
 
     def _agreed_count(self, micro_batches: int) -> int:
-        said = exchange([micro_batches, self.platform.memory()[0]])
+        said = exchange([micro_batches, super()._free_memory()])
         self._free = min(free for _, free in said)
         return max(count for count, _ in said)
 

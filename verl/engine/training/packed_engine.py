@@ -75,7 +75,7 @@ class PackedEngine(TrainingEngine):
         self.platform.prepare()
         if read(role_cfg, "fsdp_config.full_determinism", False):
             self.platform.be_deterministic()
-        self.device = self.platform.device(index)
+        self.device, self._index = self.platform.device(index), index
         self.role, self.trainable = role, trainable
         self.platform.seed(seed)
         self.compute_dtype = compute_dtype(role_cfg, self.platform)
@@ -148,7 +148,7 @@ class PackedEngine(TrainingEngine):
 
     def _free_memory(self) -> int:
         """Bytes that decide whether layers are recomputed."""
-        return self.platform.memory()[0]
+        return self.platform.memory(self._index)[0]
 
     def _before_micro_batch(self, last: bool) -> None:
         """Called before the forward pass of a micro-batch of a step."""
