@@ -328,18 +328,43 @@ def verdict(findings: Iterable[Finding]) -> tuple[int, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings; 1 if something is broken that training on one machine needs."""
+    """Print the findings; 1 if something is broken that training on one machine needs, or on the cluster with
+    --cluster."""
     parser = argparse.ArgumentParser(
         prog="verl doctor",
-        description="What is installed, what works together, what is missing for which feature, and what to do.",
+        description="What is installed here, what works together, what is missing, and what to do about it.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--bench", action="store_true", help="also import torch and time matrix products (10 s)"
     )
+    cluster = parser.add_argument_group("many nodes")
+    cluster.add_argument(
+        "--cluster", action="store_true", help="join the Ray cluster that a run would, and compare its nodes"
+    )
+    cluster.add_argument("--model", help="a model's path: is it the same on every node?")
+    cluster.add_argument("--megabytes", type=int, default=64, help="size of the all-reduce (default: 64)")
+    cluster.add_argument("--timeout", type=float, default=120.0, help="seconds for each step (default: 120)")
+    cluster.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="with --cluster: keys of the run, as in its command"
+    )
     args = parser.parse_args(argv)
-    findings = check(bench=args.bench)
-    status, sentence = verdict(findings)
+    if not args.cluster and (args.overrides or args.model):
+        parser.error("--model and key=value belong to --cluster")
+    if args.cluster:
+        from verl.cli import cluster as nodes
+
+        findings = nodes.examine(
+            args.overrides,
+            model=args.model,
+            megabytes=max(1, args.megabytes),
+            timeout=args.timeout,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+        status, sentence = nodes.verdict(findings)
+    else:
+        findings = check(bench=args.bench)
+        status, sentence = verdict(findings)
     if args.json:
         print(
             json.dumps(

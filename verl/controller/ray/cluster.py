@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 """Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
 _LEAST = (2, 54)
+_KNOCK_S = 5.0
+_CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
@@ -74,7 +77,9 @@ class Cluster:
         if self.own:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
+            _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
+            _knock(address)
             ray.init(**(defaults | options))
         except (ConnectionError, TimeoutError) as error:
             raise UserError(
@@ -146,6 +151,38 @@ class Cluster:
             ray.timeline(self._timeline)
         if self.own:
             ray.shutdown()
+            _clustered(True)
+
+
+def _knock(address: str | None) -> None:
+    """ConnectionError if nobody listens at HOST:PORT; Ray itself would try for five minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    end = time.monotonic() + _KNOCK_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ConnectionError(str(error)) from error
+        time.sleep(0.5)
+
+
+def _clustered(wanted: bool) -> None:
+    """Whether a Ray that is started here may listen on other addresses than the loopback.
+
+    On Linux Ray replaces a loopback address by the machine's outer one and then listens on every interface; on
+    systems that it expects no clusters on, it does not. This is the switch between the two.
+    """
+    from ray._private import ray_constants
+
+    if wanted:
+        os.environ.pop(_CLUSTER_SWITCH, None)
+    else:
+        os.environ[_CLUSTER_SWITCH] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = wanted
 
 
 def worker_environment(threads: int) -> dict[str, str]:

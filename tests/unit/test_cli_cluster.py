@@ -1,0 +1,307 @@
+"""`verl doctor --cluster`: what is said about the nodes' facts; and the facts themselves, from a cluster of two."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import tiny_model
+from verl.cli import cluster as nodes
+from verl.cli.doctor import BAD, NOTE, OK, WARN, Finding
+from verl.cli.doctor import main as doctor
+from verl.controller import node_facts
+from verl.errors import UserError
+
+GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
+
+
+class Found:
+    """A survey, as `verl.controller.ray.survey` makes it."""
+
+    def __init__(self, entries: list[dict[str, Any]], kind: str = "cpu"):
+        self.kind, self.nodes = kind, entries
+        self.unreachable: list[tuple[str, str, str]] = []
+        self.sums: list[dict[str, Any]] = []
+        self.folder: list[str] | None = None
+
+
+FACTS: dict[str, Any] = {
+    "hostname": "one",
+    "address": "10.0.0.1",
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.0"},
+    "code": "aa",
+    "code_path": "/a/verl",
+    "torch_build": "cpu",
+    "gpus": [],
+    "npus": 0,
+    "cores": 8,
+    "memory": 64 * GIB,
+    "memory_available": 60 * GIB,
+    "limits": {"nofile": [65536, 65536], "nproc": [None, None], "core": [0, None]},
+    "disks": {"temporary files": {"path": "/tmp/ray", "free": 90 * GIB, "total": 100 * GIB}},
+    "shm": {"free": 30 * GIB, "total": 32 * GIB},
+    "object_store": 8 * GIB,
+    "interface": "eth0",
+    "resolves_to": "10.0.0.1",
+    "model": None,
+    "name": "10.0.0.1 (driver)",
+    "devices": 8,
+    "clock": 0.001,
+    "clock_error": 0.0005,
+}
+
+
+def two(**changes: Any) -> Found:
+    """Two nodes that are alike but for what the second has changed."""
+    first = copy.deepcopy(FACTS)
+    second = copy.deepcopy(FACTS) | {"name": "10.0.0.2", "address": "10.0.0.2", "hostname": "two"}
+    second |= {"resolves_to": "10.0.0.2"} | changes
+    return Found([first, second])
+
+
+def judged(found: Found, **asked: Any) -> list[Finding]:
+    return list(nodes.judge(found, copy.deepcopy(FACTS), **asked))
+
+
+def worst(found: Found, **asked: Any) -> Finding:
+    """The one finding that is not fine."""
+    notable = [f for f in judged(found, **asked) if f.level in (BAD, WARN)]
+    assert len(notable) == 1, notable
+    return notable[0]
+
+
+def test_nodes_that_are_alike_are_fine() -> None:
+    findings = judged(two(), nodes=2, per_node=8)
+    assert {f.level for f in findings} == {OK}
+    assert nodes.verdict(findings) == (0, "A run can start on this cluster.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text", "todo"),
+    [
+        ({"python": "3.12.1"}, BAD, "10.0.0.2 has 3.12.1", "one Python"),
+        ({"python": "3.11.9"}, WARN, "10.0.0.2 has 3.11.9", "one Python"),
+        ({"packages": FACTS["packages"] | {"torch": "2.12.0"}}, BAD, "2.12.0", "pip install 'torch==2.13.0'"),
+        (
+            {"packages": FACTS["packages"] | {"numpy": "2.3.0"}},
+            WARN,
+            "has 2.3.0",
+            "pip install 'numpy==2.4.0'",
+        ),
+        (
+            {"packages": FACTS["packages"] | {"vllm": "0.32.0"}},
+            BAD,
+            "the driver has missing",
+            "the driver has no vllm",
+        ),
+        ({"code": "bb", "code_path": "/b/verl"}, BAD, "bb in /b/verl", "copy the same files"),
+        ({"torch_build": "cuda 13.0"}, WARN, "cuda 13.0", "one build"),
+        (
+            {"limits": {"nofile": [1024, 1024], "nproc": [None, None], "core": [0, 0]}},
+            BAD,
+            "need 2048",
+            "ulimit -n",
+        ),
+        (
+            {"limits": {"nofile": [1024, 65536], "nproc": [None, None], "core": [0, 0]}},
+            WARN,
+            "raised to 65536",
+            "ulimit",
+        ),
+        (
+            {"limits": {"nofile": [65536, 65536], "nproc": [512, 512], "core": [0, 0]}},
+            WARN,
+            "processes 512",
+            "-u",
+        ),
+        (
+            {"disks": {"temporary files": {"path": "/t", "free": 1, "total": GIB}}},
+            BAD,
+            "0.0 GiB free",
+            "free some",
+        ),
+        (
+            {"disks": {"temporary files": {"path": "/t", "free": GIB, "total": 100 * GIB}}},
+            WARN,
+            "1.0 GiB",
+            "95 %",
+        ),
+        ({"shm": {"free": 64 << 20, "total": 64 << 20}}, WARN, "0.1 GiB free", "--shm-size"),
+        ({"object_store": 40 * GIB}, WARN, "object store 40.0 GiB", "--shm-size"),
+        ({"memory_available": GIB}, WARN, "1.0 GiB of 64.0 GiB", "leave the node out"),
+        ({"clock": -3.0}, WARN, "3.0 s behind", "chrony"),
+        ({"resolves_to": "127.0.1.1"}, WARN, "means 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+        ({"devices": 4}, BAD, "asks for 8", "n_gpus_per_node"),
+        ({"problem": "no module"}, BAD, "no worker runs there: no module", "install the same code"),
+    ],
+)
+def test_what_differs_is_named_with_what_to_do(
+    changes: dict[str, Any], level: str, text: str, todo: str
+) -> None:
+    finding = worst(two(**changes), nodes=2, per_node=8)
+    assert finding.level == level and text in finding.found and todo in finding.todo
+    assert ("10.0.0.2" in finding.found + finding.name) and finding.base == (level == BAD)
+    status, sentence = nodes.verdict([finding])
+    assert status == (1 if level == BAD else 0) and finding.name in sentence
+
+
+def test_a_clock_that_cannot_be_measured_so_well_is_not_blamed() -> None:
+    assert not [f for f in judged(two(clock=3.0, clock_error=2.5)) if f.level != OK]
+
+
+def test_holes_are_refused_on_every_node() -> None:
+    old = FACTS["packages"] | {"ray": "2.50.0"}
+    found = two(packages=old)
+    found.nodes[0]["packages"] = old
+    findings = [f for f in nodes.judge(found, copy.deepcopy(FACTS)) if "security hole" in f.found]
+    assert [f.level for f in findings] == [BAD, BAD]
+
+
+def test_devices_that_ray_was_not_told_of() -> None:
+    found = two(gpus=["NVIDIA H100, 81559 MiB, 580.1"] * 8, devices=4)
+    found.kind, found.nodes[0]["gpus"] = "cuda", ["NVIDIA H100, 81559 MiB, 580.1"] * 8
+    finding = worst(found)
+    assert finding.level == WARN and "4 cuda devices for Ray" in finding.found and "H100" in finding.found
+
+
+def test_models_of_the_nodes_are_compared() -> None:
+    good = {"path": "/m", "config": "c1", "weights": "w1", "bytes": GIB}
+    found = two(model=good | {"weights": "w2"})
+    found.nodes[0]["model"] = good
+    assert "names or sizes of the weight files differ" in worst(found).found
+    found.nodes[1]["model"] = good | {"config": "c2"}
+    assert "config.json differ" in worst(found).found
+    found.nodes[1]["model"] = {"path": "/m", "problem": "/m: no such directory on this disk"}
+    finding = worst(found)
+    assert finding.level == BAD and finding.name == "10.0.0.2" and "same path on every node" in finding.todo
+    found.nodes[1]["model"] = good
+    assert {f.level for f in judged(found)} == {OK}
+
+
+def test_network_folder_and_nodes_that_are_missing() -> None:
+    found = two()
+    found.unreachable = [("10.0.0.1", "10.0.0.2", "timed out")]
+    assert worst(found).name == "10.0.0.1 → 10.0.0.2"
+    found = two()
+    found.sums = [{"over": "nccl", "problem": "rank 1: refused"}]
+    assert "SOCKET_IFNAME" in worst(found).todo
+    found.sums = [{"over": "cuda", "busy": "no free device"}]
+    assert [f.level for f in judged(found) if f.name == "all-reduce (cuda)"] == [NOTE]
+    found.sums = [{"over": "gloo", "ranks": 2, "bytes": 64 << 20, "seconds": 0.0671, "latency": 2e-4}]
+    text = next(f.found for f in judged(found) if f.name == "all-reduce (gloo)")
+    assert text == "64 MiB over 2 ranks in 67.1 ms (1.00 GB/s a link), one number in 200 µs"
+    found = two()
+    found.folder = ["10.0.0.2"]
+    assert worst(found).name == "run folder"
+    assert "asks for 3" in worst(two(), nodes=3).found
+
+
+def test_facts_of_this_node(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "qwen3")
+    got = json.loads(json.dumps(node_facts.collect(temporary=str(tmp_path / "not/yet"), model=str(model))))
+    assert got["packages"]["torch"] and got["interface"].startswith("lo") and got["model"]["bytes"] > 1000
+    assert got["disks"]["temporary files"]["free"] > 0 and got["limits"]["nofile"][0] > 0
+    assert "problem" in node_facts.model_files(str(tmp_path)) and "problem" in node_facts.model_files(
+        "/no/such"
+    )
+
+
+def test_code_hash_sees_names_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x.py").write_text("1")
+    first = node_facts.code_hash(tmp_path / "a")
+    for name, text in (("b", "2"), ("c", "1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("x.py" if name == "b" else "y.py")).write_text(text)
+        assert node_facts.code_hash(tmp_path / name) != first
+    (tmp_path / "a/notes.txt").write_text("no code")
+    node_facts.code_hash.cache_clear()
+    assert node_facts.code_hash(tmp_path / "a") == first
+
+
+def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doctor(["--model", "x"])
+    assert "belong to --cluster" in capsys.readouterr().err
+
+
+def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The command in a process of its own. Ray gives a driver's working folder to all workers: not that of this code."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}
+    code = "import sys; from verl.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--cluster", "--json", "--megabytes", "1", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.stdout.startswith("{"), done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    model = tiny_model(tmp_path / "model", "qwen3")
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "verl", other / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "verl/errors.py").open("a") as file:
+        file.write("\n# another version\n")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        same = cluster.add_node(num_cpus=1)
+        arguments = [
+            "--model",
+            str(model),
+            f"ray_kwargs.ray_init.address={cluster.address}",
+            "trainer.nnodes=2",
+        ]
+        arguments += [f"trainer.default_local_dir={tmp_path}/run"]
+        status, good = doctor_apart(tmp_path, *arguments)
+        by_name = {f["name"]: f for f in good["findings"]}
+        assert status == 0 and good["ok"], good
+        assert "2 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
+        assert (
+            "over 2 ranks" in by_name["all-reduce (gloo)"]["found"] and "2 nodes" in by_name["model"]["found"]
+        )
+        assert by_name["ports"]["found"].startswith("every node reaches every other")
+        assert by_name["run folder"]["found"] == "seen by every node"
+        assert not list(tmp_path.glob(".verl-doctor-*"))
+        cluster.remove_node(same)
+        cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other)})
+        status, bad = doctor_apart(tmp_path, *arguments, "trainer.n_gpus_per_node=2")
+        code = next(f for f in bad["findings"] if f["name"] == "this code")
+        assert status == 1 and not bad["ok"] and code["level"] == BAD and str(other) in code["found"]
+        assert any("asks for 2" in f["found"] for f in bad["findings"] if f["area"] == "nodes")
+    finally:
+        cluster.shutdown()
+
+
+def test_without_ray_it_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nodes.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install 'verl\\[ray\\]'"):
+        doctor(["--cluster"])
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UserError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        doctor(["--cluster"])
