@@ -244,3 +244,23 @@ def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path) -> None:
     assert timed[3]["timing_s/stop_profile"] > 0 and timed[2]["timing_s/start_profile"] > 0
     assert timed[1]["timing_s/reshard"] == timed[1]["timing_s/update_weights"] > 0
     assert "perf/weight_sync_gb_per_s" in timed[1]
+
+
+@pytest.mark.slow
+def test_supervised_training_profiles_too(tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+    from verl.trainer.sft_trainer import main
+
+    rows = [{"q": "a" * i, "a": "b" * (5 - i)} for i in range(1, 5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    words = [
+        f"model.path={tiny_model(tmp_path / 'm')}", f"data.train_files={tmp_path / 'rows.jsonl'}", "data.prompt_key=q",
+        "data.response_key=a", "data.train_batch_size=4", "data.max_token_len_per_gpu=150", "engine.dtype=float32",
+        "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.logger=[]",
+        f"trainer.default_local_dir={tmp_path / 'out'}", "global_profiler.tool=torch_memory", "global_profiler.steps=[2]",
+        f"global_profiler.save_path={tmp_path / 'profiles'}",
+    ]  # fmt: skip
+    assert main(words) == 0
+    name = "sft.rank0.step2.torch_memory"
+    assert (tmp_path / f"profiles/{name}.tensors.json").is_file()
+    assert "update" in {event.get("name") for event in opened(str(tmp_path / f"profiles/{name}.json.gz"))}

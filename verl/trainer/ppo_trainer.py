@@ -26,6 +26,7 @@ from verl.rollout.draws import Draws, evict_stale
 from verl.tracking.mfu import step_mfu
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
+from verl.trainer.profiled import profiled
 from verl.trainer.refused import RefusedSteps
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ class PPOTrainer:
     def _one_step(self, step: int) -> None:
         parts, phases = self.parts, self.parts.phases
         phases.start_step()
-        with phases("step"):
-            self._start_profile(step)
+        with phases("step"), profiled(parts.profiler, step, phases, parts.tracking):
             batch = self._sample(step)
             sampled = parts.sampler.stats()
             metrics = self._score(step, batch)
@@ -139,28 +139,12 @@ class PPOTrainer:
                 with phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its answers on disk
                     parts.checkpoints.save(self, batch, record)
-            self._stop_profile(step)
         metrics |= self._facts(step, batch, sampled, sync) | self._times(step)
         self.last_batch = batch
         parts.tracking.log(step, metrics)
         parts.report.write(last=step == self.total_steps)
         self._refused.check()
         self._limit_disagreement(metrics)
-
-    def _start_profile(self, step: int) -> None:
-        profiler, phases = self.parts.profiler, self.parts.phases
-        if profiler is not None:
-            phases.mark = profiler.span
-            with phases("start_profile"):
-                profiler.start(step)
-
-    def _stop_profile(self, step: int) -> None:
-        if self.parts.profiler is not None:
-            with self.parts.phases("stop_profile"):
-                files = self.parts.profiler.stop(step)
-            if files:
-                self.parts.tracking.event("profile", step=step, files=files)
-                self.parts.tracking.notice(f"profile of step {step}: {', '.join(files)}")
 
     def _facts(self, step: int, batch: Batch, sampled: dict[str, float], sync: SyncResult) -> dict[str, Any]:
         """What follows from the batch and the clock, as metrics."""
@@ -252,10 +236,9 @@ class PPOTrainer:
     def _times(self, step: int) -> dict[str, float]:
         times = step_times(self.parts.phases.spans(), self.parts.loop.run(self.parts.rollouts.busy()))
         self._timeline.write(step, times)
-        return {
-            "perf/sampler_idle_ratio": times.sampler_idle_ratio,
-            "perf/trainer_idle_ratio": times.trainer_idle_ratio,
-        }
+        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
+        return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)
 
     @property
     def _sampler_rests(self) -> bool:

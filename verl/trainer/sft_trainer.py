@@ -20,10 +20,12 @@ import numpy as np
 from verl import interrupt
 from verl.config.command_line import resolve
 from verl.errors import UserError
+from verl.profiling.profiler import open_profiler
 from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import broken
+from verl.trainer.profiled import profiled
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
 from verl.trainer.sft_setup import build_engine, open_data
@@ -65,6 +67,9 @@ class SFTTrainer:
         self.step = 0
         self.total_tokens = 0
         self.counters = Counters()
+        self.profiler = open_profiler(
+            config, roles=("sft",), rank=self.ranks.rank, device=engine.platform.name
+        )
         self.storage = Storage(
             tracking.run_dir,
             trainer,
@@ -95,12 +100,13 @@ class SFTTrainer:
                 tracking.log(self.step, self._validate())
             while self.step < self.total_steps and not trainer.val_only:
                 self.step += 1
-                metrics, update = self._train_step()
-                refused.note(self.step, update)
-                if self.validation is not None and self._due(trainer.test_freq):
-                    metrics |= self._validate()
-                if self._due(trainer.save_freq):
-                    self._save(metrics)
+                with profiled(self.profiler, self.step, self.phases, tracking):
+                    metrics, update = self._train_step()
+                    refused.note(self.step, update)
+                    if self.validation is not None and self._due(trainer.test_freq):
+                        metrics |= self._validate()
+                    if self._due(trainer.save_freq):
+                        self._save(metrics)
                 tracking.log(self.step, metrics)
                 if report is not None:
                     report.write()
@@ -297,6 +303,8 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     try:
         training.fit()
     finally:
+        if training.profiler is not None:
+            training.profiler.close()
         training.storage.finish()
     if ranks.size > 1:
         from verl.engine.training.process_group import leave

@@ -24,9 +24,6 @@ def check(c: Check) -> None:
             )
         return
     tool = f"global_profiler.tool={profiler.tool}"
-    if c.cfg.entry == "sft":
-        c.refuse(tool, "profiling of SFT is not in this release; leave it null")
-        return
     if not profiler.steps:
         c.refuse(tool, "no step is named; set global_profiler.steps=[2], or the tool to null")
     if min(profiler.steps or [1]) < 1:
