@@ -40,6 +40,17 @@ class StepTimes:
         """Share of the step in which the trainer waited for answers or scores."""
         return self._share(sum(b - a for name, a, b in self.trainer if name in WAITING))
 
+    def metrics(self, samplers: int, trainers: int) -> dict[str, float]:
+        """perf/{sampler,trainer}_idle_ratio; with `samplers` devices of their own perf/device_busy_ratio over both."""
+        out = {
+            "perf/sampler_idle_ratio": self.sampler_idle_ratio,
+            "perf/trainer_idle_ratio": self.trainer_idle_ratio,
+        }
+        if samplers:
+            idle = samplers * self.sampler_idle_ratio + trainers * self.trainer_idle_ratio
+            out["perf/device_busy_ratio"] = 1 - idle / (samplers + trainers)
+        return out
+
     def _share(self, seconds: float) -> float:
         whole = self.end - self.begin
         return min(1.0, max(0.0, seconds / whole)) if whole > 0 else float("nan")
