@@ -14,6 +14,9 @@ from verl.worker.train_host import TrainHost
 class RayTrainHost(TrainHost):
     """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
 
+    def hello(self) -> None:
+        """It runs."""
+
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
         given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
@@ -25,5 +28,12 @@ class RayTrainHost(TrainHost):
         threading.Event().wait()
 
 
+class RaySamplerHost(SamplerHost):
+    """A sampling engine."""
+
+    async def hello(self) -> None:
+        """It runs."""
+
+
 TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainHost)
-SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(SamplerHost)
+SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(RaySamplerHost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
 from verl.controller.ray.watch import Watch
-from verl.controller.ray.workers import Group, Worker, WorkerDied
+from verl.controller.ray.workers import Group, Worker, WorkerDied, create
 from verl.controller.roles import Roles
 from verl.platform import stacks
 from verl.tracking.report import SILENT, Report
@@ -77,7 +78,11 @@ class _Builder:
         self._check_nodes()
         group, nodes, devices = self._training_workers(trainer)
         hosts = self._sampler_hosts(sampling, None if own else devices)
+        engines = Group([host.worker for host in hosts], self.report.beat)
+        starting = engines.start("start")
         facts = group.call("build", total_steps, doing="loading the model")
+        for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
+            host.worker.pid = fact["pid"]
         training = Training(
             group,
             [fact["dp_rank"] for fact in facts],
@@ -140,15 +145,17 @@ class _Builder:
 
     def _training_workers(self, pool: Pool) -> tuple[Group, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""
-        workers, nodes, config = [], [], self.config
         addresses = {node.id: node.address for node in self.cluster.nodes()}
-        for rank in range(pool.devices):
-            bundle = rank // pool.per_node
-            node = pool.node_of(bundle)
-            options = under_nsys(pool.owner_options(bundle, 1), config)
-            handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
-            workers.append(Worker(handle, f"training worker {rank}", addresses[node]))
-            nodes.append(node)
+        bundles = [rank // pool.per_node for rank in range(pool.devices)]
+        nodes = [pool.node_of(bundle) for bundle in bundles]
+        makers = []
+        for rank, bundle in enumerate(bundles):
+            options = under_nsys(pool.owner_options(bundle, 1), self.config)
+            makers.append(partial(TrainActor.options(**options).remote, self.plain, rank, pool.devices))
+        workers = [
+            Worker(handle, f"training worker {rank}", addresses[nodes[rank]])
+            for rank, handle in enumerate(create(makers))
+        ]
         self.workers += workers
         group = Group(workers, self.report.beat)
         for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
@@ -159,29 +166,28 @@ class _Builder:
         return group, nodes, group.call("device_ids", doing="starting the workers")
 
     def _sampler_hosts(self, pool: Pool, shared: list[list[str]] | None) -> list[Host]:
-        """Engines of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`."""
-        size = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size or 1
+        """Hosts of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
+        rollout = self.config.actor_rollout_ref.rollout
+        size = 1 if rollout.name == "native" else rollout.tensor_model_parallel_size or 1
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         engines = pool.per_node // size
-        hosts = []
+        starters, nodes = [], []
         for number in range(pool.nodes * engines):
             bundle, place = divmod(number, engines)
-            node = pool.node_of(bundle)
             if shared is None:
                 options = pool.owner_options(bundle, size)
             else:
                 first = bundle * pool.per_node + place * size
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
-            start = self._starter(number, options, addresses[node])
-            hosts.append((number, start, node, start.create()))
-        out = []
-        for number, start, node, worker in hosts:
-            out.append(Host(number, start, start.finish(worker), node))
-        return out
-
-    def _starter(self, number: int, options: dict[str, Any], address: str) -> _Starter:
-        return _Starter(self.plain, number, under_nsys(options, self.config), address, self.workers)
+            nodes.append(pool.node_of(bundle))
+            options = under_nsys(options, self.config)
+            starters.append(_Starter(self.plain, number, options, addresses[nodes[-1]], self.workers))
+        handles = create([starter.make for starter in starters])
+        return [
+            Host(starter.number, starter, starter.worker(handle), node)
+            for starter, handle, node in zip(starters, handles, nodes, strict=True)
+        ]
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""
@@ -208,21 +214,20 @@ class _Starter:
     address: str
     workers: list[Worker]
 
-    def create(self) -> Worker:
+    def make(self) -> Any:
         """The process; its engine is not there yet."""
-        handle = SamplerActor.options(**self.options).remote(self.plain, self.number)
+        return SamplerActor.options(**self.options).remote(self.plain, self.number)
+
+    def worker(self, handle: Any) -> Worker:
+        """What messages say of it; it ends with the run."""
         worker = Worker(handle, f"sampler {self.number}", self.address)
         self.workers.append(worker)
         return worker
 
-    def finish(self, worker: Worker) -> Worker:
-        """Wait for the engine."""
-        fact = Group([worker]).call("start", doing="starting the samplers")[0]
-        worker.pid = fact["pid"]
-        return worker
-
     def __call__(self) -> Worker:
-        return self.finish(self.create())
+        worker = self.worker(create([self.make])[0])
+        worker.pid = Group([worker]).call("start", doing="starting a sampler again")[0]["pid"]
+        return worker
 
 
 def device_kind(config: Config) -> str:
