@@ -17,6 +17,7 @@ import pytest
 from tests.runs import environment
 from tests.unit.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from verl.engine.rollout.vllm.worker import start_time
 from verl.weight_sync.streamed import StreamedSync
 
 require_vllm()
@@ -82,8 +83,11 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
         assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, after, strict=True))
         if arch == "llama":
             refuses_weights_that_are_not_the_models(actor, sampler)
+        processes = {p for p in sampler._processes if p[0] != os.getpid()}
+        assert processes and all(start_time(pid) == started for pid, started in processes)
     finally:
         sampler.close()
+    assert not [pid for pid, started in processes if start_time(pid) == started], "close ends them"
 
 
 def refuses_weights_that_are_not_the_models(actor: Any, sampler: Any) -> None:
@@ -128,8 +132,6 @@ if __name__ == "__main__":
 
 def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Path) -> None:
     """Tensor parallel 2; then the driver is killed without a chance to close anything."""
-    from verl.engine.rollout.vllm.worker import start_time
-
     script = tmp_path / "two.py"
     script.write_text(TENSOR_PARALLEL)
     root = Path(__file__).parents[2]

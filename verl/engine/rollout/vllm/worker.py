@@ -95,7 +95,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+    with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         incomplete = _incomplete(model)
