@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -16,6 +17,11 @@ class RayTrainHost(TrainHost):
 
     def hello(self) -> None:
         """It runs."""
+
+    def cost(self) -> dict[str, Any] | None:
+        """`TrainingEngine.cost` as plain data."""
+        found = self._trained().cost()
+        return None if found is None else asdict(found)
 
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""

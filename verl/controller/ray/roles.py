@@ -95,6 +95,7 @@ class _Builder:
             temperature=rollout.temperature,
             balance=config.trainer.balance_batch,
         )
+        self._record(group, hosts)
         pool = SamplerPool(hosts, event=self.report.event)
         self.watch = Watch(group, lambda error: self._on_death(error, pool))
         words = (
@@ -119,6 +120,13 @@ class _Builder:
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
         files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         self.agents.check(self.plain["actor_rollout_ref"]["model"]["path"], folder, files)
+
+    def _record(self, group: Group, hosts: list[Host]) -> None:
+        """Which process is which, for whoever looks at a machine or a record afterwards."""
+        everybody = [*group.workers, *(host.worker for host in hosts)]
+        self.report.event(
+            "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
+        )
 
     def _on_death(self, error: WorkerDied, pool: SamplerPool) -> None:
         self.report.event("worker_died", error=str(error))

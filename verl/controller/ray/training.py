@@ -18,7 +18,7 @@ from ray import exceptions as faults
 
 from verl.controller import transport
 from verl.controller.ray.workers import Group, store_full
-from verl.engine.training.base import StepResult
+from verl.engine.training.base import ModelCost, StepResult
 from verl.errors import UserError
 from verl.trajectory import Batch, Trajectory
 from verl.worker.actor import ActorRole
@@ -194,6 +194,11 @@ class ActorGroup(ActorRole):
         """See `ActorRole.memory`: the largest of all ranks."""
         found = [peak for peak in self.training.call("peak_memory", doing="peak_memory") if peak is not None]
         return {"perf/max_memory_allocated_gb": max(found)} if found else {}
+
+    def cost(self) -> ModelCost | None:
+        """See `ActorRole.cost`."""
+        found = self.training.call("cost", doing="cost")[0]
+        return None if found is None else ModelCost(**found)
 
     def describe(self) -> str:
         """See `ActorRole.describe`."""

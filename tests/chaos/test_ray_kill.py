@@ -1,0 +1,162 @@
+"""Workers on a cluster of two nodes that die, hang or lose their node: what goes on, what ends, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos import ray_plans
+from tests.ray_cluster import cluster_of
+from tests.runs import TinyRun, environment, records
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+WORDS = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=3",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
+    "data.max_response_length=24",
+)
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyRun:
+    return TinyRun(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def started(
+    tiny: TinyRun, out: Path, address: str, *words: str, **more: str
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
+    env = environment(RAY_ADDRESS=address, **more)
+    log = out.parent / f"{out.name}.log"
+    with log.open("w") as file:
+        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    try:
+        lines = (out / "events.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
+    end = time.monotonic() + timeout
+    while not (found := what()):
+        said = (out.parent / f"{out.name}.log").read_text()[-3000:]
+        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
+        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
+        time.sleep(0.1)
+    return found
+
+
+def pid_of(out: Path, name: str) -> int:
+    return next(w["pid"] for w in events(out, "workers")[-1]["workers"] if w["name"] == name)
+
+
+def steps_logged(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return max(records(out), default=0) if path.exists() else 0
+
+
+def answers(out: Path, step: int) -> list[tuple[str, int]]:
+    lines = (out / f"trajectories/{step}.jsonl").read_text().splitlines()
+    return sorted((row["uid"], row["index"]) for row in map(json.loads, lines))
+
+
+def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(
+    tiny, cluster, tmp_path
+) -> None:
+    out = tmp_path / "out"
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    with started(tiny, out, cluster.address, **slow) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        time.sleep(1.0)  # 24 tokens take 5 s: step 2 is being sampled
+        os.kill(pid_of(out, "sampler 1"), signal.SIGKILL)
+        assert run.wait(300) == 0, (tmp_path / "out.log").read_text()[-3000:]
+    died, again = events(out, "sampler_died"), events(out, "sampler_restarted")
+    assert len(died) == 1 and "sampler 1" in died[0]["sampler"] and died[0]["unfinished"] > 0
+    assert len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"]
+    assert not events(out, "rollout_failure")
+    found = records(out)
+    assert sorted(found) == [1, 2, 3]
+    for step in (1, 2, 3):
+        rows = answers(out, step)
+        assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
+        assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
+
+
+def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_exact(
+    tiny, cluster, tmp_path
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    with started(tiny, out, cluster.address, **slow) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        os.kill(pid_of(out, "training worker 1"), signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(LIMIT_S) == 1
+        assert time.monotonic() - killed < LIMIT_S
+    said = (tmp_path / "out.log").read_text()
+    last = next(line for line in reversed(said.splitlines()) if line.startswith("verl: "))
+    assert "training worker 1" in last and "died in" in last and "killed by a signal" in last, said[-2000:]
+    assert events(out, "worker_died") or "died in update" in last
+    for folder in (out, whole):
+        with started(tiny, folder, cluster.address) as run:
+            assert run.wait(300) == 0, (tmp_path / f"{folder.name}.log").read_text()[-3000:]
+    assert records(out) == records(whole)
+
+
+def test_the_watchdog_names_the_rank_that_hangs_and_where(tiny, cluster, tmp_path) -> None:
+    out = tmp_path / "out"
+    hang = ray_plans.plan(tmp_path / "plug", "hanging_rank", ray_plans.HANGING_RANK, rank=1, call=2)
+    with started(tiny, out, cluster.address, "trainer.watchdog_timeout=6", **hang) as run:
+        report = until(lambda: events(out, "watchdog"), run, out)[0]
+        pids = [w["pid"] for w in events(out, "workers")[0]["workers"]]
+    assert report["phase"] == "update_actor"
+    lines = report["extra"].splitlines()
+    assert any("training worker 1" in line and "hang_here" in line for line in lines), report["extra"][:3000]
+    assert any("training worker 0" in line and "waits for other ranks" in line for line in lines), lines[:5]
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers go when their driver is killed"
+
+
+def test_a_lost_node_ends_the_run_with_that_said(tiny, cluster, tmp_path) -> None:
+    out = tmp_path / "out"
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    with started(tiny, out, cluster.address, **slow) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        assert run.wait(LIMIT_S) == 1
+    said = (tmp_path / "out.log").read_text()
+    last = next(line for line in reversed(said.splitlines()) if line.startswith("verl: "))
+    assert "training worker 1" in last and "its node is lost" in last, last
