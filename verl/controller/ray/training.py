@@ -18,8 +18,9 @@ from ray import exceptions as faults
 
 from verl.controller import transport
 from verl.controller.ray.workers import Group, store_full
-from verl.engine.training.base import ModelCost, StepResult
+from verl.engine.training.base import StepResult
 from verl.errors import UserError
+from verl.tracking.mfu import ModelCost
 from verl.trajectory import Batch, Trajectory
 from verl.worker.actor import ActorRole
 from verl.worker.balance import partition
