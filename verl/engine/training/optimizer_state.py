@@ -44,11 +44,13 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from verl.engine.training.checkpoint_reader import Reader
+
     if not (directory / ".metadata").is_file():
         raise UserError(
             f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
         )
-    described = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+    described = Reader(str(directory)).read_metadata().state_dict_metadata
     flat: dict[str, torch.Tensor] = {}
     for key, meta in described.items():
         if not isinstance(meta, TensorStorageMetadata):
@@ -59,7 +61,7 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
         raise UserError(
             f"{directory}: state of parameters this model does not have, for example {unknown[0]}"
         )
-    dcp.load(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
+    dcp.load(flat, storage_reader=Reader(str(directory)), no_dist=not _sharded(names))
     step = int(flat.pop(_STEP))
     found: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
