@@ -1,7 +1,7 @@
 """Roles in this process: one device, no server, no Ray. The same roles that a Ray controller would place.
 
 The actor's engine owns the weights; the embedded sampler works on the same tensors, vLLM is sent them; the reference
-is a frozen engine of its own, built only when a KL term asks for it.
+is a frozen engine of its own (with LoRA the actor's, its adapter off), built only when a KL term asks for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     )
     reference = None
     if build.wants_reference(config):
-        reference = Reference(build.reference_engine(config), temperature=arr.rollout.temperature)
+        reference = Reference(build.reference_engine(config, engine), temperature=arr.rollout.temperature)
     sampler: Any
     sync: WeightSync
     if arr.rollout.name == "vllm":

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 
 class OwnsWeights(Protocol):
-    """A sampler that is sent its weights. weights_dtype: what floating point ones are converted to, None for nothing."""
+    """A sampler that is sent its weights. weights_dtype: what floating point ones are converted to, None for nothing.
+
+    holds_adapter: it has the base already and is sent the adapter alone.
+    """
 
     weights_dtype: Any
+    holds_adapter: bool
 
     def push_weights(
         self, weights: Iterable[tuple[str, Any]], version: int, *, checksums: bool = False
@@ -40,13 +44,17 @@ class StreamedSync(WeightSync):
     def push(self, version: int, *, verify: bool = False) -> SyncResult:
         """See WeightSync.push. `verify` compares what was sent with what arrived, in the data type it travelled in."""
         started = time.monotonic()
-        result = self._sampler.push_weights(self._trainer.named_weights(), version, checksums=verify)
+        result = self._sampler.push_weights(self._weights(), version, checksums=verify)
         if verify:
             from verl.weight_sync.verify import checksums, compare
 
-            sent = _converted(self._trainer.named_weights(), self._sampler.weights_dtype)
+            sent = _converted(self._weights(), self._sampler.weights_dtype)
             compare(checksums(sent), self._sampler.checksums())
         return SyncResult(bytes=result.bytes, seconds=time.monotonic() - started, verified=verify)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        alone = self._sampler.holds_adapter
+        return self._trainer.adapter_weights() if alone else self._trainer.named_weights()
 
 
 def _converted(

@@ -42,9 +42,13 @@ def actor_engine(
     return engine
 
 
-def reference_engine(config: Any, *, world: int = 1, platform: Platform | None = None) -> TrainingEngine:
-    """The engine of the frozen reference."""
+def reference_engine(
+    config: Any, actor: TrainingEngine, *, world: int = 1, platform: Platform | None = None
+) -> TrainingEngine:
+    """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
     arr = config.actor_rollout_ref
+    if actor.adapted and not arr.ref.model.path:
+        return actor
     return _engine(
         world,
         arr.ref.model.path or arr.model.path,
@@ -65,6 +69,30 @@ def _engine(world: int, path: str, **options: Any) -> TrainingEngine:
     from verl.engine.training.fsdp_engine import FSDPEngine
 
     return FSDPEngine(path, **options)
+
+
+def adapter_moves(config: Any) -> bool:
+    """True if a sampler with weights of its own holds base and adapter apart, so that a sync is the adapter's alone.
+
+    False without LoRA, and where vLLM cannot add the adapter itself (experts, output layer) or
+    `engine_kwargs.vllm.enable_lora=False` tells it not to: then it is sent merged weights.
+    """
+    from verl.engine.training.lora import LoraSettings
+    from verl.engine.training.model import load_config
+
+    arr = config.actor_rollout_ref
+    settings = LoraSettings.of(arr.model, arr.model.path)
+    if settings is None:
+        return False
+    if arr.rollout.name != "vllm":
+        return True
+    if arr.rollout.engine_kwargs.vllm.get("enable_lora") is False or "lm_head" in str(
+        settings.described().get("target_modules")
+    ):
+        return False
+    text = load_config(arr.model.path, arr.model).get_text_config()
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return not any(getattr(text, name, None) for name in experts)
 
 
 def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
@@ -99,7 +127,17 @@ def vllm_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     from verl.engine.training.settings import compute_dtype
 
     trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
-    return VLLMEngine(**engine_settings(config, tokenizer, trainer_dtype))
+    settings = engine_settings(config, tokenizer, trainer_dtype)
+    if adapter_moves(config):
+        from verl.engine.training.lora import LoraSettings
+
+        model = config.actor_rollout_ref.model
+        lora = LoraSettings.of(model, model.path)
+        assert lora is not None
+        # The base comes from the model's files: a transfer brings the adapter alone.
+        dummy = settings["load_format"] == "dummy"
+        settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
+    return VLLMEngine(**settings)
 
 
 def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
@@ -110,6 +148,13 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     platform.prepare()
     module = load_model(arr.model.path, arr.model).to(platform.device())
     module.requires_grad_(False)
+    if adapter_moves(config):
+        from verl.engine.training.lora import AdapterSource, LoraSettings, inject
+
+        settings = LoraSettings.of(arr.model, arr.model.path)
+        assert settings is not None
+        inject(module, settings).materialise(AdapterSource(module, settings, 0, None), platform.device())
+        module.requires_grad_(False)
     return native_sampler(config, module, tokenizer, str(compute_dtype(arr.actor, platform)))
 
 

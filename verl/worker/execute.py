@@ -49,3 +49,16 @@ def update(
     """
     objective = Recording(ActorObjective(actor_cfg, normalisers, rollout_correction))
     return engine.step(rows, objective, temperature=temperature, entropy=True)
+
+
+def reference_log_probs(
+    engine: TrainingEngine, rows: Sequence[Trajectory], *, temperature: float
+) -> np.ndarray:
+    """Log-probs of the reference, float32 [ΣL]: of an engine of its own, or of the base below the policy's adapter."""
+    if engine.adapted:
+        with engine.without_adapter():
+            return engine.log_probs(rows, temperature=temperature).log_probs
+    engine.onload()
+    log_probs = engine.log_probs(rows, temperature=temperature).log_probs
+    engine.offload()
+    return log_probs

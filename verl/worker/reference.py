@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from verl.engine.training.base import TrainingEngine
 from verl.trajectory import Batch
+from verl.worker.execute import reference_log_probs
 
 
 class ReferenceRole(ABC):
@@ -17,7 +18,7 @@ class ReferenceRole(ABC):
 
 
 class Reference(ReferenceRole):
-    """The frozen reference weights in an engine of this process."""
+    """The frozen reference weights in an engine of this process; with LoRA the policy's own, without its adapter."""
 
     def __init__(self, engine: TrainingEngine, *, temperature: float):
         self.engine = engine
@@ -25,7 +26,5 @@ class Reference(ReferenceRole):
 
     def log_probs(self, batch: Batch) -> None:
         """See `ReferenceRole.log_probs`."""
-        self.engine.onload()
-        stats = self.engine.log_probs(batch.trajectories, temperature=self._temperature)
-        batch.fill_flat("ref_log_probs", stats.log_probs)
-        self.engine.offload()
+        found = reference_log_probs(self.engine, batch.trajectories, temperature=self._temperature)
+        batch.fill_flat("ref_log_probs", found)

@@ -23,6 +23,7 @@ from verl.platform import stacks
 from verl.plugins import import_modules
 from verl.profiling.profiler import Profiled, open_profiler
 from verl.trajectory import Trajectory
+from verl.weight_sync.base import SyncResult
 
 
 class TrainHost(Profiled):
@@ -63,7 +64,9 @@ class TrainHost(Profiled):
 
         self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
         if build.wants_reference(self.config):
-            self.reference = build.reference_engine(self.config, world=self.world, platform=self.platform)
+            self.reference = build.reference_engine(
+                self.config, self.actor, world=self.world, platform=self.platform
+            )
         played = ("actor", "ref") if self.reference is not None else ("actor",)
         self.profiler = open_profiler(self.config, roles=played, rank=self.rank, device=self.platform.name)
         return {
@@ -98,9 +101,10 @@ class TrainHost(Profiled):
             raise RuntimeError(
                 "no reference was built: neither use_kl_loss nor use_kl_in_reward asks for one"
             )
-        self.reference.onload()
-        columns = {"ref_log_probs": self.reference.log_probs(self._rows, temperature=temperature).log_probs}
-        self.reference.offload()
+        from verl.worker import execute
+
+        found = execute.reference_log_probs(self.reference, self._rows, temperature=temperature)
+        columns = {"ref_log_probs": found}
         transport.fill(self._rows, columns)
         return columns
 
@@ -142,25 +146,54 @@ class TrainHost(Profiled):
 
     # -- weights and state ------------------------------------------------------------------------------------
 
-    def send_weights(self, channel: str | None, readers: int, version: int, verify: bool) -> dict[str, Any]:
+    def send_weights(
+        self,
+        channel: str | None,
+        readers: int,
+        version: int,
+        verify: bool,
+        meeting: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Gather the weights together with the other ranks and, with a channel, write them to its readers.
 
+        With a meeting they are broadcast to the relays that come there, too.
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`.
         """
         from verl.weight_sync.shared_memory import BucketSender
         from verl.weight_sync.verify import digesting
+        from verl.worker import build
 
-        weights = self._trained().named_weights()
+        engine = self._trained()
+        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
         sums: dict[str, str] = {}
-        if channel is None:
+        if channel is None and meeting is None:
             for _ in weights:
                 continue
             return {"bytes": 0, "seconds": 0.0, "checksums": sums}
         rollout = self.config.actor_rollout_ref.rollout
         bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
-        sender = BucketSender(channel, readers, bucket)
-        result = sender.send(digesting(weights, sums) if verify else weights, version)
+        stream = digesting(weights, sums) if verify else weights
+        if meeting is not None:
+            result = self._broadcast(meeting, stream, version, bucket, channel, readers)
+        else:
+            assert channel is not None
+            result = BucketSender(channel, readers, bucket).send(stream, version)
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
+
+    def _broadcast(
+        self, meeting: dict[str, Any], weights: Any, version: int, bucket: int, channel: str | None, readers: int
+    ) -> SyncResult:
+        from verl.weight_sync.collective import Meeting, broadcast
+        from verl.weight_sync.shared_memory import TIMEOUT
+
+        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        group = Meeting(**meeting).join(0, backend, self.platform, TIMEOUT)
+        try:
+            return broadcast(
+                group, weights, version, bucket_bytes=bucket, channel=channel or "", readers=readers
+            )
+        finally:
+            group.close()
 
     def save_weights(self, directory: str) -> None:
         """Hugging Face directory of the policy, written by all ranks."""

@@ -24,6 +24,7 @@ import numpy as np
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.adapter import vllm
+from verl.engine.rollout.vllm.adapter_folder import AdapterFolder
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     check_request,
@@ -52,6 +53,8 @@ class VLLMEngine(RolloutEngine):
     tokenizer_path: where the tokenizer is, if not with the model; needed for texts, and for stop strings, for which
         skip_tokenizer_init must be off.
     free_cache_engine: `sleep` gives memory back (on devices where vLLM can). bucket_bytes: size of one weight transfer.
+    lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the adapter's
+        tensors (names of peft's files less their prefix) and not the model's.
     engine_kwargs: further arguments of vLLM, checked against those of the installed version.
     The other names are vLLM's and those of `rollout.*` (docs/vllm.md). Raises UserError (EnginePackageError) if vLLM is
     absent or of a version out of range, or an argument cannot be passed.
@@ -78,7 +81,9 @@ class VLLMEngine(RolloutEngine):
         self._live: dict[str, Live] = {}
         self._counters = Counters()
         self._version = 0
-        self._ready = s.load_format != "dummy"
+        self._ready = s.load_format != "dummy" and s.lora is None
+        self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
+        self._adapter_request: Any = None
         self._asleep = self._weights_gone = False
         self._processes: set[launch.Process] = set()
         self._batch: BatchCall | None = None
@@ -199,7 +204,8 @@ class VLLMEngine(RolloutEngine):
             output = None
             if not live.aborted:
                 params = self._api.sampling_params(**arguments)
-                stream = self._engine.generate({"prompt_token_ids": live.prompt}, params, request_id=live.id)
+                request, adapter = {"prompt_token_ids": live.prompt}, self._adapter_request
+                stream = self._engine.generate(request, params, request_id=live.id, lora_request=adapter)
                 async for final in stream:
                     output = final
             completion = live.completion(output)
@@ -249,7 +255,10 @@ class VLLMEngine(RolloutEngine):
         if held:
             self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), _RPC_TIMEOUT)
         try:
-            result = self._transfer(weights, version, checksums)
+            if self._adapter is None:
+                result = self._transfer(weights, version, checksums)
+            else:
+                result = self._place_adapter(self._adapter, weights, version)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
@@ -282,12 +291,39 @@ class VLLMEngine(RolloutEngine):
             raise failure
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
+    def _place_adapter(
+        self, folder: AdapterFolder, weights: Iterable[tuple[str, Any]], version: int
+    ) -> SyncResult:
+        """Have every worker load the adapter anew, in place of the one before."""
+        from verl.weight_sync.base import SyncResult
+        from verl.weight_sync.verify import close_stream
+
+        started = time.monotonic()
+        try:
+            path, moved = folder.write(weights, version, self.weights_dtype)
+        finally:
+            close_stream(weights)
+        request, replacing = self._api.lora_requests(str(path))
+        if replacing is None and self._adapter_request is not None:
+            self._host.call(self._engine.remove_lora(request.lora_int_id), _RPC_TIMEOUT)
+        if not self._host.call(self._engine.add_lora(replacing or request), _RPC_TIMEOUT):
+            raise RuntimeError(f"vLLM did not take the adapter of version {version}")
+        self._adapter_request = request
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+
+    @property
+    def holds_adapter(self) -> bool:
+        """True if vLLM adds the adapter itself: then that is what `load_weights` brings."""
+        return self._adapter is not None
+
     def checksums(self) -> dict[str, str]:
         """Checksums by Hugging Face name of the tensors that every worker received in the last `load_weights` that asked for
         them, in the data type they travelled in. vLLM packs and fuses what it keeps, so those bytes cannot be compared.
 
         RuntimeError if two workers received different ones.
         """
+        if self._adapter is not None:
+            return self._adapter.checksums()
         found = self._host.call(self._engine.collective_rpc("verl_checksums"), _RPC_TIMEOUT)
         if any(other != found[0] for other in found[1:]):
             raise RuntimeError("two workers of vLLM received different weights")
@@ -355,6 +391,8 @@ class VLLMEngine(RolloutEngine):
         launch.end(self._processes)
         if self._config_folder is not None:
             self._config_folder.cleanup()
+        if self._adapter is not None:
+            self._adapter.remove()
 
 
 async def _shutdown(engine: Any) -> None:

@@ -33,10 +33,21 @@ class Vllm:
     stat_logger: Any
     cpu: bool
     sleeps: bool
+    lora_request: Any
 
     def can(self, method: str) -> bool:
         """True if the engine has this method."""
         return callable(getattr(self.engine, method, None))
+
+    def lora_requests(self, path: str) -> tuple[Any, Any]:
+        """The name under which requests ask for the adapter, and the order to load it again in place (None where the
+        version has no such order). EnginePackageError if adapters are not to be had at all."""
+        if self.lora_request is None:
+            raise _lacks(self.version, "vllm.lora.request.LoRARequest")
+        given = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
+        in_place = "load_inplace" in getattr(self.lora_request, "__struct_fields__", ())
+        again = self.lora_request(**given, load_inplace=True) if in_place else None
+        return self.lora_request(**given), again
 
 
 @cache
@@ -72,6 +83,7 @@ def vllm() -> Vllm:
         or frozenset(inspect.signature(sampling).parameters),
         stat_logger=_optional("vllm.v1.metrics.loggers", "StatLoggerBase"),
         cpu=bool(platform.is_cpu()),
+        lora_request=_optional("vllm.lora.request", "LoRARequest"),
         sleeps=bool(getattr(platform, "is_sleep_mode_available", bool)()),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.engine_kwargs import translate
+from verl.config.engine_kwargs import LORA_RANKS, translate
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 
@@ -46,6 +46,7 @@ class EngineSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] | None = None
 
 
 def engine_arguments(
@@ -100,6 +101,9 @@ def engine_arguments(
         arguments["enable_expert_parallel"] = True
     if s.free_cache_engine and sleeps:
         arguments["enable_sleep_mode"] = True
+    if s.lora is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        arguments["max_lora_rank"] = lora_room(int(s.lora["r"]))
     if cpu:
         arguments["block_size"] = _CPU_BLOCK
         if s.tensor_parallel_size == 1:
@@ -112,6 +116,14 @@ def engine_arguments(
             f"the installed vLLM has no argument {', '.join(lacking)}; see docs/vllm.md for versions"
         )
     return arguments
+
+
+def lora_room(rank: int) -> int:
+    """The rank that vLLM sets room aside for: the next of its list. UserError above the largest."""
+    room = next((known for known in LORA_RANKS if known >= rank), None)
+    if room is None:
+        raise UserError(f"model.lora_rank={rank}: vllm takes at most {LORA_RANKS[-1]}")
+    return room
 
 
 def _set_by_us(s: EngineSettings) -> dict[str, Any]:

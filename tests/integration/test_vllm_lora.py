@@ -1,0 +1,53 @@
+"""vLLM holds base and adapter apart: a sync is the adapter's alone, and both sides agree before and after an update."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
+from tests.unit.engine_cases import simple_loss
+from tests.unit.lora_cases import disturb, engine, lora, trained
+from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from verl.engine.training.lora import LoraSettings
+from verl.weight_sync.streamed import StreamedSync
+
+require_vllm()
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("qwen3", False), ("llama", True)])
+def test_only_the_adapter_moves(tmp_path: Path, arch: str, tied: bool) -> None:
+    path = vllm_model(tmp_path / "model", arch, tied=tied)
+    actor = engine(str(path), trained(calculate_sum_pi_squared=False))
+    actor.schedule(10)
+    disturb(actor)
+    settings = LoraSettings.of(lora(), path)
+    assert settings is not None
+    sampler = vllm_engine(path, lora=settings.described(), skip_tokenizer_init=True)
+    folders = lambda: {f for f in os.listdir("/dev/shm") if f.startswith("verl-vllm-adapter-")}  # noqa: E731
+    try:
+        with pytest.raises(RuntimeError, match="no weights yet"):
+            sample(sampler, PROMPTS)
+        sync = StreamedSync(actor, sampler)
+        result = sync.push(0, verify=True)
+        adapter = sum(t.numel() * 4 for _, t in actor.adapter_weights())
+        assert result.bytes == adapter < sum(t.numel() * 4 for _, t in actor.named_weights()) / 4
+        before = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert difference(actor, before, 2) <= 1e-4
+        with actor.without_adapter():
+            assert difference(actor, before, 2) > 1e-2, "it is not the base that was sampled from"
+
+        for _ in range(3):
+            stepped = actor.step(rows(before, 2), simple_loss(len(before) * 24), temperature=TEMPERATURE)
+            assert not stepped.refused
+        assert difference(actor, before, 2) > 1e-2, "the update moved the distribution far enough to be seen"
+        sync.push(1, verify=True)
+        after = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        assert difference(actor, after, 2) <= 1e-4 and {c.versions for c in after} == {(1,)}
+    finally:
+        sampler.close()
+    assert not folders(), "the adapter's folder goes with the engine"
