@@ -138,7 +138,7 @@ def test_files_are_cut_evenly_and_below_the_limit() -> None:
     assert max(len(f) for f in plan_files(sizes, 2, limit=25)) <= 3
     assert plan_files([("big", 100), ("small", 1)], 2, limit=10) == [["big"], ["small"]]
     assert plan_files([("only", 7)], 4) == [["only"]]
-    assert sum(plan_files(sizes, 5), []) == [name for name, _ in sizes]
+    assert [name for file in plan_files(sizes, 5) for name in file] == [name for name, _ in sizes]
 
 
 def damaged(path: str, directory: str) -> str:

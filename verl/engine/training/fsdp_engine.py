@@ -30,6 +30,7 @@ from verl.engine.training.agree import exchange, merge_sums, together
 from verl.engine.training.base import MicroBatch, MicroLoss
 from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.layout import layout
 from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject, refuse_adapter_checkpoint
 from verl.engine.training.optimizer_state import load_state, save_state
@@ -39,13 +40,13 @@ from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import read
 from verl.engine.training.sharding import (
     Policy,
-    layout,
     local,
     shard,
     sharded_modules,
     take_share,
     whole,
 )
+from verl.engine.training.tensor_parallel import TensorParallel
 from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_source import WeightSource, open_source
 from verl.errors import UserError
@@ -78,19 +79,28 @@ class FSDPEngine(PackedEngine):
         self._place(device, role_cfg, role=role, trainable=trainable, seed=seed, index=device_index)
         self.platform.select(device_index)
         split = int(read(role_cfg, "ulysses_sequence_parallel_size", 1))
-        self.layout = layout(self.device.type, int(read(role_cfg, "fsdp_config.fsdp_size", -1)), split)
+        products = int(read(role_cfg, "fsdp_config.tensor_parallel_size", 1))
+        cut = int(read(role_cfg, "fsdp_config.fsdp_size", -1))
+        self.layout = layout(self.device.type, cut, split, products)
         self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
         self.module = together(lambda: meta_init.build(model_path, model_cfg))
         self._serving_dtype = serving_dtype(model_path, model_cfg)
+        tensor = self.layout.tensor
+        self._tensor = None if tensor is None else TensorParallel(self.module, tensor)
         self._sequence = self._sequence_parallel()
         settings = LoraSettings.of(model_cfg, model_path) if trainable else None
+        if settings is not None and tensor is not None:
+            raise UserError(
+                "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
+            )
         source = self._source(model_path, model_cfg)
         if settings is not None:
             self._adapter = together(lambda: inject(self.module, settings))
             source = together(lambda: AdapterSource(self.module, settings, seed, source))
         self.scorer, self._fused = Scorer(self.module), FusedForwards()
         parts = Policy.of(role_cfg, self.compute_dtype, self.device)
-        together(lambda: shard(self.scorer, source, self.layout, parts, self._fused, trainable=trainable))
+        options: dict[str, Any] = {"trainable": trainable, "tensor": self._tensor}
+        together(lambda: shard(self.scorer, source, self.layout, parts, self._fused, **options))
         if read(model_cfg, "use_fused_kernels") is not False:
             self._find_head()
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
@@ -114,7 +124,8 @@ class FSDPEngine(PackedEngine):
                 f"ulysses_sequence_parallel_size={self.layout.sequence_size}: {type(self.module).__name__} carries a "
                 "state along the row, so a row cannot be split; set it to 1"
             )
-        return SequenceParallel(self.layout.sequence, int(self.config.get_text_config().num_attention_heads))
+        heads = int(self.config.get_text_config().num_attention_heads) // self.layout.tensor_size
+        return SequenceParallel(self.layout.sequence, heads)
 
     def _source(self, path: str | Path, model_cfg: Any) -> WeightSource:
         """Weights for the meta parameters; buffers get theirs here."""
@@ -180,13 +191,17 @@ class FSDPEngine(PackedEngine):
             # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        speaks = self.layout.sequence_rank == 0
+        own = self._gradients()
+        if self._tensor is not None:
+            self._tensor.complete(self._names)
+            own = [local(p.grad) for p in self._parameters if p.grad is not None and self._tensor.own(p)]
+        speaks = self.layout.speaks
         said = exchange(
             [
                 tally.sums if speaks else {},
                 tally.tokens if speaks else 0,
                 tally.refused,
-                _squares(self._gradients()) if self.layout.counts else 0.0,
+                _squares(own) if self.layout.counts else 0.0,
             ]
         )
         merged = Tally(merge_sums([sums for sums, *_ in said]), sum(tokens for _, tokens, *_ in said))

@@ -26,10 +26,10 @@ class FusedForwards:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self.add(() if model is None else model.modules())
 
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Look at modules one by one, while their weights are whole."""
+    def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
+        """Look at modules one by one, while their weights are whole. gated=False leaves gated MLPs alone."""
         for module in modules:
-            forward = _norm_for(module) or _mlp_for(module)
+            forward = _norm_for(module) or (_mlp_for(module) if gated else None)
             if forward is not None and "forward" not in module.__dict__:
                 self._forwards.append((module, forward))
 

@@ -72,7 +72,15 @@ def build_optimizer(
         raise UserError(
             f"optim.override_optimizer_config: {where} takes no {', '.join(unknown)}; it takes {', '.join(accepted)}"
         )
-    return kind(list(parameters), **(arguments | extra))
+    return kind(_groups(parameters), **(arguments | extra))
+
+
+def _groups(parameters: Iterable[torch.nn.Parameter]) -> list[Any]:
+    """One group for each set of ranks that parameters are cut over: an operation takes tensors of one such set."""
+    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in by_mesh.values()] or [{"params": []}]
 
 
 def warmup_steps(settings: OptimizerSettings, total: int) -> int:

@@ -1,4 +1,4 @@
-"""Which ranks share what, and how a model is cut: torch's `fully_shard` over layers and the rest.
+"""How a model is cut over ranks: torch's `fully_shard` over layers and the rest.
 
 A unit (one decoder layer, or several merged) is the piece whose weights are gathered together. Units are filled
 and sharded one after the other; what is in no layer (embedding, last normalisation, head) is the root's.
@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,70 +22,13 @@ from torch.distributed.fsdp import (
 
 from verl.engine.training import model as models
 from verl.engine.training.settings import named_dtype, read
-from verl.errors import UserError
 
 if TYPE_CHECKING:
     from verl.engine.training.fuse import FusedForwards
+    from verl.engine.training.layout import Layout
     from verl.engine.training.scorer import Scorer
+    from verl.engine.training.tensor_parallel import TensorParallel
     from verl.engine.training.weight_source import WeightSource
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The ranks of one engine, numbered with sequence-parallel neighbours next to each other.
-
-    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first
-    sequence  group of the ranks that share this rank's rows, None for one rank
-    """
-
-    mesh: DeviceMesh
-    sequence: dist.ProcessGroup | None
-    rank: int
-    size: int
-    sequence_size: int
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.sequence_size
-
-    @property
-    def dp_size(self) -> int:
-        return self.size // self.sequence_size
-
-    @property
-    def sequence_rank(self) -> int:
-        return self.rank % self.sequence_size
-
-    @property
-    def hybrid(self) -> bool:
-        return self.mesh.ndim > 1
-
-    @property
-    def counts(self) -> bool:
-        """True on one of the ranks that hold the same shards: what is summed over ranks is summed once."""
-        return not self.hybrid or self.mesh.get_local_rank(0) == 0
-
-
-def layout(device_type: str, fsdp_size: int, sequence_size: int) -> Layout:
-    """The layout of the default process group. UserError for sizes that do not divide its ranks."""
-    if not dist.is_initialized():
-        raise RuntimeError("the ranks have not met: call process_group.init_process_group first")
-    size, rank = dist.get_world_size(), dist.get_rank()
-    shard = size if fsdp_size is None or fsdp_size <= 0 or fsdp_size >= size else fsdp_size
-    for key, value in (("fsdp_config.fsdp_size", shard), ("ulysses_sequence_parallel_size", sequence_size)):
-        if size % value:
-            raise UserError(f"{key}={value} does not divide the {size} training ranks")
-    if shard == size:
-        mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device_type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    sequence = None
-    if sequence_size > 1:
-        rows = init_device_mesh(
-            device_type, (size // sequence_size, sequence_size), mesh_dim_names=("data", "sequence")
-        )
-        sequence = rows.get_group("sequence")
-    return Layout(mesh, sequence, rank, size, sequence_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +70,7 @@ def shard(
     fused: FusedForwards,
     *,
     trainable: bool,
+    tensor: TensorParallel | None = None,
 ) -> None:
     """Fill the meta parameters of the scorer's model from `source`, unit by unit, and cut each over the ranks.
 
@@ -136,6 +78,7 @@ def shard(
     """
     module = scorer.module
     names = {id(p): name for name, p in module.named_parameters()}
+    places = {id(part): name for name, part in module.named_modules()}
     options: dict[str, Any] = {
         "mesh": where.mesh,
         "mp_policy": policy.mixed,
@@ -147,8 +90,10 @@ def shard(
         parts = [part for layer in unit for part in layer.modules()]
         inside |= {id(part) for part in parts}
         _materialise(parts, names, source, trainable)
-        fused.add(parts)
+        fused.add(parts, gated=tensor is None)
         _cast_buffers(parts, policy.buffer_dtype)
+        for layer in unit if tensor is not None else ():
+            tensor.apply(places[id(layer)], layer)
         fully_shard(unit, reshard_after_forward=policy.reshard_after_forward, **options)
     rest = [part for part in module.modules() if id(part) not in inside]
     _materialise(rest, names, source, trainable)
@@ -218,19 +163,43 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, last = tensor.device_mesh, tensor.placements[-1]
+    names = mesh.mesh_dim_names or ()
+    if "tensor" not in names or not isinstance(last, Shard):
+        return tensor.full_tensor()
+    # In the reverse of the order in which it was cut.
+    shape = list(tensor.shape)
+    shape[last.dim] //= mesh.size(mesh.ndim - 1)
+    like = torch.empty(shape, device="meta")
+    part = DTensor.from_local(
+        tensor._local_tensor,
+        mesh["shard"],
+        [Shard(0)],
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    ).full_tensor()
+    return DTensor.from_local(part, mesh["tensor"], [last], run_check=False).full_tensor()
 
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's share of a full tensor into a sharded one; the whole into any other."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(target, DTensor):
         target.copy_(full)
         return
-    cut = distribute_tensor(
-        full.to(target.device_mesh.device_type), target.device_mesh, target.placements, src_data_rank=None
-    )
-    target._local_tensor.copy_(cut._local_tensor)
+    mesh = target.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None
+    # Tensor parallelism, the last dimension of the mesh, cuts first.
+    for number in reversed(range(mesh.ndim)):
+        cut = getattr(target.placements[number], "dim", None)
+        if cut is not None:
+            pieces = full.chunk(mesh.size(number), cut)
+            full = pieces[place[number]] if place[number] < len(pieces) else full.narrow(cut, 0, 0)
+    target._local_tensor.copy_(full)

@@ -1,0 +1,96 @@
+"""Which ranks hold which rows and which parts of the weights.
+
+    rank = ((replica × shards + shard) … ) with sequence- and tensor-parallel neighbours next to each other
+
+Tensor-parallel neighbours compute parts of the same products, sequence-parallel ones parts of the same packs: both
+get the same rows. Weights are cut over all ranks that are no tensor-parallel neighbours, whatever rows they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks of one engine.
+
+    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first
+    tensor    mesh of the ranks that share products, None for one
+    sequence  group of the ranks that share packs, None for one
+    """
+
+    mesh: DeviceMesh
+    tensor: DeviceMesh | None
+    sequence: dist.ProcessGroup | None
+    rank: int
+    size: int
+    tensor_size: int
+    sequence_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.tensor_size * self.sequence_size)
+
+    @property
+    def dp_size(self) -> int:
+        return self.size // (self.tensor_size * self.sequence_size)
+
+    @property
+    def speaks(self) -> bool:
+        """True on one of the ranks that have the same rows: what counts rows is counted once."""
+        return self.rank % (self.tensor_size * self.sequence_size) == 0
+
+    @property
+    def hybrid(self) -> bool:
+        return self.mesh.ndim > 1
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the ranks that hold the same shards: what is summed over weights is summed once."""
+        return not self.hybrid or self.mesh.get_local_rank(0) == 0
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_size
+
+
+def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
+    """The layout of the default process group. UserError for sizes that do not divide its ranks.
+
+    fsdp_size: ranks that share one copy of the weights; ≤ 0 or more than there are: all.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("the ranks have not met: call process_group.init_process_group first")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    both = tensor_size * sequence_size
+    if size % both:
+        parts = f"ulysses_sequence_parallel_size={sequence_size}"
+        if tensor_size > 1:
+            parts += f" × fsdp_config.tensor_parallel_size={tensor_size}"
+        raise UserError(f"{parts} does not divide the {size} training ranks")
+    cut = size // tensor_size
+    shard = cut if fsdp_size <= 0 or fsdp_size >= cut else fsdp_size
+    if cut % shard:
+        raise UserError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {cut} training ranks")
+    shape, names = ((shard,), ("shard",)) if shard == cut else ((cut // shard, shard), ("replicate", "shard"))
+    tensor = None
+    if tensor_size > 1:
+        whole = init_device_mesh(device_type, (*shape, tensor_size), mesh_dim_names=(*names, "tensor"))
+        mesh, tensor = whole[names if len(names) > 1 else names[0]], whole["tensor"]
+    else:
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    sequence = None
+    if sequence_size > 1:
+        rows = init_device_mesh(
+            device_type,
+            (size // both, sequence_size, tensor_size),
+            mesh_dim_names=("data", "sequence", "neighbour"),
+        )
+        sequence = rows.get_group("sequence")
+    return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)

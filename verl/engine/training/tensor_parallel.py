@@ -1,0 +1,91 @@
+"""Tensor parallelism inside of layers, after the plan that transformers has for an architecture.
+
+    x ── q, k, v (columns cut: heads) ── attention ── o (rows cut) ── add over ranks ──▶ y
+    x ── gate, up (columns cut) ────────────────────── down (rows cut) ── add over ranks ──▶ y
+
+Embedding, head and normalisations stay whole. A weight that is whole and is used on a rank's own heads alone (the
+normalisation of queries and keys) has only a part of its gradient on each rank: those parts are added at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from verl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_PARTIAL = "replicated_with_grad_allreduce"
+
+
+class TensorParallel:
+    """The plan of `module` over the ranks of `mesh`. UserError for a model without a plan that fits."""
+
+    def __init__(self, module: PreTrainedModel, mesh: DeviceMesh):
+        self._mesh, self._size = mesh, mesh.size()
+        kind = type(module).__name__
+        # What is outside of layers is the root's, and stays whole.
+        plan = {name: style for name, style in (module.tp_plan or {}).items() if "*" in name}
+        self._plan = [(re.compile(_pattern(name)), style) for name, style in plan.items()]
+        asked = f"fsdp_config.tensor_parallel_size={self._size}"
+        if not plan:
+            raise UserError(f"{asked}: transformers has no plan for {kind}; set it to 1")
+        for name, part in module.named_modules():
+            style = self._style(name)
+            if style is None:
+                continue
+            if (style in _STYLES and not isinstance(part, torch.nn.Linear)) or style not in (
+                *_STYLES,
+                _PARTIAL,
+            ):
+                raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
+        config = module.config.get_text_config()
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            value = getattr(config, key, None)
+            if value is not None and value % self._size:
+                raise UserError(f"{asked} does not divide the model's {key} of {value}")
+
+    def _style(self, name: str) -> str | None:
+        return next((style for pattern, style in self._plan if pattern.fullmatch(name)), None)
+
+    def apply(self, name: str, layer: torch.nn.Module) -> None:
+        """Cut the weights of a layer, which are whole and the same on every rank, and make it compute with them."""
+        plan = {
+            inner: _STYLES[style]()
+            for inner, _ in layer.named_modules()
+            if (style := self._style(f"{name}.{inner}")) in _STYLES
+        }
+        parallelize_module(layer, self._mesh, plan, src_data_rank=None)
+
+    def complete(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Add up the gradients that each rank has a part of. Collective."""
+        group = self._mesh.get_group()
+        for name, parameter in parameters.items():
+            if self._style(name.rpartition(".")[0]) == _PARTIAL and parameter.grad is not None:
+                grad = parameter.grad
+                dist.all_reduce(grad._local_tensor if isinstance(grad, DTensor) else grad, group=group)
+
+    def own(self, parameter: torch.Tensor) -> bool:
+        """True if this parameter is cut over the mesh, or this rank is the one to count it."""
+        if self._mesh.get_local_rank() == 0:
+            return True
+        return isinstance(parameter, DTensor) and _cut_over(parameter, self._mesh)
+
+
+def _cut_over(parameter: DTensor, mesh: DeviceMesh) -> bool:
+    names = parameter.device_mesh.mesh_dim_names or ()
+    wanted = (mesh.mesh_dim_names or ("",))[0]
+    return wanted in names and isinstance(parameter.placements[names.index(wanted)], Shard)
+
+
+def _pattern(name: str) -> str:
+    return re.escape(name).replace(r"\*", r"\d+")
