@@ -99,4 +99,4 @@ while (here := sum(node["Alive"] for node in ray.nodes())) < wanted:
     time.sleep(1)
 print(f"{here} of {wanted} nodes are here: {ray.cluster_resources()}")
 PYTHON
-echo "now: RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT python3 -m verl.trainer.main_ppo trainer.nnodes=$NNODES …"
+echo "now: RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT RAY_AUTH_MODE=$RAY_AUTH_MODE python3 -m verl.trainer.main_ppo trainer.nnodes=$NNODES …"

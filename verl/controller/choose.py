@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 from typing import Any
 
 from verl.controller.roles import Roles
@@ -19,16 +18,6 @@ def wants_ray(config: Any) -> bool:
     return many or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
 
 
-def _use_token() -> None:
-    """Send the cluster's token where there is one; a cluster without authentication takes no notice.
-
-    Ray looks at the variable when it is imported, and by itself sends a token only to a cluster that it started.
-    """
-    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if token or (Path.home() / ".ray" / "auth_token").is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-
-
 def build_roles(config: Any, tokenizer: Any, total_steps: int, report: Report) -> Roles:
     """The roles of a run, wherever they belong. UserError for what cannot be had."""
     if not wants_ray(config):
@@ -40,7 +29,6 @@ def build_roles(config: Any, tokenizer: Any, total_steps: int, report: Report) -
             "more than one device, or a cluster's address, needs Ray, which is not installed here: "
             "pip install 'verl[ray]', or set trainer.nnodes=1 trainer.n_gpus_per_node=1 and unset RAY_ADDRESS"
         )
-    _use_token()
     from verl.controller.ray import build_roles as remote
 
     return remote(config, tokenizer, total_steps, report)

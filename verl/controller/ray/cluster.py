@@ -82,6 +82,11 @@ class Cluster:
             _knock(address)
             ray.init(**(defaults | options))
         except (ConnectionError, TimeoutError) as error:
+            if "InvalidAuthToken" in f"{error}{error.__cause__}":
+                raise UserError(
+                    f"the Ray cluster at {address} asks for its token: export RAY_AUTH_MODE=token, and have the token in "
+                    "~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
+                ) from error
             raise UserError(
                 f"no Ray cluster answers at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {error}. Start one "
                 "with examples/ray_start.sh, or unset the address to use this machine alone"

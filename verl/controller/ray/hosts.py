@@ -15,9 +15,6 @@ from verl.worker.train_host import TrainHost
 class RayTrainHost(TrainHost):
     """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
 
-    def hello(self) -> None:
-        """It runs."""
-
     def cost(self) -> dict[str, Any] | None:
         """`TrainingEngine.cost` as plain data."""
         found = self._trained().cost()
@@ -34,12 +31,5 @@ class RayTrainHost(TrainHost):
         threading.Event().wait()
 
 
-class RaySamplerHost(SamplerHost):
-    """A sampling engine."""
-
-    async def hello(self) -> None:
-        """It runs."""
-
-
 TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainHost)
-SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(RaySamplerHost)
+SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(SamplerHost)

@@ -21,7 +21,7 @@ from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.controller.ray.cluster import Node
-from verl.controller.ray.workers import Worker, create, reason
+from verl.controller.ray.workers import Worker, reason
 from verl.errors import UserError
 from verl.platform import stacks
 
@@ -77,9 +77,6 @@ def _model_digest(path: Path) -> str:
 class Agent:
     """Runs on a node."""
 
-    def hello(self) -> None:
-        """It runs."""
-
     def facts(self, model: str, folder: str, files: int) -> dict[str, str]:
         """See `facts`."""
         return facts(model, folder, files)
@@ -96,13 +93,12 @@ class Agents:
         self._own = ray.get_runtime_context().get_node_id()
         remote = ray.remote(num_cpus=0, max_restarts=-1)(Agent)
         self._nodes = {node.id: node for node in nodes if node.id != self._own}
-        makers = [
-            remote.options(
+        self._agents = {
+            node: remote.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            ).remote
+            ).remote()
             for node in self._nodes
-        ]
-        self._agents = dict(zip(self._nodes, create(makers), strict=True))
+        }
 
     def check(self, model: str, run_folder: Path | None, files: int) -> None:
         """UserError that lists every difference between a node and the driver."""

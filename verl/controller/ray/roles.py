@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
 from verl.controller.ray.watch import Watch
-from verl.controller.ray.workers import Group, Worker, WorkerDied, create
+from verl.controller.ray.workers import Group, Worker, WorkerDied
 from verl.controller.roles import Roles
 from verl.platform import stacks
 from verl.tracking.report import SILENT, Report
@@ -156,14 +155,11 @@ class _Builder:
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
         nodes = [pool.node_of(bundle) for bundle in bundles]
-        makers = []
+        workers = []
         for rank, bundle in enumerate(bundles):
             options = under_nsys(pool.owner_options(bundle, 1), self.config)
-            makers.append(partial(TrainActor.options(**options).remote, self.plain, rank, pool.devices))
-        workers = [
-            Worker(handle, f"training worker {rank}", addresses[nodes[rank]])
-            for rank, handle in enumerate(create(makers))
-        ]
+            handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
+            workers.append(Worker(handle, f"training worker {rank}", addresses[nodes[rank]]))
         self.workers += workers
         group = Group(workers, self.report.beat)
         for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
@@ -191,10 +187,9 @@ class _Builder:
             nodes.append(pool.node_of(bundle))
             options = under_nsys(options, self.config)
             starters.append(_Starter(self.plain, number, options, addresses[nodes[-1]], self.workers))
-        handles = create([starter.make for starter in starters])
         return [
-            Host(starter.number, starter, starter.worker(handle), node)
-            for starter, handle, node in zip(starters, handles, nodes, strict=True)
+            Host(starter.number, starter, starter.create(), node)
+            for starter, node in zip(starters, nodes, strict=True)
         ]
 
     def release(self) -> None:
@@ -222,18 +217,15 @@ class _Starter:
     address: str
     workers: list[Worker]
 
-    def make(self) -> Any:
-        """The process; its engine is not there yet."""
-        return SamplerActor.options(**self.options).remote(self.plain, self.number)
-
-    def worker(self, handle: Any) -> Worker:
-        """What messages say of it; it ends with the run."""
+    def create(self) -> Worker:
+        """The process; its engine is not there yet. It ends with the run."""
+        handle = SamplerActor.options(**self.options).remote(self.plain, self.number)
         worker = Worker(handle, f"sampler {self.number}", self.address)
         self.workers.append(worker)
         return worker
 
     def __call__(self) -> Worker:
-        worker = self.worker(create([self.make])[0])
+        worker = self.create()
         worker.pid = Group([worker]).call("start", doing="starting a sampler again")[0]["pid"]
         return worker
 

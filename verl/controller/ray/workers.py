@@ -13,7 +13,6 @@ from ray import exceptions as faults
 
 from verl.errors import UserError
 
-_CREATE_TRIES = 3
 _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a broken connection before Ray a dead process
 
 
@@ -124,32 +123,6 @@ class Group:
         """End every worker at once."""
         for worker in self.workers:
             ray.kill(worker.handle)
-
-
-def create(makers: Sequence[Callable[[], Any]], hello: str = "hello") -> list[Any]:
-    """Actors that run. `hello` is a cheap method that each of them has.
-
-    On a busy driver Ray now and then believes, while an actor is being made, that nobody holds it any more, and ends it
-    before it ever ran (seen with 2.60): such a one is made again. Any other failure is left to the next call to explain.
-    """
-    actors = [make() for make in makers]
-    todo = list(range(len(makers)))
-    for _ in range(_CREATE_TRIES):
-        refs = {i: getattr(actors[i], hello).remote() for i in todo}
-        todo = [i for i, ref in refs.items() if _never_ran(ref)]
-        for i in todo:
-            actors[i] = makers[i]()
-    return actors
-
-
-def _never_ran(ref: Any) -> bool:
-    try:
-        ray.get(ref)
-    except faults.RayActorError as error:
-        return "never ran" in str(error) and "references" in str(error)
-    except faults.RayError:
-        return False
-    return False
 
 
 def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
