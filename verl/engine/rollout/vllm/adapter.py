@@ -35,10 +35,6 @@ class Vllm:
     sleeps: bool
     lora_request: Any
 
-    def can(self, method: str) -> bool:
-        """True if the engine has this method."""
-        return callable(getattr(self.engine, method, None))
-
     def lora_requests(self, path: str) -> tuple[Any, Any]:
         """The name under which requests ask for the adapter, and the order to load it again in place (None where the
         version has no such order). EnginePackageError if adapters are not to be had at all."""
@@ -67,6 +63,8 @@ def vllm() -> Vllm:
         (engine, "abort"),
         (engine, "collective_rpc"),
         (engine, "reset_prefix_cache"),
+        (engine, "pause_generation"),
+        (engine, "resume_generation"),
         (engine, "shutdown"),
     ):
         if not callable(getattr(owner, method, None)):

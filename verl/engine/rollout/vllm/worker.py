@@ -113,8 +113,8 @@ def _incomplete(model: Any) -> list[str]:
 
     out = []
     for name, layer in model.named_modules():
-        info = layerwise.get_layerwise_info(layer)
-        total, got = info.load_numel_total or 0, info.load_numel
+        info: Any = layerwise.get_layerwise_info(layer)
+        total, got = getattr(info, "load_numel_total", 0) or 0, getattr(info, "load_numel", 0)
         if info.can_load() and 0 < got < total and not isinstance(layer, VocabParallelEmbedding):
             out.append(f"{name} ({got} of {total} elements)")
     return out
