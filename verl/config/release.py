@@ -45,10 +45,6 @@ def _positive(value: Any) -> bool:
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 FEATURES: tuple[Feature, ...] = (
-    Feature("actor_rollout_ref.model.lora_rank", _positive, "LoRA", "set it to 0"),
-    Feature("actor_rollout_ref.model.lora_adapter_path", _given, "LoRA", "leave it null"),
-    Feature("model.lora_rank", _positive, "LoRA", "set it to 0"),
-    Feature("model.lora_adapter_path", _given, "LoRA", "leave it null"),
     Feature("actor_rollout_ref.model.tiled_mlp.enabled", _true, "the MLP in slices", "set it to False"),
     Feature("actor_rollout_ref.model.use_liger", _true, "liger kernels", "set it to False"),
     Feature(f"{_ROLLOUT}.multi_turn.enable", _true, "tools and turns", "set it to False"),
@@ -68,12 +64,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("algorithm.filter_groups.enable", _true, "dynamic sampling", "set it to False"),
     Feature("algorithm.use_pf_ppo", _true, "PF-PPO", "set it to False"),
     Feature("reward_model.enable", _true, "reward models", "score with custom_reward_function.path"),
-    Feature(
-        "reward_manager.source",
-        lambda value: value == "importlib",
-        "a manager class of your own",
-        "score with custom_reward_function.path",
-    ),
     Feature("skip.rollout.enable", _true, "replay of recorded samples", "set it to False"),
 )
 
@@ -98,14 +88,17 @@ UNREAD_BY: dict[str, tuple[re.Pattern[str], str]] = {
 
 UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
     (
-        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.(backend|engine_kwargs)"),
-        "weights travel through shared memory on each node, whatever this says",
+        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.engine_kwargs"),
+        "the ways that weights travel here take no arguments",
+    ),
+    (
+        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.backend"),
+        "weights travel through shared memory; only nodes that sample and do not train get a broadcast",
     ),
     (
         re.compile(
             r"(.*\.fsdp_config|engine)\.(model_dtype)"
             r"|(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
-            r"|.*\bcheckpoint\.save_lora_only"
             r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
             r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
             r"|trainer\.esi_redundant_time"

@@ -23,6 +23,7 @@ def engine_settings(config: SFTConfig) -> dict[str, Any]:
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
         "fsdp_config": config.engine,
+        "checkpoint": config.checkpoint,
     }
 
 

@@ -218,10 +218,6 @@ def _notices(c: Check) -> None:
     if not c.model.use_remove_padding:
         text = "sequences are packed without padding; results are the same"
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: {text}")
-    if c.model.exclude_modules and c.model.lora_rank == 0:
-        c.notice(
-            f"{c.model_key}.exclude_modules counts with LoRA only (vision tower: {_ACTOR}.freeze_vision_tower)"
-        )
     if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
         c.notice(f"{_ACTOR}.freeze_vision_tower=True: this model has no vision tower")
     if "hf_model" in actor.checkpoint.save_contents:

@@ -164,9 +164,6 @@ def _model(c: Check) -> None:
         c.lacks(
             f"{key}={c.model.path}", f"vision models ({facts.name}) are not in this release; use a text model"
         )
-    rank = c.model.lora_rank
-    if rank > 512 and c.rollout is not None and c.rollout.name == "vllm":
-        c.refuse(f"{c.model_key}.lora_rank={rank}", "vllm takes at most 512")
     if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:
         c.refuse("reward_model.model.path", "reward_model.enable=True needs it")
 

@@ -84,13 +84,12 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
     """
     peft = _peft()
     config = _config(peft, settings)
-    _check_patterns(module, config, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             peft.inject_adapter_in_model(config, module, low_cpu_mem_usage=True)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise UserError(f"model.target_modules={_said(settings.targets)}: {error}") from error
+            raise UserError(_no_match(module, settings, error)) from error
     layers = adapters.adapted_layers(module)
     _refuse_unfit(module, layers, settings)
     for name, parameter in module.named_parameters():
@@ -319,20 +318,14 @@ def _said(patterns: Iterable[str]) -> str:
     return f"[{', '.join(patterns)}]"
 
 
-def _check_patterns(module: PreTrainedModel, config: Any, settings: LoraSettings) -> None:
-    """UserError for patterns that match nothing, with the names of the model's modules."""
-    targets = config.target_modules
-    if settings.adapter is not None or targets == ALL_LINEAR:
-        return
+def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
+    """What peft's refusal means: mostly patterns that match nothing, so with the names of the model's modules."""
+    where = "model.lora_adapter_path" if settings.adapter is not None else "model.target_modules"
+    given = str(settings.adapter) if settings.adapter is not None else _said(settings.targets)
+    if not type(error).__name__.startswith("NoMatching"):
+        return f"{where}={given}: {error}"
     names = [name for name, part in module.named_modules() if hasattr(part, "weight")]
-    if isinstance(targets, str):
-        found = any(re.fullmatch(targets, name) for name in names)
-    else:
-        found = any(name == t or name.endswith("." + t) for t in targets for name in names)
-    if not found:
-        raise UserError(
-            f"model.target_modules={_said(settings.targets)} matches no module of the model{_nearest(settings.targets, names)}"
-        )
+    return f"{where}={given} matches no module of the model{_nearest(settings.targets, names)}"
 
 
 def _nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
