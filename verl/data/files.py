@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -82,8 +83,20 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
     shm = Path("/dev/shm")
     if use_shm and shm.is_dir() and shm not in local.parents:
         key = hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:16]
-        local = _copy_once(local, shm / "verl" / f"{key}-{local.name}")
+        local = _copy_once(local, _private(shm) / f"{key}-{local.name}")
     return local
+
+
+def _private(shared: Path) -> Path:
+    """This user's own folder in one that everybody may write to. DataError if somebody else has made it."""
+    folder = shared / f"verl-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise DataError(
+            f"{folder}: others can write to it or it is not this user's own; remove it, or leave use_shm off"
+        )
+    return folder
 
 
 def _missing(path: str, local: Path) -> str:

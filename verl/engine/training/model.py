@@ -17,6 +17,7 @@ from verl.engine.training import overrides
 from verl.engine.training.log_prob import Head
 from verl.engine.training.settings import read
 from verl.errors import UserError
+from verl.versions import refuse_holes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +121,9 @@ def check_directory(path: str | Path) -> str:
 
 
 def load_config(path: str | Path, model_cfg: Any = None) -> Any:
-    """The model's configuration with `override_config` applied. UserError for an override it does not have."""
+    """The model's configuration with `override_config` applied. UserError for an override it does not have, and for
+    a transformers with a known security hole."""
+    refuse_holes("transformers")
     from transformers import AutoConfig
 
     source = read(model_cfg, "hf_config_path") or path

