@@ -86,3 +86,20 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:
     ):
         messages = ranks.run(complaint, size, path, role_cfg)
         assert all(word in message for message in messages), messages
+
+
+def test_the_configuration_checks_layouts() -> None:
+    from verl.config.check import check as check_config
+    from verl.config.load import load
+
+    def problems(*argv: str) -> str:
+        base = ("trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.train_files=x.parquet")
+        return str(check_config(load([*base, *argv])).problem_text())
+
+    actor, ref = "actor_rollout_ref.actor.", "actor_rollout_ref.ref."
+    assert "tensor_parallel_size=3: does not divide the 4 ranks" in problems(
+        f"{actor}fsdp_config.tensor_parallel_size=3"
+    )
+    assert "must divide 1" in problems(f"{ref}ulysses_sequence_parallel_size=2")
+    assert "must divide" not in problems(f"{actor}ulysses_sequence_parallel_size=2")
+    assert "must divide" not in problems(f"{actor}fsdp_config.tensor_parallel_size=2")

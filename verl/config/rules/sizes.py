@@ -147,14 +147,31 @@ def _training_layout(c: Check) -> None:
             c, f"{_ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size, heads=True
         )
         _ranks(c, f"{_ACTOR}.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size)
+        cut = actor.fsdp_config.tensor_parallel_size
+        _ranks(c, f"{_ACTOR}.fsdp_config.tensor_parallel_size", cut, heads=True)
+        _reference_layout(c, actor, c.cfg.actor_rollout_ref.ref)
         if actor.strategy == "megatron":
             _megatron(c, f"{_ACTOR}.megatron", actor.megatron)
     elif c.cfg.entry == "sft":
         engine = c.cfg.engine
         _ranks(c, "engine.ulysses_sequence_parallel_size", engine.ulysses_sequence_parallel_size, heads=True)
         _ranks(c, "engine.fsdp_size", engine.fsdp_size)
+        _ranks(c, "engine.tensor_parallel_size", engine.tensor_parallel_size, heads=True)
         if engine.strategy == "megatron":
             _megatron(c, "engine", engine)
+
+
+def _reference_layout(c: Check, actor: Any, ref: Any) -> None:
+    """The reference gets the rows of the actor's layout: who shares its work must have the same ones."""
+    ours, theirs = (
+        role.ulysses_sequence_parallel_size * role.fsdp_config.tensor_parallel_size for role in (actor, ref)
+    )
+    if ours % theirs:
+        c.refuse(
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+            f"{theirs} devices share a sequence of the reference and {ours} one of the actor, which gets the same rows: "
+            f"{theirs} must divide {ours}; leave it as the actor's",
+        )
 
 
 def _ranks(c: Check, key: str, size: int, heads: bool = False) -> None:
@@ -202,7 +219,7 @@ def plan(c: Check) -> list[str]:
     updates = parts * actor.ppo_epochs
     small, large = size // parts * n, math.ceil(size / parts) * n
     each = f"{large}" if small == large else f"{small} to {large}"
-    ranks = max(1, c.world // actor.ulysses_sequence_parallel_size)
+    ranks = max(1, c.world // (actor.ulysses_sequence_parallel_size * actor.fsdp_config.tensor_parallel_size))
     lines = [
         _steps(c),
         f"each step: {size} prompts × {n} answers = {size * n} trajectories "

@@ -35,6 +35,8 @@ class FSDPConfig(Group):
     """FSDP2 CPU offload during the step."""
     fsdp_size: int = -1
     """Ranks per shard group; -1 = all; smaller = hybrid sharding."""
+    tensor_parallel_size: int = key(1, low=1, ours=True)
+    """Devices that share the products inside layers, where transformers has a plan for the model."""
     reshard_after_forward: bool = True
     """Free gathered weights after the forward pass."""
     forward_prefetch: bool = False
