@@ -16,7 +16,7 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 
 require_vllm()
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = list(range(3, 103))
 BUDGET = 150

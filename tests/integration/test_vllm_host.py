@@ -19,7 +19,7 @@ from verl.weight_sync.shared_memory import BucketSender
 from verl.worker.sampler_host import SamplerHost
 
 require_vllm()
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path) -> None:

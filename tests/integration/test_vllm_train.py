@@ -10,7 +10,7 @@ from tests.runs import TinyRun, main_ppo, records
 from tests.vllm_cases import require_vllm, vllm_model
 
 require_vllm()
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from verl.engine.rollout.vllm.worker import start_time
 from verl.weight_sync.streamed import StreamedSync
 
 require_vllm()
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEMPERATURE = 0.8
 LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
