@@ -15,7 +15,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,33 @@ from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.copier import Copier
 from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
 
+if TYPE_CHECKING:
+    from verl.platform import Platform
+
 _BUCKET, _DONE, _FAILED = 0, 1, 2
 _TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of one broadcast meet: rank 0's address and a free port on it, and how many they are."""
+
+    address: str
+    port: int
+    size: int
+
+    def join(self, rank: int, backend: str, platform: Platform, timeout: float) -> WeightGroup:
+        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory."""
+        on_host = backend == "naive" or platform.name == "cpu"
+        return WeightGroup(
+            rank,
+            self.size,
+            self.address,
+            self.port,
+            backend="gloo" if on_host else backend,
+            device=None if on_host else platform.device(),
+            timeout=timeout,
+        )
 
 
 class WeightGroup:

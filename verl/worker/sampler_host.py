@@ -113,6 +113,25 @@ class SamplerHost(Profiled):
         await asyncio.to_thread(self.engine.load_weights, stream, version)
         return sums
 
+    async def relay_weights(
+        self, meeting: dict[str, Any], rank: int, channel: str, readers: int, timeout: float
+    ) -> None:
+        """Take part in a broadcast for this node, and hand it on to the node's readers, of which this host is one."""
+        from verl.platform import detect
+        from verl.weight_sync.collective import Meeting, relay
+
+        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        platform = detect(self.config.trainer.device)
+
+        def work() -> None:
+            group = Meeting(**meeting).join(rank, backend, platform, timeout)
+            try:
+                relay(group, channel, readers, timeout=timeout)
+            finally:
+                group.close()
+
+        await asyncio.to_thread(work)
+
     async def sleep(self) -> None:
         """Give memory back while the devices train."""
         self.engine.sleep()

@@ -181,7 +181,13 @@ class TrainHost(Profiled):
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
     def _broadcast(
-        self, meeting: dict[str, Any], weights: Any, version: int, bucket: int, channel: str | None, readers: int
+        self,
+        meeting: dict[str, Any],
+        weights: Any,
+        version: int,
+        bucket: int,
+        channel: str | None,
+        readers: int,
     ) -> SyncResult:
         from verl.weight_sync.collective import Meeting, broadcast
         from verl.weight_sync.shared_memory import TIMEOUT

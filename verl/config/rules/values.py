@@ -57,6 +57,8 @@ def _unread(c: Check) -> None:
             continue
         if engine != "native" and path.endswith(".update_weights_bucket_megabytes"):
             continue
+        if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
+            continue
         reason = next((text for pattern, text in rows if pattern.fullmatch(path)), None)
         if reason:
             found.setdefault(reason, []).append(f"{path}={c.cfg.select(path)}")

@@ -1,7 +1,7 @@
 """Weights from the training ranks to the sampler hosts, past the driver.
 
 On each node the first training rank writes what all ranks gather together into a channel of shared memory, and that
-node's hosts read it.
+node's hosts read it. Nodes that only sample get a broadcast of rank 0, which one of their hosts relays.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class ChannelSync(WeightSync):
             if first:
                 channels[node] = f"verl-{os.getpid()}-{serial}-{node[:12]}"
             each.append((channels[node] if first else None, len(by_node.get(node, ())), version, verify))
+        far = [node for node in by_node if node not in channels]
+        channels |= {node: f"verl-{os.getpid()}-{serial}-{node[:12]}" for node in far}
+        relays = self._relays(far, by_node, channels, each)
         receiving = {
             host: host.worker.handle.receive_weights.remote(
                 channels[node], reader, version, _TIMEOUT_S, verify
@@ -90,6 +93,8 @@ class ChannelSync(WeightSync):
                 raise
             return dead, 0
         dead = _dead(receiving)
+        if not dead:
+            ray.get(relays)
         if not dead and verify:
             sums = next(answer["checksums"] for answer in sent if answer["checksums"])
             for host, ref in receiving.items():
@@ -98,6 +103,27 @@ class ChannelSync(WeightSync):
                 except WeightSyncError as error:
                     raise WeightSyncError(f"{error} ({host.worker})") from None
         return dead, sum(answer["bytes"] for answer in sent)
+
+    def _relays(
+        self,
+        far: Sequence[str],
+        by_node: dict[str, list[Host]],
+        channels: dict[str, str],
+        each: list[tuple[Any, ...]],
+    ) -> list[Any]:
+        """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first host of each relays."""
+        if not far:
+            return []
+        first = self._training.group.workers[0]
+        port = ray.get(first.handle.free_port.remote(first.node))
+        meeting = {"address": first.node, "port": port, "size": len(far) + 1}
+        each[0] = (*each[0], meeting)
+        return [
+            by_node[node][0].worker.handle.relay_weights.remote(
+                meeting, rank, channels[node], len(by_node[node]), _TIMEOUT_S
+            )
+            for rank, node in enumerate(far, 1)
+        ]
 
 
 def _dead_already(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:

@@ -1,0 +1,48 @@
+"""Samplers on a node of their own: weights come by broadcast and relay, and both sides hold the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ray_cluster import cluster_of
+from tests.runs import TinyRun, records
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_samplers_on_nodes_that_do_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is this process, to see which nodes got a broadcast; the workers are Ray's as ever."""
+    import ray
+
+    from verl.controller.ray.sync import ChannelSync
+    from verl.trainer.main_ppo import main
+
+    tiny, relays, seen = TinyRun(tmp_path / "run"), ChannelSync._relays, []
+
+    def watched(self: ChannelSync, far: list[str], *rest: Any) -> list[Any]:
+        seen.append((len(far), len(set(self._nodes))))
+        return relays(self, far, *rest)
+
+    monkeypatch.setattr(ChannelSync, "_relays", watched)
+    with cluster_of(3) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        try:
+            status = main(
+                tiny.overrides(
+                    tmp_path / "out", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2",
+                    "actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1",
+                    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+                    "trainer.save_freq=-1", "data.val_files=null", "trainer.verify_weight_sync=True",
+                )
+            )  # fmt: skip
+        finally:
+            ray.shutdown()
+    assert status == 0
+    assert len(seen) == 3 and all(far >= 1 and nodes == 1 for far, nodes in seen)
+    found = records(tmp_path / "out")
+    assert sorted(found) == [1, 2]
+    assert all(found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in found)
