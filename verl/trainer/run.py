@@ -153,7 +153,7 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
     phases = Phases()
-    report = Report(tracking.event, tracking.notice, phases.beat)
+    report = Report(tracking.event, tracking.notice, phases.beat, lambda: getattr(phases.current, "name", ""))
     roles = build_roles(config, tokenizer, total_steps, report)
     rollouts = Rollouts(
         roles.sampler,
