@@ -126,8 +126,10 @@ def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_e
         assert time.monotonic() - killed < LIMIT_S
     said = (tmp_path / "out.log").read_text()
     last = next(line for line in reversed(said.splitlines()) if line.startswith("verl: "))
-    assert "training worker 1" in last and "died in" in last and "killed by a signal" in last, said[-2000:]
-    assert events(out, "worker_died") or "died in update" in last
+    assert "training worker 1" in last and "died in gen: " in last and "killed by a signal" in last, said[
+        -2000:
+    ]
+    assert events(out, "worker_died")[0]["error"] in last
     for folder in (out, whole):
         with started(tiny, folder, cluster.address) as run:
             assert run.wait(300) == 0, (tmp_path / f"{folder.name}.log").read_text()[-3000:]

@@ -13,11 +13,15 @@ def _silent(*_: Any, **__: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """event(kind, **fields) for the run's records, notice(text) for the user, beat() for a sign of progress."""
+    """event(kind, **fields) for the run's records, notice(text) for the user, beat() for a sign of progress.
+
+    phase() is the name of the phase the loop is in.
+    """
 
     event: Callable[..., None] = _silent
     notice: Callable[[str], None] = _silent
     beat: Callable[[], None] = _silent
+    phase: Callable[[], str] = str
 
 
 SILENT = Report()

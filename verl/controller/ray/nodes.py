@@ -26,6 +26,7 @@ from verl.errors import UserError
 from verl.platform import stacks
 
 _PACKAGES = ("verl", "torch", "transformers", "ray")
+_FILES, _ENOUGH = "open files (ulimit -n)", "enough"
 _ANSWER_S = 120.0
 _STACKS_S = 15.0
 
@@ -48,7 +49,7 @@ def facts(model: str, folder: str, files: int) -> dict[str, str]:
         found[f"run folder {Path(folder).parent}"] = "shared" if Path(folder).exists() else "not there"
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     enough = hard == resource.RLIM_INFINITY or hard >= files
-    found["open files (ulimit -n)"] = "enough" if enough else f"{hard}, needed: {files}"
+    found[_FILES] = _ENOUGH if enough else f"{hard}, needed: {files}"
     return found
 
 
@@ -106,7 +107,7 @@ class Agents:
             return
         token = _leave_token(run_folder) if run_folder is not None else None
         try:
-            mine = facts(model, str(token or ""), files)
+            mine = facts(model, str(token or ""), files) | {_FILES: _ENOUGH}
             theirs = self._ask(model, str(token or ""), files)
         finally:
             if token is not None:

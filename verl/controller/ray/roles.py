@@ -96,7 +96,7 @@ class _Builder:
         )
         self._record(group, hosts)
         pool = SamplerPool(hosts, event=self.report.event)
-        self.watch = Watch(group, lambda error: self._on_death(error, pool))
+        self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
         words = (
             f"{len(group)} ranks on {trainer.nodes} nodes, each {facts[0]['device']}; {len(hosts)} samplers"
         )

@@ -14,10 +14,12 @@ _PAUSE_S = 1.0
 
 
 class Watch:
-    """A thread that waits for the death of any worker of a group, and tells `on_death` once."""
+    """A thread that waits for the death of any worker of a group, and tells `on_death` once. `phase` names the run's."""
 
-    def __init__(self, group: Group, on_death: Callable[[WorkerDied], None]):
-        self._group, self._on_death = group, on_death
+    def __init__(
+        self, group: Group, on_death: Callable[[WorkerDied], None], phase: Callable[[], str] = lambda: ""
+    ):
+        self._on_death, self._phase = on_death, phase
         self._stop = threading.Event()
         self._refs = {worker.handle.stay.remote(): worker for worker in group.workers}
         self._thread = threading.Thread(target=self._wait, name="verl-watch-workers", daemon=True)
@@ -31,9 +33,7 @@ class Watch:
                     ray.get(ref)
                 except faults.RayError as error:
                     if not self._stop.is_set():
-                        self._on_death(
-                            died(self._refs[ref], self._group.calling or "a call of nobody", error)
-                        )
+                        self._on_death(died(self._refs[ref], self._phase() or "a pause", error))
                 return
 
     def stop(self) -> None:

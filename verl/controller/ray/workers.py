@@ -148,7 +148,7 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if "node has died" in text or ("node was" in text.lower() and "dead" in text):
         return "its node is lost"
-    if isinstance(error, faults.OutOfMemoryError) or ("OOM" in text and "memory" in text):
+    if isinstance(error, faults.OutOfMemoryError) or "running low on memory" in text:
         return f"the node ran out of memory and Ray ended it: {text[:300]}"
     detail = re.search(r"Worker exit detail: (.*?)(?:\. There are|\s*$)", text)
     if "ray.kill" in text:

@@ -1,0 +1,267 @@
+"""The Ray controller's parts on a simulated cluster of four nodes, with hosts that have no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ray_cluster import cluster_of
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.errors import UserError
+from verl.trajectory import Batch, Prompt, Trajectory
+
+ray = pytest.importorskip("ray")
+from tests import ray_stubs  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of(4, resources={"NPU": 2}, object_store_memory=80 << 20) as running:
+        ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
+        yield running
+        ray.shutdown()
+
+
+def joined(kind: str) -> Any:
+    from verl.controller.ray.cluster import Cluster
+
+    return Cluster(SimpleNamespace(ray_kwargs=SimpleNamespace(ray_init={}, timeline_json_file=None)), kind)
+
+
+# -- placement --------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_four_nodes_gives_every_rank_its_own_device(cluster) -> None:
+    from verl.controller.ray.placement import Pool
+
+    pool = Pool(joined("npu"), "training", 4, 2, 60, print)
+    actor = ray.remote(ray_stubs.Where)
+    owners = [actor.options(**pool.owner_options(rank // 2, 1)).remote() for rank in range(8)]
+    seen = ray.get([owner.look.remote() for owner in owners])
+    assert len({node for node, _ in seen}) == 4 and len(set(seen)) == 8, "two ranks a node, a device each"
+    assert [node for node, _ in seen] == [pool.node_of(rank // 2) for rank in range(8)]
+    guest = actor.options(**pool.guest_options(1, ["0", "1"])).remote()
+    assert ray.get(guest.look.remote()) == (pool.node_of(1), "0,1"), "a sampler shares what the ranks own"
+    with pytest.raises(UserError, match="another job holds them"):
+        Pool(joined("npu"), "sampling", 1, 1, 2, print)
+    for one in (*owners, guest):
+        ray.kill(one)
+    pool.release()
+
+
+def test_a_pool_that_the_cluster_does_not_have_says_what_it_has(cluster) -> None:
+    from verl.controller.ray.placement import Pool
+
+    said: list[str] = []
+    with pytest.raises(
+        UserError, match=r"training asks for 5 nodes of 2 npu devices; the cluster has: .*2 devices"
+    ):
+        Pool(joined("npu"), "training", 5, 2, 1.5, said.append)
+    assert "waiting for nodes: 4 of 5" in said[0]
+    with pytest.raises(UserError, match="1 node of 3 npu"):
+        Pool(joined("npu"), "training", 1, 3, 0, print)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(cluster):
+    from verl.controller.ray.workers import Group, Worker
+
+    handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
+    yield Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
+    for handle in handles:
+        ray.kill(handle)
+
+
+def test_answers_come_in_the_workers_order(group) -> None:
+    assert group.call("work", each=[("a",), ("b",)]) == ["a", "b"] and group.pending() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "text"),
+    [
+        (("user", "ok"), "UserError", "^set another key$"),
+        (("ok", "bug"), "WorkerFailed", "training worker 1 .* failed in phase: KeyError: 'lost'"),
+        (("peer", "die"), "WorkerDied", "training worker 1 .* died in phase: .*killed by a signal"),
+        (("die", "ok"), "WorkerDied", "training worker 0 .* the same command goes on"),
+    ],
+)
+def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text) -> None:
+    with pytest.raises(Exception, match=text) as caught:
+        group.call("work", each=[(word,) for word in words], doing="phase")
+    assert type(caught.value).__name__ == error
+
+
+def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
+    from verl.controller.ray.training import ActorGroup, Training
+    from verl.worker.plan import UpdatePlan
+
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(40):
+        prompt = Prompt(f"0:{number}@0", np.arange(5), messages=None)
+        ids = rng.integers(0, 1 << 20, 600_000)
+        rows.append(Trajectory(prompt, 0, response_ids=ids, response_mask=np.ones(len(ids), bool)))
+    cfg = SimpleNamespace(ppo_mini_batch_size=20, ppo_epochs=1, shuffle=False)
+    plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=40)
+    training = Training(group, [0, 1], plan=plan, temperature=1.0, balance=True)
+    batch = Batch(rows)
+    ActorGroup(training, "").old_log_probs(batch)
+    for row in rows:
+        assert np.array_equal(row.old_log_probs, row.response_ids.astype(np.float32))
+        assert row.entropy is not None and row.entropy.flags.writeable
+
+
+def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
+    from verl.controller.ray.watch import Watch
+    from verl.controller.ray.workers import Group, Worker
+
+    handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
+    found: list[Exception] = []
+    watch = Watch(Group([Worker(handle, "training worker 0", "here")]), found.append)
+    os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
+    end = time.monotonic() + 30
+    while not found and time.monotonic() < end:
+        time.sleep(0.05)
+    watch.stop()
+    assert "training worker 0" in str(found[0])
+
+
+# -- samplers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(cluster, tmp_path):
+    from verl.controller.ray.sampler_pool import Host, SamplerPool
+    from verl.controller.ray.workers import Worker
+
+    made: list[SamplerPool] = []
+
+    def make(hosts: int = 2, delay: float = 0.05, grave: str = "") -> tuple[SamplerPool, list[Any]]:
+        seen: list[Any] = []
+
+        def start(number: int) -> Worker:
+            handle = ray.remote(num_cpus=0, max_concurrency=16)(ray_stubs.Sampler).remote(
+                delay, grave or str(tmp_path / "grave")
+            )
+            return Worker(handle, f"sampler {number}", "here")
+
+        members = [Host(i, lambda i=i: start(i), start(i), "node") for i in range(hosts)]
+        one = SamplerPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
+        one.refill = lambda host: seen.append(("refill", host.number))
+        made.append(one)
+        return one, seen
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def ask(pool: Any, name: str, group: str | None = None, *stop: str) -> Any:
+    prompt = np.arange(len(name) + 2)
+    return pool.generate(prompt, SamplingParams(8, stop=stop), request_id=name, group=group)
+
+
+def test_a_group_is_sampled_on_one_host_and_groups_are_spread(pool) -> None:
+    one, _ = pool()
+
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(ask(one, f"{g}#{i}", g) for g in "abcd" for i in range(3)))
+
+    found = asyncio.run(run())
+    assert all(
+        np.array_equal(c.token_ids, np.arange(len("a#0") + 2)[::-1]) and c.versions == (3,) for c in found
+    )
+    hosts = [[c.log_probs[0] for c in found[3 * g : 3 * g + 3]] for g in range(4)]
+    assert all(len(set(group)) == 1 for group in hosts) and len({group[0] for group in hosts}) == 2
+    assert one.stats() == {"tokens": 4.0, "busy_s": 0.05}
+    again = asyncio.run(run())
+    assert len(again) == 12, "another event loop, the same pool"
+
+
+def test_a_host_that_dies_is_replaced_and_asked_again(pool) -> None:
+    one, seen = pool()
+
+    async def run() -> list[Completion]:
+        work = [ask(one, "a", None, "die"), ask(one, "b"), ask(one, "c"), ask(one, "d")]
+        return await asyncio.gather(*work)
+
+    found = asyncio.run(run())
+    assert [len(c.token_ids) for c in found] == [3, 3, 3, 3]
+    kinds = [kind for kind, _ in seen]
+    assert kinds == ["sampler_died", "refill", "sampler_restarted"], "weights come before the first request"
+    assert seen[2][1]["asked_again"] == seen[0][1]["unfinished"] == 2
+
+
+def test_a_host_that_dies_again_and_again_ends_the_run_by_name(pool) -> None:
+    one, _ = pool(hosts=1, grave="always")
+
+    async def run() -> Completion:
+        return await ask(one, "a", None, "die")
+
+    with pytest.raises(
+        Exception, match=r"sampler 0 .* died 4 times since the last weight transfer"
+    ) as caught:
+        asyncio.run(run())
+    assert caught.value.ends_the_run
+
+
+def test_errors_and_aborts_reach_whoever_asked(pool) -> None:
+    one, _ = pool(hosts=1, delay=20)
+
+    async def run() -> Completion:
+        with pytest.raises(ValueError, match="too long"):
+            await ask(one, "a", None, "bad")
+        slow = asyncio.ensure_future(ask(one, "b"))
+        await asyncio.sleep(0.3)
+        one.abort()
+        return await slow
+
+    assert asyncio.run(run()).finish_reason == "abort"
+
+
+def test_when_training_died_nothing_is_sampled_any_more(pool) -> None:
+    one, _ = pool(hosts=1, delay=20)
+
+    async def run() -> None:
+        slow = asyncio.ensure_future(ask(one, "a"))
+        await asyncio.sleep(0.3)
+        threading.Thread(target=one.end, args=(RuntimeError("worker 1 died"),)).start()
+        with pytest.raises(RuntimeError, match="worker 1 died"):
+            await slow
+        with pytest.raises(RuntimeError, match="worker 1 died"):
+            await ask(one, "b")
+
+    asyncio.run(run())
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_every_difference_between_nodes_is_named(cluster, tmp_path) -> None:
+    from verl.controller.ray.nodes import Agents, differences
+
+    mine = {"torch": "2.13.0", "model /m": "abc", "run folder /r": "shared"}
+    theirs = {"torch": "2.12.0", "model /m": "not there", "run folder /r": "shared"}
+    assert differences(mine, theirs) == [
+        "model /m: not there, the driver has: abc",
+        "torch: 2.12.0, the driver has: 2.13.0",
+    ]
+    agents = Agents(joined("cpu").nodes())
+    agents.check(str(tmp_path), tmp_path, files=8)
+    assert not list(tmp_path.iterdir()), "the token of the run folder is gone again"
+    with pytest.raises(UserError, match=r"open files \(ulimit -n\): \d+, needed: 999999999"):
+        agents.check(str(tmp_path), None, files=999999999)
+    agents.release()

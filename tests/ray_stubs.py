@@ -1,0 +1,107 @@
+"""Ray actors without a model, for tests of the controller; in a module that worker processes can import."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import ray
+
+from verl.controller import transport, wire
+from verl.engine.rollout.base import Completion
+from verl.errors import UserError
+from verl.trajectory import Trajectory
+
+
+class Where:
+    """Says where it runs and what it sees."""
+
+    def look(self) -> tuple[str, str | None]:
+        return ray.get_runtime_context().get_node_id(), os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+
+
+class Rank:
+    """A training worker without a model."""
+
+    def __init__(self) -> None:
+        self.rows: list[Trajectory] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def work(self, what: str) -> str:
+        if what == "user":
+            raise UserError("set another key")
+        if what == "bug":
+            raise KeyError("lost")
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "peer":
+            time.sleep(0.5)
+            raise RuntimeError("connection closed by peer")
+        return what
+
+    def take_rows(self, payload: Any) -> None:
+        self.rows = transport.decode(payload)
+
+    def old_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
+        column = np.concatenate([row.response_ids for row in self.rows]).astype(np.float32)
+        return {"old_log_probs": column, "entropy": -column}
+
+
+class Sampler:
+    """Answers every request with its prompt reversed, `delay` seconds later; "die" in a stop string kills it once."""
+
+    def __init__(self, delay: float, grave: str):
+        self.delay, self.grave = delay, grave
+        self.done: list[wire.Answer] = []
+        self.open: dict[str, Any] = {}
+
+    async def submit(self, payload: Any) -> None:
+        for ask in wire.decode_asks(payload):
+            self.open[ask.id] = asyncio.create_task(self._serve(ask))
+
+    async def _serve(self, ask: wire.Ask) -> None:
+        if "die" in ask.sampling.stop and (self.grave == "always" or not os.path.exists(self.grave)):
+            if self.grave != "always":
+                open(self.grave, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "bad" in ask.sampling.stop:
+            self.done.append(wire.Answer(ask.id, error=("ValueError", "too long")))
+            return
+        await asyncio.sleep(self.delay)
+        ids = ask.prompt_ids[::-1].copy()
+        done = Completion(ids, np.full(len(ids), os.getpid(), np.float32), "stop", (3,))
+        self.done.append(wire.Answer(ask.id, done))
+
+    async def results(self, timeout: float) -> Any:
+        end = time.monotonic() + timeout
+        while not self.done and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        done, self.done = self.done, []
+        return wire.encode_answers(done)
+
+    async def abort(self, ids: list[str]) -> None:
+        for name in ids:
+            self.open[name].cancel()
+            empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
+            self.done.append(wire.Answer(name, empty))
+
+    async def stats(self) -> dict[str, float]:
+        return {"tokens": 2.0, "busy_s": float(self.delay)}
+
+
+class Staying:
+    """A worker that is called by nobody."""
+
+    def stay(self) -> None:
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="other")
+    def pid(self) -> int:
+        return os.getpid()
