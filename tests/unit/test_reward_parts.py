@@ -300,7 +300,7 @@ def test_settings() -> None:
     ("changes", "message"),
     [
         ({"reward_manager": "mine"}, "reward_manager=mine.*not in this release.*naive"),
-        ({"source": "importlib"}, "importlib.*not in this release"),
+        ({"source": "importlib"}, r"importlib needs reward_manager\.module\.path=FILE\.py"),
         ({"enable": True}, "reward models are not in this release"),
         ({"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 0}}}, "len of at least 1"),
         (

@@ -39,7 +39,8 @@ class RowRules:
     def of(cls, config: Any) -> RowRules:
         """The rules of a run's configuration."""
         data = config.data
-        custom = config.custom_reward_function.path or config.reward_model.enable
+        own = getattr(getattr(config, "reward_manager", None), "source", None) == "importlib"
+        custom = config.custom_reward_function.path or config.reward_model.enable or own
         return cls(
             prompt_key=data.prompt_key,
             source_key=data.reward_fn_key,

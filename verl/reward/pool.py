@@ -47,7 +47,8 @@ START_ATTEMPTS = 3
 class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
-    `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager).
+    `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
+    a class, made of these values (see `verl.reward.manager_class`).
     """
 
     path: str | None = None
@@ -55,6 +56,7 @@ class FunctionSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
     batch: bool = False
     positional: bool = False
+    manager: dict[str, Any] | None = None
 
     @property
     def label(self) -> str:
@@ -69,6 +71,7 @@ class FunctionSpec:
             "kwargs": to_plain(self.kwargs, "custom_reward_function.reward_kwargs"),
             "batch": self.batch,
             "positional": self.positional,
+            "manager": to_plain(self.manager, "the configuration"),
         }
 
 

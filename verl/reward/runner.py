@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verl.reward.errors import RewardErrorLimit
+from verl.reward.manager_class import row_of
 from verl.reward.outcome import Outcome, failed
 from verl.reward.pool import Call, Pool
 from verl.reward.settings import RewardSettings
@@ -56,7 +57,7 @@ class RewardRunner:
         """
         if not self.per_answer or not _open(trajectory):
             return
-        (outcome,) = await self._run(_call(trajectory, self.settings.function.path is None))
+        (outcome,) = await self._run(self._call(trajectory))
         self._apply(trajectory, outcome)
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
@@ -70,7 +71,7 @@ class RewardRunner:
             return
         if not todo:
             return
-        outcomes = await self._run(_batch_call(todo))
+        outcomes = await self._run(self._batch_call(todo))
         for trajectory, outcome in zip(todo, outcomes, strict=True):
             self._apply(trajectory, outcome)
 
@@ -80,8 +81,8 @@ class RewardRunner:
 
         probe = Trajectory(prompt, 0, np.zeros(0, np.int64), np.zeros(0, bool), text=answer)
         if not self.per_answer:
-            return (await self._run(_batch_call([probe])))[0]
-        return (await self._run(_call(probe, self.settings.function.path is None)))[0]
+            return (await self._run(self._batch_call([probe])))[0]
+        return (await self._run(self._call(probe)))[0]
 
     def close(self) -> None:
         """End the scoring processes. The runner can be used again afterwards: it then starts new ones."""
@@ -89,6 +90,19 @@ class RewardRunner:
         if pool is not None:
             pool.close()
             self._drain(pool)
+
+    def _call(self, trajectory: Trajectory) -> Call:
+        """The call that scores one answer."""
+        function = self.settings.function
+        if function.manager is None:
+            return _call(trajectory, function.path is None)
+        return Call({"rows": [row_of(trajectory)]}, seed=_seed(trajectory))
+
+    def _batch_call(self, trajectories: Sequence[Trajectory]) -> Call:
+        """The call that scores all of them."""
+        if self.settings.function.manager is None:
+            return _batch_call(trajectories)
+        return Call({"rows": [row_of(t) for t in trajectories]}, count=len(trajectories))
 
     async def _run(self, call: Call) -> list[Outcome]:
         if self._pool is None:
@@ -258,8 +272,13 @@ def _call(trajectory: Trajectory, built_in: bool) -> Call:
     }
     # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
     kwargs = dict(prompt.columns.get("reward_kwargs") or {}) if built_in else {}
-    digest = hashlib.blake2b(f"{prompt.uid}/{trajectory.index}".encode(), digest_size=8).digest()
-    return Call(arguments, kwargs, seed=int.from_bytes(digest, "little") >> 1)
+    return Call(arguments, kwargs, seed=_seed(trajectory))
+
+
+def _seed(trajectory: Trajectory) -> int:
+    """Seed of the random numbers that scoring draws: the same for an answer in whatever process."""
+    digest = hashlib.blake2b(f"{trajectory.uid}/{trajectory.index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _batch_call(trajectories: Sequence[Trajectory]) -> Call:

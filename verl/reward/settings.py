@@ -45,6 +45,17 @@ class RewardSettings:
         """From the whole run's configuration. RewardLoadError for what cannot work or is not in this release."""
         model, custom = config.reward_model, config.custom_reward_function
         manager = str(model.reward_manager)
+        own = _get(_get(config, "reward_manager"), "source") == "importlib"
+        if own:
+            function, manager = _own_manager(config)
+            return cls(
+                function=function,
+                manager=manager,
+                num_workers=int(model.num_workers),
+                timeout=float(model.timeout),
+                max_error_ratio=float(model.max_error_ratio),
+                overlong=_overlong(config),
+            )
         _refuse_later(config, manager)
         path = custom.path or None
         function = FunctionSpec(
@@ -87,13 +98,22 @@ def _plain_dict(value: Any) -> dict[str, Any]:
     return dict(value.to_dict() if hasattr(value, "to_dict") else value)
 
 
-def _refuse_later(config: Any, manager: str) -> None:
-    source = _get(_get(config, "reward_manager"), "source")
-    if source == "importlib":
+def _own_manager(config: Any) -> tuple[FunctionSpec, str]:
+    """`reward_manager.source=importlib`: the class as the function of the pool, and how it is called."""
+    from verl.reward.manager_class import description, load_class, one_by_one
+
+    group = config.reward_manager
+    path = _get(_get(group, "module"), "path")
+    if not path:
         raise RewardLoadError(
-            "reward_manager.source=importlib (a manager class of your own) is not in this release; put the scoring "
-            "in a function and set custom_reward_function.path"
+            "reward_manager.source=importlib needs reward_manager.module.path=FILE.py and reward_manager.name=CLASS"
         )
+    single = one_by_one(load_class(str(path), str(group.name)))
+    spec = FunctionSpec(str(path), str(group.name), batch=not single, manager=description(config))
+    return spec, "naive" if single else "batch"
+
+
+def _refuse_later(config: Any, manager: str) -> None:
     if manager not in (*PER_ANSWER, "batch"):
         raise RewardLoadError(
             f"reward_model.reward_manager={manager}: managers of your own are not in this release; built in: "

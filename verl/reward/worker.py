@@ -4,7 +4,8 @@
         ←─ready, results, sections, stack────────────────────┘
 
 Sync functions run one call at a time on the main thread; async ones run concurrently in one event loop. When
-the pipe closes the run is gone, and so is this process, whatever the function is doing. Never imports torch.
+the pipe closes the run is gone, and so is this process, whatever the function is doing. Only a manager class of the
+user's own needs torch here.
 """
 
 from __future__ import annotations
@@ -87,12 +88,19 @@ class Function:
         self.batch: bool = init["batch"]
         self.positional = False
         self.is_async = False
+        if init.get("manager"):
+            from verl.reward.manager_class import Manager
+
+            manager = Manager(init["path"], init["name"], from_plain(init["manager"]))
+            self.call: Callable[..., Any] = manager
+            self.is_async = manager.is_async
+            return
         if init["path"] is None:
             from verl.reward.registry import check_kwargs, default_compute_score
 
             if self.kwargs:
                 check_kwargs(self.kwargs)
-            self.call: Callable[..., Any] = default_compute_score
+            self.call = default_compute_score
             return
         from verl.reward import load
 

@@ -106,7 +106,8 @@ def _values(file: Any, column: str, distinct: bool = True) -> Any:
 
 def _sources(c: Check, sources: set[str]) -> None:
     """Rule 19: every data source has something that scores it."""
-    if c.cfg.custom_reward_function.path or c.cfg.reward_model.enable or not sources:
+    own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
+    if own or c.cfg.reward_model.enable or not sources:
         return
     from verl.reward.registry import unsupported
 
@@ -210,6 +211,14 @@ def _user_code(c: Check) -> None:
         path = c.cfg.select(path_key)
         if path:
             _object(c, path_key, path, name_key, c.cfg.select(name_key), arguments)
+    if c.cfg.select("reward_manager.source") == "importlib":
+        key, name = "reward_manager.module.path", "reward_manager.name"
+        if c.cfg.select(key):
+            _object(c, key, c.cfg.select(key), name, c.cfg.select(name), ())
+        else:
+            c.refuse(
+                "reward_manager.source=importlib", f"needs {key}=FILE.py, which defines the class {name}"
+            )
 
 
 def _object(

@@ -1,0 +1,174 @@
+"""Managers of the user's own: made in a scoring process, called with a view of the answers, failing like a function."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_model, tiny_tokenizer
+from verl.config import load
+from verl.reward import RewardRunner
+from verl.reward.errors import RewardLoadError
+from verl.trajectory import Prompt, Trajectory
+
+MANAGERS = """
+import torch
+
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+
+class Async(RewardManagerBase):
+    async def run_single(self, data):
+        item = data[0]
+        ids = item.batch["responses"][item.batch["response_mask"].bool()]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        if text == "raise":
+            raise KeyError("no such thing")
+        truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+        extra = {"acc": text == truth, "level": item.non_tensor_batch["level"], "steps": self.config.trainer.save_freq}
+        base = self.compute_score("openai/gsm8k", text, "72")
+        return {"reward_score": float(text == truth) + base, "reward_extra_info": extra}
+
+
+class Sync:
+    def __init__(self, tokenizer, num_examine, compute_score=None, penalty=0.5):
+        self.penalty = penalty
+
+    def run_single(self, data):
+        return {"reward_score": -self.penalty * int(data.batch["response_mask"].sum())}
+
+
+class Whole:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"):
+        self.key = reward_fn_key
+
+    def __call__(self, data, return_dict=False):
+        rewards = torch.zeros(data.batch["responses"].shape)
+        for i, item in enumerate(data):
+            rewards[i, int(item.batch["response_mask"].sum()) - 1] = len(data) + i
+        extra = {"source": [item.non_tensor_batch[self.key] for item in data], "n": [len(data)] * len(data)}
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+class Plain:
+    def __call__(self, data):
+        return data.batch["responses"].sum(-1).float()
+
+
+class Greedy:
+    def __init__(self, tokenizer, dragons):
+        pass
+
+    def run_single(self, data):
+        return 1.0
+
+
+class Nothing:
+    pass
+
+
+not_a_class = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    (tmp_path / "managers.py").write_text(MANAGERS)
+
+    def make(name: str, *words: str) -> Any:
+        return load(
+            [
+                "algorithm.adv_estimator=grpo",
+                f"actor_rollout_ref.model.path={model}",
+                "reward_manager.source=importlib",
+                f"reward_manager.name={name}",
+                f"reward_manager.module.path={tmp_path}/managers.py",
+                "reward_model.num_workers=1",
+                "trainer.save_freq=17",
+                "trainer.device=cpu",
+                *words,
+            ]
+        )
+
+    return make
+
+
+def answer(text: str, index: int = 0, truth: str = "72") -> Trajectory:
+    ids = np.array(tiny_tokenizer().encode(text), np.int64)
+    prompt = Prompt(
+        "0:0@0", np.arange(4), [{"role": "user", "content": "q"}], "src", truth, columns={"level": 3}
+    )
+    t = Trajectory(prompt, index, ids, np.ones(len(ids), bool))
+    t.text = text
+    return t
+
+
+def score(config: Any, answers: list[Trajectory]) -> None:
+    runner = RewardRunner(config)
+    try:
+        for t in answers:
+            asyncio.run(runner.score(t))
+        asyncio.run(runner.score_batch(answers))
+    finally:
+        runner.close()
+
+
+def test_an_async_manager_scores_answers_one_by_one(config) -> None:
+    good, bad, raising = answer("72"), answer("#### 72", truth="7"), answer("raise")
+    score(config("Async"), [good, bad, raising])
+    assert good.score == 1.0 and good.score_parts == {"acc": True, "level": 3, "steps": 17}
+    assert bad.score == 1.0 and bad.score_parts["acc"] is False, "the built-in function it was given"
+    assert raising.score is None and "no such thing" in raising.score_error
+
+
+def test_a_manager_may_be_plain_and_gets_the_arguments_it_names(config) -> None:
+    t = answer("abcd")
+    score(config("Sync"), [t])
+    assert t.score == -2.0
+
+
+def test_a_manager_of_whole_batches(config) -> None:
+    answers = [answer("ab", 0), answer("abcd", 1)]
+    score(config("Whole"), answers)
+    assert [t.score for t in answers] == [2.0, 3.0]
+    assert [t.score_parts for t in answers] == [{"source": "src", "n": 2}] * 2
+    plain = [answer("a"), answer("b")]
+    score(config("Plain"), plain)
+    assert [t.score for t in plain] == [float(t.response_ids.sum()) for t in plain]
+
+
+def test_a_text_that_is_tried_before_the_run_is_tokenised(config) -> None:
+    runner = RewardRunner(config("Async"))
+    try:
+        outcome = asyncio.run(runner.try_function(answer("").prompt, "72"))
+    finally:
+        runner.close()
+    assert (outcome.score, outcome.parts["acc"]) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Nobody", "it defines no 'Nobody'"),
+        ("Nothing", "without run_single .* and without __call__"),
+        ("not_a_class", "this is a int, not a class"),
+    ],
+)
+def test_what_cannot_be_a_manager_is_refused_before_the_run(config, name, message) -> None:
+    with pytest.raises(RewardLoadError, match=message):
+        RewardRunner(config(name))
+
+
+def test_a_manager_that_asks_for_what_nobody_has_says_so(config) -> None:
+    t = answer("a")
+    score(config("Greedy"), [t])
+    assert t.score is None and "asks for dragons; a manager gets" in t.score_error
