@@ -90,6 +90,9 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
             peft.inject_adapter_in_model(config, module, low_cpu_mem_usage=True)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UserError(_no_match(module, settings, error)) from error
+    for key in ("target_modules", "target_parameters", "exclude_modules"):
+        if isinstance(getattr(config, key, None), set):
+            setattr(config, key, sorted(getattr(config, key)))  # the same file in every process
     layers = adapters.adapted_layers(module)
     _refuse_unfit(module, layers, settings)
     for name, parameter in module.named_parameters():
