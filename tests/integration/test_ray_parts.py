@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.ray_cluster import cluster_of
+from verl.config import load
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -35,7 +36,7 @@ def cluster():
 def joined(kind: str) -> Any:
     from verl.controller.ray.cluster import Cluster
 
-    return Cluster(SimpleNamespace(ray_kwargs=SimpleNamespace(ray_init={}, timeline_json_file=None)), kind)
+    return Cluster(load(["actor_rollout_ref.model.path=none"]), kind)
 
 
 # -- placement --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ SHORT = ("trainer.total_training_steps=3", "trainer.test_freq=3", "actor_rollout
 
 @pytest.fixture(scope="module")
 def address():
-    with cluster_of(2) as cluster:
+    with cluster_of(2, num_cpus=1) as cluster:
         yield cluster.address
 
 
@@ -74,6 +74,12 @@ def test_two_ranks_train_as_one_process(alone, two) -> None:
         if e.get("event") == "plan"
     )
     assert "2 ranks on 2 nodes" in plan["device"] and "2 samplers" in plan["device"]
+
+
+def test_samplers_on_a_node_of_their_own_get_the_weights_by_relay(tiny, address, alone, tmp_path) -> None:
+    pool = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+    apart = train(tiny, tmp_path / "apart", *pool, "trainer.verify_weight_sync=True", address=address)
+    assert_close(records(alone), records(apart), [0, 1, 2, 3])
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tiny, address, two, tmp_path) -> None:

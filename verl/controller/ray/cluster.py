@@ -32,14 +32,8 @@ _WORKER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
-_PASSED_ON = (
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "OMP_NUM_THREADS",
-    "VERL_LOGGING_LEVEL",
-    "VERL_USE_EXTERNAL_MODULES",
-    "PYTHONPATH",
-)
+_PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "TASK_QUEUE_ENABLE")
+_FAMILIES = ("HF_", "VERL_", "VLLM_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +56,12 @@ class Cluster:
         self.kind = kind
         self.own = False
         self._timeline = config.ray_kwargs.timeline_json_file
-        self._connect(dict(config.ray_kwargs.ray_init))
+        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+        processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
+        self._connect(dict(config.ray_kwargs.ray_init), processes)
         self.loopback = self.own
 
-    def _connect(self, given: dict[str, Any]) -> None:
+    def _connect(self, given: dict[str, Any], processes: int) -> None:
         _check_version()
         if ray.is_initialized():
             return
@@ -77,6 +73,8 @@ class Cluster:
         if self.own:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
+            # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
+            defaults["num_cpus"] = max(os.cpu_count() or 1, processes)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             _knock(address)
@@ -191,9 +189,14 @@ def _clustered(wanted: bool) -> None:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Variables of a worker process: what this process has, else the defaults. `threads` for a processor's products."""
+    """Variables of a worker process: what this process has, else the defaults. `threads` for a processor's products.
+
+    Which devices a worker sees is never passed on: that is decided where it is placed.
+    """
     env = {name: os.environ.get(name, value) for name, value in _WORKER_ENV.items()}
-    env |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    for name, value in os.environ.items():
+        if name in _PASSED_ON or (name.startswith(_FAMILIES) and not name.endswith("VISIBLE_DEVICES")):
+            env[name] = value
     env.setdefault("OMP_NUM_THREADS", str(threads))
     return env
 

@@ -32,8 +32,9 @@ class Pool:
         self.kind = cluster.kind
         fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
         self._resource = RESOURCE.get(cluster.kind)
-        cpus = min(per_node, *(n.cpus for n in fit[:nodes]), 1 if self._resource is None else per_node)
-        bundle: dict[str, float] = {"CPU": 0.01 if cpus <= 0 else cpus * 0.1}
+        cores = min(per_node, *(n.cpus for n in fit[:nodes]))
+        # A processor's rank is a core. Beside an accelerator, work on the cores comes in bursts.
+        bundle: dict[str, float] = {"CPU": cores if self._resource is None else 0.1 * cores}
         if self._resource is not None:
             bundle[self._resource] = per_node
         self.group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
