@@ -122,7 +122,8 @@ def main():
         done = t.sample(sampler, t.PROMPTS, 2, temperature=t.TEMPERATURE, ignore_eos=True)
         found.append(t.difference(actor, done, 2))
         actor.step(t.rows(done, 2), t.simple_loss(len(done) * 24), temperature=t.TEMPERATURE)
-    print(json.dumps({"differences": found, "processes": sorted(sampler._processes)}), flush=True)
+    shared = [str(path) for path in Path("/dev/shm").glob("vllm_dist_*")]
+    print(json.dumps({"differences": found, "processes": sorted(sampler._processes), "shared": shared}), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -156,3 +157,4 @@ def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Pat
     while left := {pid for pid, started in processes if start_time(pid) == started}:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
+    assert not [path for path in found["shared"] if Path(path).exists()]

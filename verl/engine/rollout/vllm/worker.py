@@ -152,4 +152,7 @@ def _end_with(driver: int, started: str) -> None:
 
     while start_time(driver) == started:
         time.sleep(1.0)
+    ident = os.environ.get("VLLM_DIST_IDENT")  # what the ranks share on a CPU is named by it, and would stay
+    for left in Path("/dev/shm").glob(f"{ident}*") if ident else ():
+        left.unlink(missing_ok=True)
     os.kill(os.getpid(), signal.SIGKILL)
