@@ -171,7 +171,7 @@ def full_disk(path: str, directory: str) -> str:
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:
-        sharded_state._write = _no_space  # type: ignore[assignment]
+        sharded_state.write_file = _no_space  # type: ignore[assignment]
     try:
         engine.save_weights(Path(directory))
     except Exception as error:

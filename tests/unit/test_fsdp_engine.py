@@ -52,6 +52,7 @@ def loaded(paths: list[str]) -> list[tuple[dict[str, torch.Tensor], dict[str, to
     return out
 
 
+@pytest.mark.slow
 def test_meta_initialisation_is_a_normal_load(tmp_path: Path) -> None:
     paths = [
         str(tiny_model(tmp_path / f"{arch}{tied}", arch, tied=tied, scale=4.0, **more))
