@@ -55,6 +55,10 @@ def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
   File "/x/verl/engine/training/agree.py", line 5 in exchange
 """
     hangs = 'Thread 0x1 (most recent call first):\n  File "/x/verl/worker/execute.py", line 7 in update\n'
+    idle = 'Thread 0x2 (most recent call first):\n  File "/x/verl/controller/ray/hosts.py", line 31 in stay\n'
+    plugin = 'Thread 0x3 (most recent call first):\n  File "/home/me/plug.py", line 4 in loss\n' + hangs
+    assert stacks.summary(f"{idle}\n\n{plugin}") == "is at /home/me/plug.py:4 in loss"
+    assert stacks.summary(idle) == "has no thread at work"
     assert stacks.summary(waits).startswith("waits for other ranks") and "agree.py:5" in stacks.summary(waits)
     assert stacks.summary(hangs) == "is at /x/verl/worker/execute.py:7 in update"
     assert "does not answer" in stacks.summary(

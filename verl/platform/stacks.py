@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import IO
 
 _kept: list[IO[str]] = []
-_COLLECTIVE = re.compile(
-    r"torch/distributed/(distributed_c10d|_functional_collectives|fsdp)|process_group|c10d"
-)
+_COLLECTIVE = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives|fsdp)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
-_MACHINERY = ("/ray/", "/threading.py", "/concurrent/", "/asyncio/", "/selectors.py")
+_INSTALLED = ("/site-packages/", "/lib/python3")
+_IDLE = ("stay",)  # functions that only wait, for as long as the process lives
 
 
 def register() -> None:
@@ -62,27 +61,20 @@ def ask(pid: int, timeout: float = 3.0) -> str:
 
 
 def summary(stacks: str) -> str:
-    """One line about what a process does, from its stacks: waits for other ranks, or where it is."""
-    frames = [
-        found.groups()
-        for thread in stacks.split("\n\n")
-        for found in [_working_frame(thread)]
-        if found is not None
-    ]
-    if not frames:
-        return stacks.splitlines()[0] if stacks and "File" not in stacks else "has no thread at work"
-    file, line, name = frames[0]
-    where = f"{file}:{line} in {name}"
-    if _COLLECTIVE.search(stacks):
-        return f"waits for other ranks in a collective, called from {where}"
-    return f"is at {where}"
+    """One line about what a process does, from its stacks: waits for other ranks, or where it is.
 
-
-def _working_frame(thread: str) -> re.Match[str] | None:
-    """The innermost frame of our own code in a thread's stack, if there is one."""
-    return next(
-        (f for f in _FRAME.finditer(thread) if "/verl/" in f[1] and not f[1].endswith("stacks.py")), None
-    )
+    Speaks of the first thread that runs code of ours or of the user's; installed packages are not where a cause is.
+    """
+    for thread in stacks.split("\n\n"):
+        frames = [f for f in _FRAME.findall(thread) if not any(part in f[0] for part in _INSTALLED)]
+        if not frames or frames[0][2] in _IDLE:
+            continue
+        file, line, name = frames[0]
+        where = f"{file}:{line} in {name}"
+        if _COLLECTIVE.search(thread):
+            return f"waits for other ranks in a collective, called from {where}"
+        return f"is at {where}"
+    return "has no thread at work" if _FRAME.search(stacks) else stacks.partition("\n")[0]
 
 
 def _path(pid: int) -> Path:

@@ -13,6 +13,7 @@ from ray import exceptions as faults
 
 from verl.errors import UserError
 
+_REACH_S = 30.0
 _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a broken connection before Ray a dead process
 
 
@@ -126,7 +127,15 @@ class Group:
 
 
 def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
-    """What to raise for a training worker that is gone."""
+    """What to raise for a training worker that is gone, or out of reach; waits a little to know which."""
+    end = time.monotonic() + _REACH_S
+    while isinstance(error, faults.ActorUnavailableError) and time.monotonic() < end:
+        time.sleep(0.5)
+        try:
+            ray.get(worker.handle.__ray_ready__.remote(), timeout=_REACH_S)
+            break
+        except faults.RayError as other:
+            error = other
     return WorkerDied(
         f"{worker} died in {doing}: {reason(error)}. The run ends; the same command goes on from the newest checkpoint"
     )
@@ -146,6 +155,8 @@ def reason(error: BaseException) -> str:
     if cause is not None and isinstance(error, faults.RayTaskError):
         return f"{type(cause).__name__}: {cause}"
     text = " ".join(str(error).split())
+    if isinstance(error, (faults.ActorUnavailableError, faults.GetTimeoutError)):
+        return "it cannot be reached any more: its node, its process or the network between failed"
     if "node has died" in text or ("node was" in text.lower() and "dead" in text):
         return "its node is lost"
     if isinstance(error, faults.OutOfMemoryError) or "running low on memory" in text:
