@@ -51,7 +51,7 @@ def test_a_stopped_process_and_one_that_is_gone(child) -> None:
 
 def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
     waits = """Thread 0x1 (most recent call first):
-  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_gather
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_gather
   File "/x/verl/engine/training/agree.py", line 5 in exchange
 """
     hangs = 'Thread 0x1 (most recent call first):\n  File "/x/verl/worker/execute.py", line 7 in update\n'
