@@ -18,7 +18,7 @@ def lora(**more: Any) -> dict[str, Any]:
 
 def trained(**changes: Any) -> dict[str, Any]:
     """A role whose steps move."""
-    return role(optim={"lr": 1e-2}, **changes)
+    return role(optim={"lr": changes.pop("lr", 1e-2)}, **changes)
 
 
 def engine(path: str, role_cfg: dict[str, Any] | None = None, **more: Any) -> Any:
