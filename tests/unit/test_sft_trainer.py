@@ -180,3 +180,21 @@ def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, 
     events = (tmp_path / "events.jsonl").read_text()
     assert "the checkpoint of step 2 could not be saved (UserError: the norm of the weight" in events
     assert "2 steps in a row had a non-finite update" in events
+
+
+def test_lora_trains_the_adapter_and_resumes_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    words = ("model.lora_rank=4", "trainer.save_freq=5")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(arguments(model, data, whole, *words)) == 0
+    assert main(arguments(model, data, parts, *words)) == 0
+    shutil.rmtree(parts / "global_step_8")
+    assert main(arguments(model, data, parts, *words)) == 0
+    assert records(parts) == records(whole)
+    assert weights(parts, 8) == weights(whole, 8) and weights(whole, 5) != weights(whole, 8)
+    losses = [r["val/loss"] for r in records(whole) if "val/loss" in r]
+    assert losses[-1] < losses[0]
+    assert (whole / "global_step_8/actor/lora_adapter/adapter_model.safetensors").is_file()
+    alone = tmp_path / "alone"
+    assert main(arguments(model, data, alone, *words, "checkpoint.save_lora_only=True")) == 0
+    assert records(alone) == records(whole) and not list((alone / "global_step_8/actor").glob("*.safetensors"))
