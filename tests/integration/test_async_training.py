@@ -26,6 +26,7 @@ def test_in_one_process_it_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_one_step_off_trains_on_the_same_prompts_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     tiny = TinyRun(tmp_path / "tiny")
