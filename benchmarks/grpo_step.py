@@ -10,75 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-TRL = ["torch==2.13.0", "trl==1.16.*", "transformers>=5.16,<5.20", "datasets"]
-
-
-class Side:
-    """A worker process that does one step when asked."""
-
-    def __init__(self, name: str, command: list[str], threads: int):
-        self.name = name
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-        )
-        self.records: list[dict] = []
-        self._read()
-
-    def _read(self) -> dict:
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.flush()
-            tail = Path(self._log.name).read_text()[-3000:]
-            raise SystemExit(f"{self.name} ended:\n{tail}")
-        return json.loads(line)
-
-    def step(self) -> dict:
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        record = self._read()
-        self.records.append(record)
-        return record
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def median(self, key: str) -> float:
-        """Median without the first, warming step."""
-        return statistics.median(record[key] for record in self.records[1:])
-
-
-def trl_python(given: str | None, folder: Path) -> str:
-    if given:
-        return given
-    python = folder / "trl-venv/bin/python"
-    if not python.exists():
-        print("installing TRL in an environment of its own …", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "trl-venv")], check=True)
-        for packages in (TRL[:1], TRL[1:]):
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
-    return str(python)
+from sides import HERE, Side, SideEnded, trl_python
 
 
 def matmul_gflops(threads: int, precision: str) -> float:
@@ -114,7 +54,7 @@ def main() -> None:
     folder = args.folder / f"work_{args.lengths}"
     content = work.build(folder, work.Shape(lengths=args.lengths), args.data)
     common = [str(folder), "--precision", args.precision, "--threads", str(args.threads)]
-    sides = []
+    sides: list[Side] = []
     if args.only != "trl":
         sides.append(
             Side(
@@ -165,4 +105,7 @@ def report(args: argparse.Namespace, content: dict, sides: list[Side], rate: flo
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SideEnded as error:
+        raise SystemExit(str(error)) from None

@@ -33,6 +33,9 @@ class Shape:
     kv_heads: int = 4
     vocab: int = 2048
     seed: int = 0
+    head_dim: int = 0  # 0: hidden / heads
+    tied: bool = True
+    dtype: str = "float32"  # of the weights on disk
 
 
 def questions(count: int, data: Path | None, seed: int) -> list[str]:
@@ -63,8 +66,11 @@ def answer_lengths(shape: Shape) -> list[list[int]]:
     return [[int(v) for v in row] for row in drawn]
 
 
-def build(folder: Path, shape: Shape, data: Path | None) -> dict:
-    """Write model, tokenizer, prompts and work.json; returns the content of work.json."""
+def build(folder: Path, shape: Shape, data: Path | None, device: str = "cpu") -> dict:
+    """Write model, tokenizer, prompts and work.json; returns the content of work.json.
+
+    `device`: where the random weights are drawn, which for billions of them is faster on an accelerator.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -79,7 +85,10 @@ def build(folder: Path, shape: Shape, data: Path | None) -> dict:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|end|>", "<|pad|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=min(shape.vocab, 4096),
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
@@ -94,14 +103,18 @@ def build(folder: Path, shape: Shape, data: Path | None) -> dict:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        head_dim=shape.head_dim or shape.hidden // shape.heads,
+        max_position_embeddings=max(2048, 1024 + shape.tokens),
+        tie_word_embeddings=shape.tied,
         eos_token_id=0,
         pad_token_id=1,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, shape.dtype))
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(before)
     model.save_pretrained(folder / "model")
     prompts = texts[: shape.prompts]
     lengths = answer_lengths(shape)
@@ -130,9 +143,20 @@ def build(folder: Path, shape: Shape, data: Path | None) -> dict:
 def least_flops(work: dict) -> dict[str, float]:
     """FLOPs of the step with every token computed once: 2·P a token forward, 6·P a token of training."""
     shape, n = work["shape"], work["shape"]["answers"]
-    weights = work["parameters"] - shape["vocab"] * shape["hidden"]
+    weights = work["parameters"] - (1 if shape["tied"] else 2) * shape["vocab"] * shape["hidden"]
     prompt, answer = sum(work["prompt_tokens"]), sum(sum(row) for row in work["lengths"])
     head = shape["vocab"] * shape["hidden"]
     sampling = 2 * weights * (prompt + answer) + 2 * head * answer
     assert n > 0
     return {"sampling": float(sampling), "training": float(3 * sampling)}
+
+
+def main() -> None:
+    """Build in a process of its own: `work.py FOLDER SHAPE_AS_JSON DEVICE`."""
+    import sys
+
+    build(Path(sys.argv[1]), Shape(**json.loads(sys.argv[2])), None, sys.argv[3])
+
+
+if __name__ == "__main__":
+    main()

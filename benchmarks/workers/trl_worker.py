@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the shared work, one step for each line on stdin. Runs in its own environment.
 
-python trl_worker.py WORK_DIR --precision default|fp32 --threads N
+python trl_worker.py WORK_DIR --precision default|fp32 --threads N [--device cpu|auto] [--optimizer NAME]
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ import os
 import sys
 import time
 from pathlib import Path
+
+
+def device_peak_gib() -> float | None:
+    """Most memory taken of an accelerator; None without one."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.max_memory_allocated() / 2**30
 
 
 def peak_gib() -> float:
@@ -25,8 +34,11 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--precision", default="default")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--optimizer", help="TRL's name of it; its default without")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -38,7 +50,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from bench_reward import score_text
 
-    torch.set_num_threads(args.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     work = json.loads((args.work / "work.json").read_text())
     shape = work["shape"]
     index = {prompt: i for i, prompt in enumerate(work["prompts"])}
@@ -49,7 +62,7 @@ def main() -> None:
     longest = max(max(row) for row in work["lengths"])
     settings = {
         "output_dir": str(args.work / "trl_out"),
-        "use_cpu": True,
+        "use_cpu": args.device == "cpu",
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": total // 8,
         "num_generations": shape["answers"],
@@ -65,6 +78,8 @@ def main() -> None:
     }
     if fp32:
         settings |= {"bf16": False, "gradient_checkpointing": False}
+    if args.optimizer:
+        settings["optim"] = args.optimizer
     state = {"sampling": 0.0, "lengths": []}
 
     class Exact(LogitsProcessor):
@@ -99,6 +114,7 @@ def main() -> None:
                         "training": step - state["sampling"],
                         "cpu": time.process_time() - state["cpu"],
                         "peak_gib": peak_gib(),
+                        "device_peak_gib": device_peak_gib(),
                         "tokens": state["lengths"],
                     }
                 ),

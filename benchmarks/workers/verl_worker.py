@@ -1,6 +1,9 @@
 """Our whole loop on the shared work, one step for each line on stdin, with the default settings.
 
-python verl_worker.py WORK_DIR --precision default|fp32 --threads N [key=value …]
+python verl_worker.py WORK_DIR --precision default|fp32 --threads N [--device cpu|auto|cuda|npu] [key=value …]
+
+Besides the times of a step, a record has the most memory that each phase used (`memory`: this process, where the device
+can count anew; `device_used`: all that is taken of the device after the phase, other processes' too).
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 
 
 def peak_gib() -> float:
@@ -22,7 +29,7 @@ def peak_gib() -> float:
     return float("nan")
 
 
-def overrides(work_dir: Path, work: dict, precision: str) -> list[str]:
+def overrides(work_dir: Path, work: dict, precision: str, device: str = "cpu") -> list[str]:
     shape = work["shape"]
     longest = max(max(row) for row in work["lengths"])
     keys = [
@@ -40,7 +47,7 @@ def overrides(work_dir: Path, work: dict, precision: str) -> list[str]:
         f"trainer.default_local_dir={work_dir / 'verl_out'}",
         "trainer.resume_mode=disable",
         "trainer.total_training_steps=1000",
-        "trainer.device=cpu",
+        f"trainer.device={device}",
         "trainer.val_before_train=False",
         "trainer.logger=[]",
     ]
@@ -49,15 +56,34 @@ def overrides(work_dir: Path, work: dict, precision: str) -> list[str]:
     return keys
 
 
-def register_exact_length() -> None:
-    """An agent loop whose answers have the lengths that the work prescribes."""
-    from verl.rollout.agent_loop import AgentLoopOutput, SingleTurnAgent, register
+class Memory:
+    """Memory of the phases of a step, GiB."""
 
-    @register("exact_length")
-    class ExactLength(SingleTurnAgent):
-        async def run(self, sampling_params, **row) -> AgentLoopOutput:
-            length = row["extra_info"]["lengths"][row["sample_index"]]
-            return await super().run(replace(sampling_params, max_tokens=length, ignore_eos=True), **row)
+    def __init__(self, platform: Any):
+        self.platform = platform
+        self.peak: dict[str, float] = {}
+        self.used: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Frame a phase."""
+        if phase not in PHASES:
+            yield
+            return
+        self.platform.reset_peak_memory()
+        yield
+        self.platform.synchronize()
+        free, total = self.platform.memory()
+        self.peak[phase] = self.platform.peak_memory() / 2**30
+        self.used[phase] = (total - free) / 2**30
+
+
+def first_token(parts: Any, prompt: list[int]) -> None:
+    """Sample one token."""
+    from verl.engine.rollout.base import SamplingParams
+
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    parts.loop.run(parts.sampler.generate(prompt, params, request_id="first"))
 
 
 def main() -> None:
@@ -65,30 +91,38 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--precision", default="default")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     args, extra = parser.parse_known_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from verl.platform.environment import prepare_process
 
     prepare_process()
+    sys.path.insert(0, str(Path(__file__).parent))
+    import exact_length
     import torch
 
+    assert exact_length.ExactLength  # registered
     from verl.config import load
+    from verl.platform import detect
     from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer
     from verl.trainer.run import build_parts
 
-    torch.set_num_threads(args.threads)
-    register_exact_length()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     work = json.loads((args.work / "work.json").read_text())
-    config = load([*overrides(args.work, work, args.precision), *extra])
+    config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
         parts, total = build_parts(config, tracking, loop)
         trainer = PPOTrainer(config, parts, total)
+        memory = parts.phases.mark = Memory(detect(args.device))
         parts.weight_sync.push(0)
-        print(json.dumps({"ready": True}), file=out, flush=True)
+        first_token(parts, [2] * 16)
+        print(json.dumps({"ready": True, "device": parts.actor.describe()}), file=out, flush=True)
         for line in sys.stdin:
             assert line
             trainer.step += 1
@@ -105,9 +139,15 @@ def main() -> None:
                 "cpu": cpu,
                 "peak_gib": peak_gib(),
             }
-            print(json.dumps(record | {"tokens": tokens, "timings": timings}), file=out, flush=True)
+            record |= {
+                "tokens": tokens,
+                "timings": timings,
+                "memory": memory.peak,
+                "device_used": memory.used,
+            }
+            print(json.dumps(record), file=out, flush=True)
         parts.rewards.close()
-        parts.sampler.close()
+        parts.close()
 
 
 if __name__ == "__main__":
