@@ -111,3 +111,9 @@ def test_the_references_own_settings_have_no_effect(named):
     given = [f"{ARR}.actor.use_kl_loss=True", f"{ARR}.ref.log_prob_micro_batch_size_per_gpu=2"]
     assert "reference is the policy's own base" in notices(*named, *given, f"{MODEL}.lora_rank=8")
     assert "reference is the policy's own base" not in notices(*named, *given)
+
+
+def test_tensor_parallel_training_is_refused(named):
+    key = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
+    assert any("adapters are not cut so" in p for p in problems(*named, key, f"{MODEL}.lora_rank=8"))
+    assert not any("adapters are not cut so" in p for p in problems(*named, key))

@@ -34,6 +34,10 @@ def check(c: Check) -> None:
         rank = _adapter(c) or rank
     else:
         _patterns(c)
+    key = "actor_rollout_ref.actor.fsdp_config" if c.ppo else "engine"
+    parallel: Any = c.cfg.select(key)
+    if parallel is not None and (cut := parallel.get("tensor_parallel_size") or 1) > 1:
+        c.refuse(f"{key}.tensor_parallel_size={cut}", "adapters are not cut so; with LoRA set it to 1")
     if c.rollout is not None and c.rollout.name == "vllm":
         _vllm(c, rank)
     if c.ppo:
