@@ -197,4 +197,6 @@ def test_lora_trains_the_adapter_and_resumes_exactly(model: Path, data: Path, tm
     assert (whole / "global_step_8/actor/lora_adapter/adapter_model.safetensors").is_file()
     alone = tmp_path / "alone"
     assert main(arguments(model, data, alone, *words, "checkpoint.save_lora_only=True")) == 0
-    assert records(alone) == records(whole) and not list((alone / "global_step_8/actor").glob("*.safetensors"))
+    assert records(alone) == records(whole) and not list(
+        (alone / "global_step_8/actor").glob("*.safetensors")
+    )
