@@ -323,3 +323,24 @@ def test_large_models_are_written_in_parts(models: dict[str, str], tmp_path: Pat
     np.testing.assert_allclose(log_probs(full(tmp_path / "actor")), log_probs(one), atol=1e-5)
     engine(models["qwen3_moe"]).load_weights(tmp_path / "actor")
     shutil.rmtree(tmp_path / "actor")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
+def test_the_single_operation_computes_what_pefts_layer_does(
+    models: dict[str, str], arch: str, dtype: str
+) -> None:
+    role, tolerance = trained(fsdp={"dtype": dtype}), 1e-5 if dtype == "float32" else 4e-2
+    ours, theirs = engine(models[arch], role), engine(models[arch], role)
+    assert len(ours._fused) > 8
+    theirs._fused._forwards.clear()
+    for one in (ours, theirs):
+        disturb(one)
+    np.testing.assert_allclose(log_probs(ours), log_probs(theirs), atol=tolerance)
+    with ours.without_adapter(), theirs.without_adapter():
+        np.testing.assert_allclose(log_probs(ours), log_probs(theirs), atol=tolerance)
+    for one in (ours, theirs):
+        step(one)
+    for name, parameter in theirs._names.items():
+        gradient = ours._names[name].grad
+        assert float((gradient - parameter.grad).norm()) <= tolerance * float(parameter.grad.norm()), name

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.engine.training import fuse_lora
+
 
 class FusedForwards:
     """The replacements that fit a model. Cheap to build; holds no tensors of its own."""
@@ -29,7 +31,8 @@ class FusedForwards:
     def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
         """Look at modules one by one, while their weights are whole. gated=False leaves gated MLPs alone."""
         for module in modules:
-            forward = _norm_for(module) or (_mlp_for(module) if gated else None)
+            forward = _norm_for(module) or fuse_lora.forward_of(module)
+            forward = forward or (_mlp_for(module) if gated else None)
             if forward is not None and "forward" not in module.__dict__:
                 self._forwards.append((module, forward))
 
