@@ -159,7 +159,7 @@ def pool(cluster, tmp_path):
             )
             return Worker(handle, f"sampler {number}", "here")
 
-        members = [Host(i, lambda i=i: start(i), start(i), "node") for i in range(hosts)]
+        members = [Host(i, lambda i=i: (start(i), "node"), start(i), "node") for i in range(hosts)]
         one = SamplerPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
         one.refill = lambda host: seen.append(("refill", host.number))
         made.append(one)

@@ -26,6 +26,8 @@ from verl.worker.plan import UpdatePlan
 if TYPE_CHECKING:
     from verl.config import Config
 
+_RESTART_S = 180.0
+
 
 def build_roles(config: Config, tokenizer: Any, total_steps: int, report: Report = SILENT) -> Roles:
     """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used.
@@ -186,7 +188,8 @@ class _Builder:
                 options = pool.guest_options(bundle, visible)
             nodes.append(pool.node_of(bundle))
             options = under_nsys(options, self.config)
-            starters.append(_Starter(self.plain, number, options, addresses[nodes[-1]], self.workers))
+            address = addresses[nodes[-1]]
+            starters.append(_Starter(self.plain, number, options, address, self.workers, pool, bundle))
         return [
             Host(starter.number, starter, starter.create(), node)
             for starter, node in zip(starters, nodes, strict=True)
@@ -216,6 +219,8 @@ class _Starter:
     options: dict[str, Any]
     address: str
     workers: list[Worker]
+    pool: Pool
+    bundle: int
 
     def create(self) -> Worker:
         """The process; its engine is not there yet. It ends with the run."""
@@ -224,10 +229,11 @@ class _Starter:
         self.workers.append(worker)
         return worker
 
-    def __call__(self) -> Worker:
+    def __call__(self) -> tuple[Worker, str]:
         worker = self.create()
-        worker.pid = Group([worker]).call("start", doing="starting a sampler again")[0]["pid"]
-        return worker
+        group = Group([worker])
+        worker.pid = group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]["pid"]
+        return worker, self.pool.node_of(self.bundle)
 
 
 def device_kind(config: Config) -> str:

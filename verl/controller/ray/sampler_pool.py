@@ -10,6 +10,7 @@ taken once, whoever gives it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +25,14 @@ from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 
 _POLL_S = 10.0
 _CALL_S = 120.0
+_OTHERS_S = 35.0
 _TOGETHER = ("busy_s", "cache_peak")
 MAX_RESTARTS = 3
 """Deaths of one host between two weight transfers after which the run ends."""
 
 
 class SamplerLost(RuntimeError):
-    """A sampler died again and again."""
+    """A sampler died again and again, or could not be started again."""
 
     explained = True
     ends_the_run = True
@@ -45,10 +47,10 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """One engine. `start()` makes a fresh worker in the place of a dead one; blocking."""
+    """One engine. `start()` makes a fresh worker in the place of a dead one, and says on which node; blocking."""
 
     number: int
-    start: Callable[[], Worker]
+    start: Callable[[], tuple[Worker, str]]
     worker: Worker
     node: str
     queue: list[wire.Ask] = field(default_factory=list)
@@ -201,7 +203,12 @@ class SamplerPool(RolloutEngine):
         try:
             await asyncio.to_thread(self._replace, host)
         except Exception as error:
-            self._fail(host, error)
+            # A node that is lost takes a training worker with it, which is what the user should hear of.
+            end = time.monotonic() + _OTHERS_S
+            while self._ended is None and time.monotonic() < end:
+                await asyncio.sleep(0.2)
+            text = f"{host.worker} died ({why}) and could not be started again: {error}"
+            self._fail(host, self._ended or SamplerLost(text))
             return
         host.reviving = False
         host.queue = [request.ask for request in host.requests.values() if not request.future.done()]
@@ -209,7 +216,7 @@ class SamplerPool(RolloutEngine):
         self._flush()
 
     def _replace(self, host: Host) -> None:
-        host.worker = host.start()
+        host.worker, host.node = host.start()
         if self.refill is not None:
             self.refill(host)
 
@@ -229,7 +236,7 @@ class SamplerPool(RolloutEngine):
         self.note_death(host, why)
         if host.deaths > MAX_RESTARTS:
             raise SamplerLost(self._often(host, why))
-        host.worker = host.start()
+        host.worker, host.node = host.start()
         self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
 
     # -- weights and memory ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -73,8 +74,12 @@ class Group:
         except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
             raise UserError(store_full(error)) from error
 
-    def wait(self, refs: Sequence[Any], doing: str) -> list[Any]:
-        """The results of `start`. The first failure ends the wait: others may wait for the one that failed."""
+    def wait(self, refs: Sequence[Any], doing: str, limit: float = math.inf) -> list[Any]:
+        """The results of `start`. The first failure ends the wait: others may wait for the one that failed.
+
+        WorkerFailed after `limit` seconds.
+        """
+        end = time.monotonic() + limit
         place = {ref: i for i, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
@@ -83,6 +88,8 @@ class Group:
             self.calling = (
                 f"{doing}: waiting for {', '.join(str(self.workers[place[r]]) for r in pending[:4])}"
             )
+            if time.monotonic() > end:
+                raise WorkerFailed(f"no answer within {limit:g} s; {self.calling}")
             ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
             for ref in ready:
                 try:
