@@ -12,7 +12,7 @@ from tests.runs import TinyRun, main_ppo, records
 from tests.unit.engine_cases import simple_loss
 from tests.unit.lora_cases import disturb, engine, lora, trained
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
-from verl.engine.training.lora import LoraSettings
+from verl.engine.training.lora_config import LoraSettings
 from verl.weight_sync.streamed import StreamedSync
 
 require_vllm()
@@ -75,7 +75,7 @@ def test_two_steps_as_a_user_starts_them(tmp_path: Path, arch: str) -> None:
     assert ("room aside for rank 8" in said) is (arch == "qwen3")
     assert ("sends the merged weights" in said) is (arch == "qwen3_moe")
     found = records(out)
-    assert sorted(found) == [1, 2]
+    assert {1, 2} <= found.keys()
     for step in (1, 2):
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert found[step]["actor/grad_norm"] > 0

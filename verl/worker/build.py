@@ -77,7 +77,7 @@ def adapter_moves(config: Any) -> bool:
     False without LoRA, and where vLLM cannot add the adapter itself (experts, output layer) or
     `engine_kwargs.vllm.enable_lora=False` tells it not to: then it is sent merged weights.
     """
-    from verl.engine.training.lora import LoraSettings
+    from verl.engine.training.lora_config import LoraSettings
     from verl.engine.training.model import load_config
 
     arr = config.actor_rollout_ref
@@ -129,7 +129,7 @@ def vllm_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
     settings = engine_settings(config, tokenizer, trainer_dtype)
     if adapter_moves(config):
-        from verl.engine.training.lora import LoraSettings
+        from verl.engine.training.lora_config import LoraSettings
 
         model = config.actor_rollout_ref.model
         lora = LoraSettings.of(model, model.path)
@@ -149,7 +149,8 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     module = load_model(arr.model.path, arr.model).to(platform.device())
     module.requires_grad_(False)
     if adapter_moves(config):
-        from verl.engine.training.lora import AdapterSource, LoraSettings, inject
+        from verl.engine.training.lora import AdapterSource, inject
+        from verl.engine.training.lora_config import LoraSettings
 
         settings = LoraSettings.of(arr.model, arr.model.path)
         assert settings is not None

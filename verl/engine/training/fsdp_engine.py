@@ -32,7 +32,8 @@ from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.layout import layout
 from verl.engine.training.log_prob import TokenTensors
-from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject, refuse_adapter_checkpoint
+from verl.engine.training.lora import Adapter, AdapterSource, inject, refuse_adapter_checkpoint
+from verl.engine.training.lora_config import LoraSettings
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
 from verl.engine.training.packing import Pack

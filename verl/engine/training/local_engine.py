@@ -21,7 +21,8 @@ from verl.engine.training import model as models
 from verl.engine.training import sharded_state
 from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
-from verl.engine.training.lora import AdapterSource, LoraSettings, inject, refuse_adapter_checkpoint
+from verl.engine.training.lora import AdapterSource, inject, refuse_adapter_checkpoint
+from verl.engine.training.lora_config import LoraSettings
 from verl.engine.training.optimizer import global_norm
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype

@@ -10,71 +10,25 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
-from verl.config.adapter_files import adapter_directory as find_adapter
 from verl.engine import adapters
-from verl.engine.training.settings import read
+from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
 from verl.engine.training.weight_source import FileSource, WeightSource
 from verl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may change in B·A
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """`model.lora_*`. `adapter` is the directory of an adapter to go on with, whose own settings then count."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    exclude: tuple[str, ...]
-    adapter: Path | None
-    base: str
-
-    @classmethod
-    def of(cls, model_cfg: Any, base: str | Path) -> LoraSettings | None:
-        """From the model group; None where no adapter is asked for. UserError for an adapter that is not there."""
-        rank, path = int(read(model_cfg, "lora_rank", 0)), read(model_cfg, "lora_adapter_path")
-        if rank <= 0 and not path:
-            return None
-        return cls(
-            rank,
-            float(read(model_cfg, "lora_alpha", 16)),
-            _patterns(read(model_cfg, "target_modules", ALL_LINEAR)),
-            _patterns(read(model_cfg, "exclude_modules") or ()),
-            find_adapter(path) if path else None,
-            str(base),
-        )
-
-    def described(self) -> dict[str, Any]:
-        """What adapter_config.json says, as far as a server needs it; the adapter's own file where there is one."""
-        if self.adapter is not None:
-            return read_adapter_config(self.adapter)
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": peft_pattern(self.targets),
-            "exclude_modules": peft_pattern(self.exclude),
-            "bias": "none",
-        }
 
 
 def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
@@ -82,8 +36,8 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
 
     UserError if peft is not installed, if no module is picked, or one that cannot have an adapter here.
     """
-    peft = _peft()
-    config = _config(peft, settings)
+    peft = import_peft()
+    config = peft_config(peft, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -240,91 +194,10 @@ def refuse_adapter_checkpoint(directory: Path) -> None:
 # -- which modules -------------------------------------------------------------------------------------------
 
 
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(
-            f"model.lora_rank asks for LoRA, which needs peft, and it cannot be imported ({error}): "
-            "pip install 'verl[lora]', or set model.lora_rank=0"
-        ) from error
-    return peft
-
-
-_PLAIN = {"bias": "none", "modules_to_save": None, "layer_replication": None, "trainable_token_indices": None}
-_SWITCHES = ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora")
-_SWITCHES += (
-    "arrow_config",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
-    "eva_config",
-    "corda_config",
-)
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-
-
-def _config(peft: Any, settings: LoraSettings) -> Any:
-    """peft's LoraConfig: new, or the given adapter's. UserError for an adapter that is more than A and B."""
-    if settings.adapter is None:
-        return peft.LoraConfig(
-            r=settings.rank,
-            lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
-            target_modules=peft_pattern(settings.targets),
-            exclude_modules=peft_pattern(settings.exclude),
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=settings.base,
-        )
-    where = settings.adapter / ADAPTER_CONFIG
-    try:
-        config = peft.PeftConfig.from_pretrained(str(settings.adapter))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{where}: peft cannot read it: {error}") from error
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise UserError(f"{where}: peft_type={kind}; LORA is what can be trained here")
-    odd = [f"{k}={getattr(config, k)!r}" for k, v in _PLAIN.items() if (getattr(config, k, None) or v) != v]
-    odd += [f"{k}={getattr(config, k)!r}" for k in _SWITCHES if getattr(config, k, None)]
-    start = config.init_lora_weights
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        odd.append(f"init_lora_weights={start!r}, which changes the base weights")
-    if odd:
-        raise UserError(f"{where}: {'; '.join(odd)}; adapters here are A and B of linear layers alone")
-    if settings.rank > 0 and config.r != settings.rank:
-        raise UserError(
-            f"model.lora_rank={settings.rank}, but the adapter of model.lora_adapter_path has rank {config.r} ({where}): "
-            f"set model.lora_rank={config.r}"
-        )
-    config.lora_dropout = 0.0
-    config.base_model_name_or_path = settings.base
-    return config
-
-
-def peft_pattern(patterns: tuple[str, ...]) -> str | list[str] | None:
-    """As peft takes it: the word all-linear, one regular expression, or names that modules end with."""
-    if not patterns:
-        return None
-    if len(patterns) == 1 and (patterns[0] == ALL_LINEAR or _is_expression(patterns[0])):
-        return patterns[0]
-    return list(patterns)
-
-
-def _patterns(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(str(g) for g in given)
-
-
-def _is_expression(pattern: str) -> bool:
-    return re.fullmatch(r"[\w.\-]+", pattern) is None
-
-
-def _said(patterns: Iterable[str]) -> str:
-    return f"[{', '.join(patterns)}]"
-
-
 def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
     """What peft's refusal means: mostly patterns that match nothing, so with the names of the model's modules."""
     where = "model.lora_adapter_path" if settings.adapter is not None else "model.target_modules"
-    given = str(settings.adapter) if settings.adapter is not None else _said(settings.targets)
+    given = str(settings.adapter) if settings.adapter is not None else said(settings.targets)
     if not type(error).__name__.startswith("NoMatching"):
         return f"{where}={given}: {error}"
     names = [name for name, part in module.named_modules() if hasattr(part, "weight")]
@@ -342,7 +215,7 @@ def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any], settings: 
     """UserError where an adapter sits on something that it cannot be merged into, or that is tied to another weight."""
     key = "model.exclude_modules" if settings.adapter is None else "model.lora_adapter_path"
     if not layers:
-        raise UserError(f"model.target_modules={_said(settings.targets)} leaves no module to adapt")
+        raise UserError(f"model.target_modules={said(settings.targets)} leaves no module to adapt")
     tied = set(getattr(module, "all_tied_weights_keys", None) or {})
     for name, layer in layers.items():
         part = name.rpartition(".")[2]
