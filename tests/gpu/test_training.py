@@ -1,0 +1,187 @@
+"""The training engines on a device: against the processor, in bfloat16, over nccl, and resumed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.engine_cases import gradients, rows_of, simple_loss
+
+GROUPS = [(70, [50, 9, 1, 30]), (1, [4]), (120, [60, 6]), (5, [2, 110, 40])]
+KIND_LIMITS = {"log_probs": 2e-4, "gradient": 1e-3}
+
+
+def role(dtype: str = "float32", **more: Any) -> dict[str, Any]:
+    return {
+        "fsdp_config": {"dtype": dtype},
+        "optim": {"lr": 1e-3, "weight_decay": 0.01},
+        "grad_clip": 1.0,
+        "ppo_max_token_len_per_gpu": 512,
+    } | more
+
+
+def local(path: str, device: Any, dtype: str = "float32") -> Any:
+    from verl.engine.training.local_engine import LocalEngine
+
+    return LocalEngine(path, role_cfg=role(dtype), device=device)
+
+
+def total() -> int:
+    return sum(size for _, sizes in GROUPS for size in sizes)
+
+
+def learn(engine: Any, rows: Any, **options: Any) -> Any:
+    return engine.step(rows, simple_loss(total(), 0.1), temperature=0.8, entropy=True, **options)
+
+
+def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all tensors together."""
+    a = torch.cat([t.float().flatten().cpu() for t in ours.values()])
+    b = torch.cat([theirs[n].float().flatten().cpu() for n in ours])
+    return float((a - b).norm() / b.norm())
+
+
+def test_float32_is_that_of_the_processor(platform: Any, model_path: str, record_property: Any) -> None:
+    rows = rows_of(GROUPS)
+    here, there = local(model_path, platform), local(model_path, "cpu")
+    stats = [e.log_probs(rows, temperature=0.8, entropy=True) for e in (here, there)]
+    for column in ("log_probs", "entropy"):
+        difference = np.abs(getattr(stats[0], column) - getattr(stats[1], column)).max()
+        record_property(column, float(difference))
+        assert difference < KIND_LIMITS["log_probs"]
+    for engine in (here, there):
+        assert not learn(engine, rows).refused
+    found = relative(gradients(here), gradients(there))
+    record_property("gradient", found)
+    assert found < KIND_LIMITS["gradient"]
+
+
+def test_bfloat16_stays_near_float32(platform: Any, model_path: str, record_property: Any) -> None:
+    """Limits are guesses before the first run on a GPU; the figures are what this test is for."""
+    rows = rows_of(GROUPS)
+    half, full = local(model_path, platform, "bfloat16"), local(model_path, platform)
+    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (half, full))
+    record_property("log_probs_max", float(np.abs(a - b).max()))
+    record_property("log_probs_mean", float(np.abs(a - b).mean()))
+    assert np.abs(a - b).max() < 0.3 and np.abs(a - b).mean() < 0.03
+    for engine in (half, full):
+        assert not learn(engine, rows).refused
+    found = relative(gradients(half), gradients(full))
+    record_property("gradient", found)
+    assert found < 0.1
+
+
+def test_batching_changes_nothing(platform: Any, model_path: str, record_property: Any) -> None:
+    from verl.engine.training.local_engine import LocalEngine
+
+    rows = rows_of(GROUPS)
+    found = []
+    for cfg in ({"ppo_max_token_len_per_gpu": 4096}, {"ppo_micro_batch_size_per_gpu": 1}):
+        engine = LocalEngine(model_path, role_cfg=role(**cfg), device=platform)
+        learn(engine, rows)
+        found.append(gradients(engine))
+    record_property("gradient", relative(*found))
+    assert relative(*found) < 1e-4
+
+
+def test_a_resumed_optimizer_goes_on(
+    platform: Any, model_path: str, tmp_path: Path, record_property: Any
+) -> None:
+    """State of the fused AdamW as it was, to the bit; the step after it as near as the device repeats itself."""
+    rows = rows_of(GROUPS)
+    whole = local(model_path, platform)
+    for _ in range(2):
+        learn(whole, rows)
+    whole.save_weights(tmp_path / "actor")
+    whole.save_optimizer(tmp_path / "optim")
+    resumed = local(model_path, platform)
+    resumed.load_weights(tmp_path / "actor")
+    resumed.load_optimizer(tmp_path / "optim")
+    mine, theirs = (_state(e) for e in (resumed, whole))
+    assert mine.keys() == theirs.keys() and mine
+    for name, value in theirs.items():
+        assert torch.equal(mine[name], value), name
+        assert mine[name].device == value.device, name
+    for engine in (whole, resumed):
+        learn(engine, rows)
+    ours, other = ({n: t.clone() for n, t in e.named_weights()} for e in (resumed, whole))
+    found = relative(ours, other)
+    record_property("weights_after", found)
+    assert found < 1e-5
+
+
+def _state(engine: Any) -> dict[str, torch.Tensor]:
+    optimizer = engine._optimizer
+    names = {p: n for n, p in engine.module.named_parameters()}
+    return {
+        f"{names[p]}/{key}": value
+        for p, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.fixture
+def one_rank(platform: Any) -> Iterator[None]:
+    import torch.distributed as dist
+
+    from verl.engine.training.process_group import init_process_group
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_process_group(0, 1, "127.0.0.1", port, platform, 60.0)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_sharded_engine_on_one_device(
+    platform: Any, model_path: str, one_rank: None, record_property: Any
+) -> None:
+    """FSDP2 over the device's own collectives against the engine of one process."""
+    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.sharding import whole
+
+    rows = rows_of(GROUPS)
+    sharded = FSDPEngine(model_path, role_cfg=role(), device=platform)
+    plain = local(model_path, platform)
+    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (sharded, plain))
+    record_property("log_probs", float(np.abs(a - b).max()))
+    assert np.abs(a - b).max() < 1e-4
+    results = [learn(e, rows) for e in (sharded, plain)]
+    assert abs(results[0].grad_norm - results[1].grad_norm) < 1e-3 * results[1].grad_norm
+    mine = {n: whole(p.grad) for n, p in sharded.module.named_parameters() if p.grad is not None}
+    found = relative(mine, gradients(plain))
+    record_property("gradient", found)
+    assert found < 1e-4
+    ours, theirs = ({n: t.clone() for n, t in e.named_weights()} for e in (sharded, plain))
+    assert relative({n: ours[n] for n in theirs}, theirs) < 1e-4
+
+
+def test_offload_frees_the_device(
+    platform: Any, model_path: str, one_rank: None, record_property: Any
+) -> None:
+    from tests.gpu.test_sampler import taken
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    rows = rows_of(GROUPS)
+    cfg = role()
+    cfg["fsdp_config"] |= {"param_offload": True, "optimizer_offload": True}
+    engine = FSDPEngine(model_path, role_cfg=cfg, device=platform)
+    learn(engine, rows)
+    before = engine.log_probs(rows, temperature=0.8).log_probs
+    loaded = taken(platform)
+    engine.offload()
+    away = taken(platform)
+    engine.onload()
+    record_property("loaded_mib", round(loaded / 2**20, 1))
+    record_property("offloaded_mib", round(away / 2**20, 1))
+    np.testing.assert_array_equal(engine.log_probs(rows, temperature=0.8).log_probs, before)
+    if platform.name != "cpu":
+        assert away < 0.5 * loaded
