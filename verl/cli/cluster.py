@@ -38,8 +38,7 @@ def examine(
     asked = config.trainer.nnodes + config.actor_rollout_ref.rollout.nnodes
     named = given & {"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"}
     found = survey(
-        config.ray_kwargs,
-        kind=config.trainer.device,
+        config,
         nodes=asked,
         model=model,
         folder=Path(config.trainer.default_local_dir) if named else None,

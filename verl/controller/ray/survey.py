@@ -51,9 +51,8 @@ class _Node:
 
 
 def survey(
-    ray_kwargs: Any,
+    config: Any,
     *,
-    kind: str = "auto",
     nodes: int = 1,
     model: str | None = None,
     folder: Path | None = None,
@@ -61,12 +60,12 @@ def survey(
     timeout: float = 120.0,
     say: Callable[[str], None] = print,
 ) -> Survey:
-    """Start Ray here or join the cluster that `ray_kwargs` (a config's group) or RAY_ADDRESS names, and look at it.
+    """Start Ray here or join a cluster, as a run with this configuration would, and look at it.
 
     `nodes`: how many to wait for, at most `timeout` seconds, which holds for every later step too. `folder`: a run
     folder that all nodes should see. UserError when there is no cluster, or its version is refused.
     """
-    cluster = _open(ray_kwargs, kind)
+    cluster = Cluster(config, config.trainer.device)
     try:
         found = Survey(cluster.settle_kind())
         _await(cluster, nodes, timeout, say)
@@ -86,15 +85,6 @@ def survey(
         cluster.close()
         if not cluster.own and ray.is_initialized():
             ray.shutdown()
-
-
-@dataclass(slots=True)
-class _Settings:
-    ray_kwargs: Any
-
-
-def _open(ray_kwargs: Any, kind: str) -> Cluster:
-    return Cluster(_Settings(ray_kwargs), kind)
 
 
 def _await(cluster: Cluster, nodes: int, timeout: float, say: Callable[[str], None]) -> None:
