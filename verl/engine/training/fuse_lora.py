@@ -18,7 +18,11 @@ from verl.engine.adapters import NAME, is_adapted
 
 def forward_of(module: Any) -> Callable[..., Any] | None:
     """The replacement for an adapted torch.nn.Linear; None for anything else."""
-    if not is_adapted(module) or type(module.base_layer) is not nn.Linear or hasattr(module, "parameter_name"):
+    if (
+        not is_adapted(module)
+        or type(module.base_layer) is not nn.Linear
+        or hasattr(module, "parameter_name")
+    ):
         return None
     if list(module.lora_A) != [NAME] or getattr(module, "lora_variant", None):
         return None
