@@ -18,7 +18,7 @@ from verl.reward.load import calling_style, load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(EXAMPLES.rglob("*.sh"))
+SCRIPTS = sorted(s for s in EXAMPLES.rglob("*.sh") if s.name != "ray_start.sh")
 PREPARE = sorted((EXAMPLES / "data_preprocess").glob("*.py"))
 
 

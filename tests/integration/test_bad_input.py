@@ -333,9 +333,9 @@ def test_no_model_directory(tiny, zygote, tmp_path) -> None:
         (["data.truncation=centre"], 2, ["data.truncation=centre", "left, right, middle"]),
         (["actor_rollout_ref.rollout.temperature=0"], 2, ["temperature"]),
         (
-            ["trainer.device=auto", "trainer.n_gpus_per_node=8"],
+            ["trainer.device=auto", "trainer.n_gpus_per_node=8000"],
             3,
-            ["trainer.n_gpus_per_node=8", "1 cpu", "set both to 1"],
+            ["trainer.n_gpus_per_node=8000", "8000 devices asked for", "lower trainer.n_gpus_per_node"],
         ),
         (["actor_rollout_ref.model.external_lib=my_plugins.loss"], 2, ["my_plugins", "PYTHONPATH"]),
     ],

@@ -431,7 +431,7 @@ def test_wandb_offline(tmp_path):
     assert "wandb: offline; `wandb sync" in err and "Traceback" not in err, err
     runs = list((tmp_path / "run").glob("wandb/offline-run-*"))
     assert len(runs) == 2
-    assert len({r.name.rsplit("-", 1)[1] for r in runs}) == 1, "resumed under the same id"
+    assert len({r.name.split("-")[3] for r in runs}) == 1, "resumed under the same id"
 
 
 def test_wandb_login_is_found_in_netrc(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ and nothing is turned into a 0.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ Announce = Callable[[float | None, str], None]
 
 _announce: Announce | None = None
 _lock = threading.Lock()
+_apart = 0.0
 
 
 def set_announce(announce: Announce) -> None:
@@ -42,3 +44,19 @@ def section(seconds: float, what: str) -> Iterator[None]:
             yield
         finally:
             _announce(None, what)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Work done once for all calls (importing a library): its seconds are nobody's, see `seconds_apart`."""
+    global _apart
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _apart += time.perf_counter() - started
+
+
+def seconds_apart() -> float:
+    """Seconds spent under `apart` since this process began."""
+    return _apart

@@ -39,7 +39,8 @@ def equal(answer: str, truth: str, limit: float = LIMIT) -> bool:
         return False
     if not guard.guarded():
         return _in_helper(answer, truth, limit)
-    _prepare()
+    with guard.apart():
+        _prepare()
     with guard.section(limit, "math-verify"):
         return _compare(answer, truth)
 

@@ -174,11 +174,16 @@ def _message(call_id: int, outcomes: list[Outcome]) -> dict[str, Any]:
     return {"id": call_id, "outcomes": rows}
 
 
+def _clock() -> float:
+    """Seconds without those of libraries' first imports, which are not the answer's that happened to need them."""
+    return time.perf_counter() - guard.seconds_apart()
+
+
 def _serve(channel: Channel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
         count = message.get("count")
-        started = time.perf_counter()
+        started = _clock()
         try:
             value = function(message)
             if hasattr(value, "__await__"):
@@ -186,9 +191,9 @@ def _serve(channel: Channel, function: Function) -> None:
 
                 value = asyncio.run(_finish(value))
         except BaseException as error:
-            outcomes = [_raised(error, time.perf_counter() - started)] * (1 if count is None else count)
+            outcomes = [_raised(error, _clock() - started)] * (1 if count is None else count)
         else:
-            outcomes = _results(value, count, time.perf_counter() - started)
+            outcomes = _results(value, count, _clock() - started)
         channel.send(_message(message["id"], outcomes))
 
 

@@ -92,8 +92,8 @@ def _one_machine(c: Check, kind: str, here: int) -> None:
         what = "cores, a rank needs one" if kind == "cpu" else f"{kind} device{'s' * (here != 1)}"
         c.lacks(
             sizes,
-            f"{wanted} devices asked for, found {here} {what}; lower trainer.n_gpus_per_node, or set RAY_ADDRESS to a "
-            "cluster that has them",
+            f"{wanted} devices asked for, found {here} {what}; lower trainer.n_gpus_per_node (1 needs no Ray), or set "
+            "RAY_ADDRESS to a cluster that has them",
         )
 
 
