@@ -186,3 +186,27 @@ def _no_space(*_: Any) -> None:
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"))
     assert all("No space left" in message for message in messages)
+
+
+def blown_up(path: str, directory: str) -> str:
+    """A share of one weight on rank 1 alone is not finite."""
+    import torch.distributed as dist
+
+    from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.sharding import local
+    from verl.errors import UserError
+
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    if dist.get_rank() == 1:
+        local(engine.module.get_output_embeddings().weight).data[0, 0] = float("inf")
+    try:
+        engine.save_weights(Path(directory))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_are_not_finite_on_one_rank_are_not_written(tmp_path: Path) -> None:
+    messages = ranks.run(blown_up, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"))
+    assert all("blown it up" in message for message in messages)
+    assert not (tmp_path / "out").exists()

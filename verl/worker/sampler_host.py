@@ -103,7 +103,9 @@ class SamplerHost(Profiled):
     async def receive_weights(
         self, channel: str, reader: int, version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
-        """Load the weights of the channel's next transfer. Returns checksums of what came when `verify`."""
+        """Load the weights of the channel's next transfer. With `verify`, checksums of what the engine holds then, or
+        of what came where it cannot tell (vLLM holds them under other names, an adapter in another form)."""
+        from verl.engine.rollout.native import NativeEngine
         from verl.weight_sync.shared_memory import receive
         from verl.weight_sync.verify import digesting
 
@@ -111,6 +113,8 @@ class SamplerHost(Profiled):
         weights = receive(channel, reader, timeout=timeout, version=version)
         stream = digesting(weights, sums) if verify else weights
         await asyncio.to_thread(self.engine.load_weights, stream, version)
+        if verify and isinstance(self.engine, NativeEngine) and not self.engine.holds_adapter:
+            return await asyncio.to_thread(self.engine.checksums)
         return sums
 
     async def relay_weights(

@@ -5,13 +5,11 @@ One agent runs on each node that is not the driver's own. It needs no device and
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import resource
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import ray
 from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.controller import node_facts
 from verl.controller.ray.cluster import Node
 from verl.controller.ray.workers import Worker, reason
 from verl.errors import UserError
@@ -37,14 +36,14 @@ def facts(model: str, folder: str, files: int) -> dict[str, str]:
     model: a directory, or a hub id, which is not looked at. folder: a file that the driver wrote into the run folder,
     or "". files: how many a process must be able to open.
     """
-    found = {"python": ".".join(platform.python_version_tuple()[:2]), "code of verl": code_digest()}
+    found = {"python": ".".join(platform.python_version_tuple()[:2]), "code of verl": node_facts.code_hash()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     if os.path.isabs(model):
-        found[f"model {model}"] = _model_digest(Path(model))
+        found[f"model {model}"] = _model_text(model)
     if folder:
         found[f"run folder {Path(folder).parent}"] = "shared" if Path(folder).exists() else "not there"
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -53,26 +52,10 @@ def facts(model: str, folder: str, files: int) -> dict[str, str]:
     return found
 
 
-@cache
-def code_digest() -> str:
-    """BLAKE2b of every Python file of the package, names included; 12 hexadecimal digits."""
-    import verl
-
-    root = Path(verl.__file__).parent
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _model_digest(path: Path) -> str:
-    """Of the configuration's text and the weights' sizes: another revision differs in one of them."""
-    if not (path / "config.json").is_file():
-        return "not there"
-    digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=6)
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-    return digest.hexdigest()
+def _model_text(path: str) -> str:
+    """Hashes of the configuration and of the weights' names and sizes: another revision differs in one of them."""
+    found = node_facts.model_files(path)
+    return "not there" if "problem" in found else f"{found['config']} {found['weights']}"
 
 
 class Agent:

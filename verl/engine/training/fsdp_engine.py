@@ -270,6 +270,8 @@ class FSDPEngine(PackedEngine):
     @torch.no_grad()
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
+        own = [(name, local(p)) for name, p in self.module.named_parameters()]
+        together(lambda: models.refuse_non_finite(own))
         if self._adapter is not None:
             tensors, folder = dict(self._adapter.tensors(whole)), Path(directory) / ADAPTER_FOLDER
             save = self._adapter.save

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from verl.errors import UserError
 from verl.platform import Platform
+from verl.platform.network import listen
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -37,7 +38,7 @@ def init_process_group(
     limit = timedelta(seconds=timeout)
     where = f"{master_addr}:{master_port}"
     try:
-        listening = _listen(master_addr, master_port) if rank == 0 else None
+        listening = listen(master_addr, master_port) if rank == 0 else None
         store = dist.TCPStore(
             master_addr,
             master_port,
@@ -75,20 +76,6 @@ def backend_of(platform: Platform) -> str:
     if platform.collectives == "gloo":
         return "gloo"
     return f"cpu:gloo,{platform.name}:{platform.collectives}"
-
-
-def _listen(address: str, port: int) -> int:
-    """File descriptor of a socket that listens on this address alone; the store takes it over."""
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((address, port))
-        server.listen(1024)
-    except OSError:
-        server.close()
-        raise
-    return server.detach()
 
 
 def _is_loopback(address: str) -> bool:
