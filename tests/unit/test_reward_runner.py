@@ -283,12 +283,12 @@ def test_an_async_function_over_its_time_is_cancelled_without_killing_the_others
     assert bad.extra["score_failure"]["kind"] == "timeout"
 
 
-@pytest.mark.parametrize(("text", "message"), [("exit", "exit code 7"), ("block", "took more than 0.6 s")])
+@pytest.mark.parametrize(("text", "message"), [("exit", "exit code 7"), ("block", "took more than 2 s")])
 def test_only_the_guilty_of_several_concurrent_calls_fails(
     make: Any, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verl.reward.pool.ASYNC_GRACE", 0.3)
-    found = run(make("later", timeout=0.6), ["a", text, "b", "c"])
+    found = run(make("later", timeout=2.0), ["a", text, "b", "c"])
     assert [t.score for t in found] == [1.0, None, 1.0, 1.0]
     assert message in str(found[1].score_error)
 
