@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-_DEFAULTS = {
+DEFAULTS = {
     # Threads of a parallel region sleep while they wait instead of spinning: on a machine that does anything
     # else (reward processes, a browser) spinning threads take the core from the one they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -18,5 +18,5 @@ _DEFAULTS = {
 
 def prepare_process() -> None:
     """Set what is not set already; effective only before torch is imported."""
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)

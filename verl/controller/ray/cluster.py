@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from verl.errors import UserError
+from verl.platform.environment import DEFAULTS
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 """Ray's name of a kind of device; processors have none, their ranks are processes."""
@@ -21,7 +22,7 @@ _LEAST = (2, 54)
 _KNOCK_S = 5.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
-    "TOKENIZERS_PARALLELISM": "true",
+    **DEFAULTS,
     "NCCL_DEBUG": "WARN",
     "VLLM_LOGGING_LEVEL": "WARN",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
@@ -29,8 +30,6 @@ _WORKER_ENV = {
     "NCCL_CUMEM_ENABLE": "0",
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 _PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "TASK_QUEUE_ENABLE")
 _FAMILIES = ("HF_", "VERL_", "VLLM_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
