@@ -54,7 +54,7 @@ def batch(megabytes: int) -> Batch:
 
 
 def test_a_batch_that_fits_nowhere_ends_with_what_to_change(training: Any) -> None:
-    with pytest.raises(UserError, match="object store is full.*object_store_memory.*train_batch_size"):
+    with pytest.raises(UserError, match=r"object store is full.*object_store_memory.*train_batch_size"):
         training.place(batch(400), "old_log_prob")
 
 
