@@ -9,6 +9,11 @@ import pytest
 from tests.chaos.zygote import Zygote
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: two workers that share the rest out among them then end together."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """Starts commands without paying for the imports each time; made when the first test asks for it."""

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WORDS = (
     "trainer.nnodes=2",
     "trainer.n_gpus_per_node=1",
-    "trainer.total_training_steps=3",
+    "trainer.total_training_steps=2",
     "trainer.test_freq=-1",
     "trainer.val_before_train=False",
     "data.max_response_length=24",
@@ -96,10 +96,10 @@ def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(
     tiny, cluster, tmp_path
 ) -> None:
     out = tmp_path / "out"
-    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.12)
     with started(tiny, out, cluster.address, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
-        time.sleep(1.0)  # 24 tokens take 5 s: step 2 is being sampled
+        time.sleep(1.0)  # 24 tokens take 3 s: step 2 is being sampled
         os.kill(pid_of(out, "sampler 1"), signal.SIGKILL)
         assert run.wait(300) == 0, (tmp_path / "out.log").read_text()[-3000:]
     died, again = events(out, "sampler_died"), events(out, "sampler_restarted")
@@ -107,8 +107,8 @@ def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(
     assert len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"]
     assert not events(out, "rollout_failure")
     found = records(out)
-    assert sorted(found) == [1, 2, 3]
-    for step in (1, 2, 3):
+    assert sorted(found) == [1, 2]
+    for step in (1, 2):
         rows = answers(out, step)
         assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
@@ -118,7 +118,7 @@ def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_e
     tiny, cluster, tmp_path
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
-    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.12)
     with started(tiny, out, cluster.address, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         os.kill(pid_of(out, "training worker 1"), signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(tiny, cluster, tmp_pat
 
 def test_a_lost_node_ends_the_run_with_that_said(tiny, cluster, tmp_path) -> None:
     out = tmp_path / "out"
-    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.2)
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.12)
     with started(tiny, out, cluster.address, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray_cluster import cluster_of
 from tests.runs import TinyRun, main_ppo
 
 pytest.importorskip("ray")
@@ -17,17 +16,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_workers_write_profiles_of_the_chosen_steps(tmp_path: Path) -> None:
     tiny = TinyRun(tmp_path / "run")
-    with cluster_of(2) as cluster:
-        done = main_ppo(
-            tiny.overrides(
-                tmp_path / "out", "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=3",
-                "trainer.save_freq=-1", "data.val_files=null", "global_profiler.tool=torch", "global_profiler.steps=[2,3]",
-                "global_profiler.profile_continuous_steps=True", f"global_profiler.save_path={tmp_path / 'profiles'}",
-                "actor_rollout_ref.actor.profiler.enable=True", "actor_rollout_ref.actor.profiler.ranks=[1]",
-                "actor_rollout_ref.rollout.profiler.enable=True",
-            ),
-            timeout=400, RAY_ADDRESS=cluster.address,
-        )  # fmt: skip
+    done = main_ppo(
+        tiny.overrides(
+            tmp_path / "out", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3",
+            "trainer.save_freq=-1", "data.val_files=null", "global_profiler.tool=torch", "global_profiler.steps=[2,3]",
+            "global_profiler.profile_continuous_steps=True", f"global_profiler.save_path={tmp_path / 'profiles'}",
+            "actor_rollout_ref.actor.profiler.enable=True", "actor_rollout_ref.actor.profiler.ranks=[1]",
+            "actor_rollout_ref.rollout.profiler.enable=True",
+        ),
+        timeout=400,
+    )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = sorted(p.name for p in (tmp_path / "profiles").glob("*.json.gz"))
     assert found == ["actor.rank1.step2-3.torch.json.gz", "rollout.rank0.step2-3.torch.json.gz"]

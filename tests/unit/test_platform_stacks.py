@@ -16,8 +16,8 @@ CHILD = """
 import sys, time
 from verl.platform import stacks
 stacks.register()
-print("ready", flush=True)
 def the_place_where_it_hangs():
+    print("ready", flush=True)
     time.sleep(60)
 the_place_where_it_hangs()
 """

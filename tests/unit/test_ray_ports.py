@@ -65,7 +65,7 @@ def outside(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def test_so_are_all_ports_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     tiny = TinyRun(tmp_path / "tiny")
     more = ["trainer.n_gpus_per_node=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
-    words = tiny.overrides(tmp_path / "out", *more, "trainer.total_training_steps=2")
+    words = tiny.overrides(tmp_path / "out", *more, "trainer.total_training_steps=1")
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(
