@@ -62,6 +62,9 @@ class Sampler:
         self.done: list[wire.Answer] = []
         self.open: dict[str, Any] = {}
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def submit(self, payload: Any) -> None:
         for ask in wire.decode_asks(payload):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))
@@ -91,6 +94,11 @@ class Sampler:
             self.open[name].cancel()
             empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
             self.done.append(wire.Answer(name, empty))
+
+    async def close(self) -> None:
+        if self.grave != "always":
+            with open(f"{self.grave}.closed", "a") as file:
+                file.write(f"{os.getpid()}\n")
 
     async def stats(self) -> dict[str, float]:
         return {"tokens": 2.0, "busy_s": float(self.delay)}

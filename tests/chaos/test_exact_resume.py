@@ -125,6 +125,7 @@ def half(tiny, zygote, tmp_path_factory) -> Path:
         ("data.train_files={other}", "data.train_files"),
         ("data.seed=77", "data.seed: "),
         ("data.shuffle=False", "data.shuffle: True then, False now"),
+        ("data.train_max_samples=20", "usable rows: "),
         ("data.train_batch_size=8", "data.train_batch_size: 4 then, 8 now"),
         ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n: 3 then, 4 now"),
     ],

@@ -219,6 +219,35 @@ def test_a_host_that_dies_again_and_again_ends_the_run_by_name(pool) -> None:
     assert caught.value.ends_the_run
 
 
+def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None:
+    """The weight transfer and whoever waits for answers may both find it dead: one of them starts it again."""
+    one, seen = pool()
+    pids = [ray.get(host.worker.handle.pid.remote()) for host in one.hosts]
+    assert one.find_dead(one.hosts) == []
+    os.kill(pids[1], signal.SIGKILL)
+    end = time.monotonic() + 30
+    while not (dead := one.find_dead(one.hosts)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert [host.number for host, _ in dead] == [1]
+    assert one.replace_dead(*dead[0]) and not one.replace_dead(*dead[0]), (
+        "the second one leaves it to the first"
+    )
+    assert ray.get(one.hosts[1].worker.handle.pid.remote()) not in pids
+
+    async def run() -> list[Completion]:
+        asks = [asyncio.ensure_future(ask(one, name)) for name in ("a", "b", "c", "d")]
+        await asyncio.sleep(0.5)
+        assert sum(done.done() for done in asks) == 2, "the fresh one has no weights yet"
+        one.hosts[1].reviving = False
+        one._flush()
+        return await asyncio.gather(*asks)
+
+    assert len(asyncio.run(run())) == 4
+    assert [kind for kind, _ in seen] == ["sampler_died", "sampler_restarted"]
+    one.close()
+    assert len((tmp_path / "grave.closed").read_text().splitlines()) == 2, "an engine may have to clean up"
+
+
 def test_errors_and_aborts_reach_whoever_asked(pool) -> None:
     one, _ = pool(hosts=1, delay=20)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from tests import ranks
 from tests.tiny import tiny_model
@@ -162,7 +163,7 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
     assert messages[0] == messages[1] and "model.safetensors is damaged" in messages[0]
 
 
-def full_disk(path: str, directory: str) -> str:
+def full_disk(path: str, directory: str, error: Exception) -> str:
     """Rank 1 cannot write."""
     import torch.distributed as dist
 
@@ -171,20 +172,29 @@ def full_disk(path: str, directory: str) -> str:
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:
-        sharded_state.write_file = _no_space  # type: ignore[assignment]
+        sharded_state.write_file = _raising(error)  # type: ignore[assignment]
     try:
         engine.save_weights(Path(directory))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as raised:
+        engine.save_optimizer(Path(directory))  # the ranks are in step: the next call together works
+        return f"{type(raised).__name__}: {raised}"
     return ""
 
 
-def _no_space(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
+def _raising(error: Exception) -> Any:
+    def write(*_: Any) -> None:
+        raise error
+
+    return write
 
 
-def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
-    messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"))
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")],
+    ids=["of the system", "of the library"],
+)
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path, error: Exception) -> None:
+    messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"), error)
     assert all("No space left" in message for message in messages)
 
 

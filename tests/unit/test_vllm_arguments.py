@@ -156,7 +156,7 @@ def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
     device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
     assert not device["enforce_eager"] and device["enable_sleep_mode"] and "block_size" not in device
     two = engine_arguments(settings(tensor_parallel_size=2), KNOWN, cpu=True, sleeps=False)
-    assert "distributed_executor_backend" not in two and two["tensor_parallel_size"] == 2
+    assert two["distributed_executor_backend"] == "mp" and two["tensor_parallel_size"] == 2
     own = engine_arguments(settings(engine_kwargs={"block_size": 64}), KNOWN, cpu=True, sleeps=False)
     assert own["block_size"] == 64
 

@@ -82,6 +82,8 @@ class Unsealed:
             _fill(self._root, self._beside, self._step, parts, loop_state)
         except Exception as error:
             self._fail(error)
+            if getattr(error, "ends_the_run", False):
+                raise
 
     def seal(self) -> Path | None:
         """Sync, hash, seal, rename; then the pointer file and the retention. None if anything failed."""

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from verl.trainer.ppo_trainer import PPOTrainer
 
 
-def data_identity(config: Config) -> dict[str, Any]:
-    """The settings that fix which prompts come when; a resumed run must have the same (config.md §16, rule 21)."""
+def data_identity(config: Config, rows: int) -> dict[str, Any]:
+    """What fixes which prompts come when; a resumed run must have the same (config.md §16, rule 21).
+
+    `rows`: prompts of an epoch, which a changed file, length limit or template changes, and with them the order.
+    """
     data = config.data
     files = data.train_files if isinstance(data.train_files, list) else [data.train_files]
     return {
         "data.train_files": [str(f) for f in files],
+        "usable rows": rows,
         "data.seed": data.seed if data.seed is not None else config.trainer.seed,
         "data.shuffle": data.shuffle,
         "data.train_batch_size": data.train_batch_size,
@@ -35,7 +39,12 @@ def data_identity(config: Config) -> dict[str, Any]:
     }
 
 
-def refuse_other_data(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+def refuse_other_data(
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    checkpoint: Path,
+    model_key: str = "actor_rollout_ref.model.path",
+) -> None:
     """Raise UserError naming every setting that changed since the checkpoint."""
     changed = [
         f"{key}: {saved[key]!r} then, {now[key]!r} now"
@@ -46,7 +55,7 @@ def refuse_other_data(saved: dict[str, Any], now: dict[str, Any], checkpoint: Pa
         raise UserError(
             f"cannot resume from {checkpoint}: the order of the data would change ({'; '.join(changed)}). Restore the "
             "settings, or start a new run from the weights: "
-            f"actor_rollout_ref.model.path={checkpoint / 'actor'} trainer.resume_mode=disable"
+            f"{model_key}={checkpoint / 'actor'} trainer.resume_mode=disable"
         )
 
 
@@ -109,7 +118,7 @@ class Checkpoints:
             "step": trainer.step,
             "weight_version": trainer.step,
             "data_position": trainer.draws.position(trainer.step),
-            "data_identity": data_identity(self._config),
+            "data_identity": data_identity(self._config, parts.stream.rows_per_epoch),
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
             "counters": parts.counters.state(),
             "seed": self._config.trainer.seed,
@@ -122,7 +131,11 @@ class Checkpoints:
         if found is None:
             return 0
         state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
-        refuse_other_data(state.get("data_identity", {}), data_identity(self._config), found.path)
+        refuse_other_data(
+            state.get("data_identity", {}),
+            data_identity(self._config, parts.stream.rows_per_epoch),
+            found.path,
+        )
         if wants("model"):
             parts.actor.load(found.part("actor"))
         if wants("optimizer"):

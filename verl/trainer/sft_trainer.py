@@ -26,6 +26,7 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import broken
 from verl.trainer.profiled import profiled
+from verl.trainer.resume import refuse_other_data
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
 from verl.trainer.sft_setup import build_engine, open_data
@@ -237,16 +238,7 @@ class SFTTrainer:
         if found is None:
             return 0
         saved, now = found.loop_state.get("data_identity", {}), self._identity()
-        changed = [
-            f"{key}: {saved[key]!r} then, {now[key]!r} now"
-            for key in now
-            if saved.get(key, now[key]) != now[key]
-        ]
-        if changed:
-            raise UserError(
-                f"cannot resume from {found.path}: the order of the data would change ({'; '.join(changed)}). Restore "
-                f"the settings, or start from the weights: model.path={found.path / 'actor'} trainer.resume_mode=disable"
-            )
+        refuse_other_data(saved, now, found.path, "model.path")
         if wants("model"):
             self.engine.load_weights(found.part("actor"))
         if wants("optimizer"):

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from verl.weight_sync import buckets
-from verl.weight_sync.base import WeightSyncError
 
 
 class Copier:
@@ -55,7 +54,7 @@ class Copier:
         rest = iter(weights)
         try:
             return buckets.pack(rest, self._sink, dtype=self._dtype)
-        except WeightSyncError:
+        except Exception:
             for _ in rest:
                 pass
             raise

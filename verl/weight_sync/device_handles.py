@@ -31,8 +31,8 @@ class HandleSink(SharedMemorySink):
         device: torch.device,
         timeout: float = TIMEOUT,
     ):
-        super().__init__(channel, readers, _HANDLES_BYTES, version, timeout=timeout, on_device=True)
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        super().__init__(channel, readers, _HANDLES_BYTES, version, timeout=timeout, on_device=True)
         self._readers = readers
 
     def room(self) -> torch.Tensor:

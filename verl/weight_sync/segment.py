@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -56,12 +57,22 @@ def path_of(channel: str) -> Path:
     """The file of a channel. ValueError for a name that is no file name."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", channel):
         raise ValueError(f"channel {channel!r}: use letters, digits, '_', '.', '-', at most 100")
-    return folder() / f"verl-weights-{os.geteuid()}-{channel}"
+    return folder() / f"{_prefix()}{channel}"
+
+
+@cache
+def _prefix() -> str:
+    """User and process-id namespace: containers that share memory, but not processes, cannot tell who lives."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"verl-weights-{os.geteuid()}-{space}-"
 
 
 def sweep() -> list[str]:
     """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
-    prefix = f"verl-weights-{os.geteuid()}-"
+    prefix = _prefix()
     gone = []
     for path in folder().glob(f"{prefix}*"):
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,8 +81,15 @@ class SamplerHost(Profiled):
             )
             self._done.append(wire.Answer(ask.id, done))
         except Exception as error:  # it is the answer: the driver raises it where the request was made
+            if getattr(self.engine, "dead", False):
+                self._leave(error)
             self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
+
+    def _leave(self, error: Exception) -> None:
+        """End this process: a host whose engine has died would fail every request it gets, and it gets the most."""
+        print(f"verl: sampler {self.number}: its engine died ({error}); ending", file=sys.stderr, flush=True)
+        os._exit(1)
 
     async def results(self, timeout: float) -> Payload:
         """Finished answers, as soon as there are any; none after `timeout` seconds."""

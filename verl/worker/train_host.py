@@ -114,7 +114,7 @@ class TrainHost(Profiled):
         """One optimizer step for each of `minis`: {"rows": positions, "normalisers": counts of all ranks}.
 
         `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
-        "columns": old_log_probs and entropy where the rows had none}.
+        "columns": old_log_probs and entropy, each if rows were without}.
         """
         from verl.algorithms.objective import Normalisers
         from verl.worker import execute
@@ -123,7 +123,7 @@ class TrainHost(Profiled):
         correction = self.config.algorithm.rollout_correction
         transport.fill(self._rows, columns)
         fresh = [
-            name for name in ("old_log_probs", "entropy") if all(getattr(r, name) is None for r in self._rows)
+            name for name in ("old_log_probs", "entropy") if any(getattr(r, name) is None for r in self._rows)
         ]
         results: list[StepResult] = []
         for mini in minis:
@@ -173,11 +173,17 @@ class TrainHost(Profiled):
         rollout = self.config.actor_rollout_ref.rollout
         bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
         stream = digesting(weights, sums) if verify else weights
-        if meeting is not None:
-            result = self._broadcast(meeting, stream, version, bucket, channel, readers)
-        else:
-            assert channel is not None
-            result = BucketSender(channel, readers, bucket).send(stream, version)
+        try:
+            if meeting is not None:
+                result = self._broadcast(meeting, stream, version, bucket, channel, readers)
+            else:
+                assert channel is not None
+                result = BucketSender(channel, readers, bucket).send(stream, version)
+        except Exception:
+            # The other ranks gather all of it, whatever befell this one.
+            for _ in weights:
+                continue
+            raise
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
     def _broadcast(

@@ -10,6 +10,7 @@ taken once, whoever gives it.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,15 @@ import ray
 from ray import exceptions as faults
 
 from verl.controller import wire
-from verl.controller.ray.workers import Worker, is_dead, reason
+from verl.controller.ray.workers import Worker, is_dead, reason, store_full
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.errors import UserError
 
 _POLL_S = 10.0
 _CALL_S = 120.0
 _OTHERS_S = 35.0
+_PING_S = 5.0
+_CLOSE_S = 10.0
 _TOGETHER = ("busy_s", "cache_peak")
 MAX_RESTARTS = 3
 """Deaths of one host between two weight transfers after which the run ends."""
@@ -58,6 +62,18 @@ class Host:
     poll: asyncio.Task[None] | None = None
     reviving: bool = False
     deaths: int = 0
+    _claim: threading.Lock = field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """Begin to replace the worker; False if somebody else is at it. Ends with `reviving = False`."""
+        with self._claim:
+            mine, self.reviving = not self.reviving, True
+            return mine
+
+    def replace(self) -> None:
+        """A fresh worker; the old one, which may be out of reach and alive, is ended first. Blocking."""
+        ray.kill(self.worker.handle)
+        self.worker, self.node = self.start()
 
     @property
     def tokens(self) -> int:
@@ -130,7 +146,10 @@ class SamplerPool(RolloutEngine):
             if host.reviving or not host.queue:
                 continue
             queue, host.queue = host.queue, []
-            host.worker.handle.submit.remote(wire.encode_asks(queue))
+            try:
+                host.worker.handle.submit.remote(wire.encode_asks(queue))
+            except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
+                self._fail(host, UserError(store_full(error)))
             self._watch(host)
 
     def _watch(self, host: Host) -> None:
@@ -147,7 +166,8 @@ class SamplerPool(RolloutEngine):
                 if not is_dead(error):
                     self._fail(host, error)
                     return
-                await self._revive(host, reason(error))
+                if not await self._revive(host, reason(error)):
+                    return
                 continue
             for answer in answers:
                 self._settle(host, answer)
@@ -193,30 +213,34 @@ class SamplerPool(RolloutEngine):
 
     # -- death ----------------------------------------------------------------------------------------------
 
-    async def _revive(self, host: Host, why: str) -> None:
-        """A fresh host with the current weights takes over what the dead one owed."""
-        host.reviving = True
-        self.note_death(host, why)
-        if host.deaths > MAX_RESTARTS:
-            self._fail(host, SamplerLost(self._often(host, why)))
-            return
-        try:
-            await asyncio.to_thread(self._replace, host)
-        except Exception as error:
-            # A node that is lost takes a training worker with it, which is what the user should hear of.
-            end = time.monotonic() + _OTHERS_S
-            while self._ended is None and time.monotonic() < end:
-                await asyncio.sleep(0.2)
-            text = f"{host.worker} died ({why}) and could not be started again: {error}"
-            self._fail(host, self._ended or SamplerLost(text))
-            return
-        host.reviving = False
+    async def _revive(self, host: Host, why: str) -> bool:
+        """A fresh host with the current weights takes over what the dead one owed. False when there will be none."""
+        if host.claim():
+            self.note_death(host, why)
+            if host.deaths > MAX_RESTARTS:
+                self.end(SamplerLost(self._often(host, why)))
+                return False
+            try:
+                await asyncio.to_thread(self._replace, host)
+            except Exception as error:
+                # A node that is lost takes a training worker with it, which is what the user should hear of.
+                end = time.monotonic() + _OTHERS_S
+                while self._ended is None and time.monotonic() < end:
+                    await asyncio.sleep(0.2)
+                text = f"{host.worker} died ({why}) and could not be started again: {error}"
+                self.end(self._ended or SamplerLost(text))
+                return False
+            host.reviving = False
+        else:
+            while host.reviving and self._ended is None:  # a weight transfer has found it dead, too
+                await asyncio.sleep(0.1)
         host.queue = [request.ask for request in host.requests.values() if not request.future.done()]
         self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.queue))
         self._flush()
+        return True
 
     def _replace(self, host: Host) -> None:
-        host.worker, host.node = host.start()
+        host.replace()
         if self.refill is not None:
             self.refill(host)
 
@@ -231,13 +255,35 @@ class SamplerPool(RolloutEngine):
             "short, lower actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs or max_model_len"
         )
 
-    def replace_dead(self, host: Host, why: str) -> None:
-        """Start a dead host again, without weights; for a weight transfer, which brings them. Blocking."""
+    def find_dead(self, hosts: Sequence[Host]) -> list[tuple[Host, str]]:
+        """Those of `hosts` whose process is gone, and why. One that is too busy to answer lives."""
+        if not hosts:
+            return []
+        refs = {host: host.worker.handle.__ray_ready__.remote() for host in hosts}
+        answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_PING_S)
+        dead = []
+        for host, ref in refs.items():
+            try:
+                if ref in answered:
+                    ray.get(ref)
+            except faults.RayError as error:
+                if is_dead(error):
+                    dead.append((host, reason(error)))
+        return dead
+
+    def replace_dead(self, host: Host, why: str) -> bool:
+        """Start a dead host again for a weight transfer, which brings its weights and then says `reviving = False`.
+
+        False if somebody else is at it: that host will ask for the weights. Blocking.
+        """
+        if not host.claim():
+            return False
         self.note_death(host, why)
         if host.deaths > MAX_RESTARTS:
             raise SamplerLost(self._often(host, why))
-        host.worker, host.node = host.start()
+        host.replace()
         self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
+        return True
 
     # -- weights and memory ---------------------------------------------------------------------------------
 
@@ -291,6 +337,10 @@ class SamplerPool(RolloutEngine):
         for host in self.hosts:
             if host.poll is not None and not host.poll.get_loop().is_closed():
                 host.poll.get_loop().call_soon_threadsafe(host.poll.cancel)
+        # What an engine has outside of its process goes with `close`.
+        closing = [host.worker.handle.close.remote() for host in self.hosts]
+        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for host in self.hosts:
             ray.kill(host.worker.handle)
 
 

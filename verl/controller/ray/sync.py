@@ -38,17 +38,29 @@ class ChannelSync(WeightSync):
         """See `WeightSync.push`. Hosts found dead are started again first."""
         started = time.monotonic()
         with self._training.lock:
-            for _ in range(len(self._pool.hosts) + 1):
-                dead, moved = self._transfer(self._pool.hosts, version, verify)
-                if not dead:
-                    break
-                for host, why in dead:
-                    self._pool.replace_dead(host, why)
-            else:
-                raise WeightSyncError("weight sync: sampler hosts keep dying while they load weights")
+            moved = self._to_all(version, verify)
             self._version, self._training.moved = version, False
         self._pool.weights_pushed(version)
         return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=verify)
+
+    def _to_all(self, version: int, verify: bool) -> int:
+        """Transfers until every host has the weights but those that are being started again: they will `refill`."""
+        pool, fresh = self._pool, set[Host]()
+        for _ in range(len(pool.hosts) + 1):
+            hosts = [host for host in pool.hosts if host in fresh or not host.reviving]
+            # One that died in its sleep would be waited for until the transfer's time is up.
+            dead = pool.find_dead(hosts)
+            if not dead:
+                dead, moved = self._transfer(hosts, version, verify)
+            if not dead:
+                for host in fresh:
+                    host.reviving = False
+                return moved
+            for host, why in dead:
+                host.reviving = host.reviving and host not in fresh
+                replaced = pool.replace_dead(host, why)
+                fresh = fresh | {host} if replaced else fresh - {host}
+        raise WeightSyncError("weight sync: sampler hosts keep dying while they load weights")
 
     def refill(self, host: Host) -> None:
         """Give one fresh host the weights that the ranks hold now, under their version."""

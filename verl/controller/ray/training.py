@@ -154,6 +154,8 @@ class ActorGroup(ActorRole):
         """Optimizer steps on all ranks, those without a token left out."""
         training = self.training
         work = [mini for mini in minis if mini.usable]
+        if not work:
+            return [(mini, None) for mini in minis]
         columns = [n for n in _UPDATE if n not in placed.known and (n != "rollout_log_probs" or self._bypass)]
         shipped = training.each([transport.collect(part, columns) for part in placed.parts])
         placed.known |= set(columns)
@@ -162,10 +164,9 @@ class ActorGroup(ActorRole):
             (ref, orders[rank], training.temperature)
             for (ref,), rank in zip(shipped, training.dp_ranks, strict=True)
         ]
-        answers = training.call("update", each=each, doing="update_actor") if work else []
-        if answers:
-            training.fill(placed, [answer["columns"] for answer in answers])
-        results = iter(StepResult(**result) for result in answers[0]["results"]) if answers else iter(())
+        answers = training.call("update", each=each, doing="update_actor")
+        training.fill(placed, [answer["columns"] for answer in answers])
+        results = iter(StepResult(**result) for result in answers[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
 
     def _orders(self, minis: Sequence[MiniBatch], placed: Placed, rank: int) -> list[dict[str, Any]]:

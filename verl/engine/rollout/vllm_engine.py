@@ -259,11 +259,14 @@ class VLLMEngine(RolloutEngine):
                 result = self._transfer(weights, version, checksums)
             else:
                 result = self._place_adapter(self._adapter, weights, version)
+            if not self._host.call(self._engine.reset_prefix_cache(), _RPC_TIMEOUT) and not held:
+                raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
+            if held:  # nobody waits for ever for an engine that stands still
+                self.abort()
+                self._host.submit(self._engine.resume_generation())
             raise
-        if not self._host.call(self._engine.reset_prefix_cache(), _RPC_TIMEOUT) and not held:
-            raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
         self._version, self._ready = version, True
         for live in list(self._live.values()):
             live.versions.append(version)
@@ -337,6 +340,11 @@ class VLLMEngine(RolloutEngine):
         dtype = self._engine.model_config.dtype
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
+    @property
+    def dead(self) -> bool:
+        """True when vLLM's own process is gone: only a new engine helps."""
+        return self._engine is not None and bool(getattr(self._engine, "errored", False))
+
     # ---- memory
 
     def sleep(self) -> None:
@@ -354,7 +362,9 @@ class VLLMEngine(RolloutEngine):
     def wake(self) -> None:
         """Undo `sleep`. Weights that were given back must be loaded again before the next request."""
         if self._asleep and self._settings.free_cache_engine and self._api.sleeps:
-            self._host.call(self._engine.wake_up(), _RPC_TIMEOUT)
+            # A load of weights in its sleep has woken these already.
+            parts = {} if self._weights_gone else {"tags": ["kv_cache"]}
+            self._host.call(self._engine.wake_up(**parts), _RPC_TIMEOUT)
         self._asleep = self._weights_gone = False
 
     @property

@@ -29,7 +29,7 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """work() on every rank; a UserError or OSError of one is raised by all, so that none waits for one that gave up.
+    """work() on every rank; an error of one is raised by all, so that none waits for one that gave up.
 
     The failed rank raises its own error, the others a UserError that says what it was and where.
     """
@@ -37,15 +37,19 @@ def together(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> 
     failure: Exception | None = None
     try:
         result = work()
-    except (UserError, OSError) as error:
+    except Exception as error:
         failure = error
-    problems = exchange("" if failure is None else str(failure), group)
+    problems = exchange("" if failure is None else _text(failure), group)
     if failure is not None:
         raise failure
     for rank, problem in enumerate(problems):
         if problem:
             raise UserError(f"rank {rank}: {problem}")
     return result
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def merge_sums(parts: list[dict[str, list[float]]]) -> dict[str, list[float]]:

@@ -20,8 +20,12 @@ _NUMBER = "#number"
 def save_state(
     directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any], step: int
 ) -> None:
-    """Write the state of every parameter and the schedule's step. `names` maps names to parameters."""
+    """Write the state of every parameter and the schedule's step. `names` maps names to parameters.
+
+    OSError, on every rank, where one cannot write.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     flat: dict[str, torch.Tensor] = {_STEP: torch.tensor(step, dtype=torch.int64)}
     for name, parameter in names.items():
@@ -33,7 +37,10 @@ def save_state(
             else:
                 raise UserError(f"optimizer state {key!r} of type {type(value).__name__} cannot be saved")
     directory.mkdir(parents=True, exist_ok=True)
-    dcp.save(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
+    try:
+        dcp.save(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
+    except CheckpointException as error:  # no Exception: nobody who saves expects one that ends the process
+        raise OSError(f"{directory}: the optimizer's state cannot be written: {_causes(error)}") from error
 
 
 def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping[str, Any]) -> int:
@@ -42,6 +49,7 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
     UserError if the directory has no such state, or state of other parameters.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from verl.engine.training.checkpoint_reader import Reader
@@ -61,7 +69,10 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
         raise UserError(
             f"{directory}: state of parameters this model does not have, for example {unknown[0]}"
         )
-    dcp.load(flat, storage_reader=Reader(str(directory)), no_dist=not _sharded(names))
+    try:
+        dcp.load(flat, storage_reader=Reader(str(directory)), no_dist=not _sharded(names))
+    except CheckpointException as error:
+        raise UserError(f"{directory}: the optimizer's state cannot be read: {_causes(error)}") from error
     step = int(flat.pop(_STEP))
     found: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -78,6 +89,11 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
                 state[entry] = value.to(parameter.device)
         optimizer.state[parameter] = state
     return step
+
+
+def _causes(error: Any) -> str:
+    """What went wrong on which rank."""
+    return "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
 
 
 def _sharded(names: Mapping[str, Any]) -> bool:

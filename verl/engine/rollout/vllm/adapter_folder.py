@@ -6,6 +6,7 @@ vLLM takes adapters by path alone. The files are small (two thin matrices a laye
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _PREFIX = "base_model.model."
 _SHARED = Path("/dev/shm")
+_NAME = "verl-vllm-adapter-"
 
 
 class AdapterFolder:
@@ -31,8 +33,9 @@ class AdapterFolder:
         from safetensors.torch import save_file
 
         if self._root is None:
-            where = _SHARED if _SHARED.is_dir() else None
-            self._root = Path(tempfile.mkdtemp(prefix="verl-vllm-adapter-", dir=where))
+            where = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
+            _sweep(where)
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_NAME}{_space()}-{os.getpid()}-", dir=where))
         stored = {
             _PREFIX + name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous().clone()
             for name, tensor in tensors
@@ -60,3 +63,20 @@ class AdapterFolder:
         if self._root is not None:
             shutil.rmtree(self._root)
             self._root = None
+
+
+def _space() -> int:
+    """The namespace of process ids: another container's may share the folder."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _sweep(where: Path) -> None:
+    """Remove what engines that were killed have left."""
+    start = f"{_NAME}{_space()}-"
+    for folder in where.glob(f"{start}*"):
+        pid = folder.name.removeprefix(start).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

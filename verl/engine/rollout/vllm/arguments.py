@@ -104,6 +104,9 @@ def engine_arguments(
     if s.lora is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         arguments["max_lora_rank"] = lora_room(int(s.lora["r"]))
+    if s.tensor_parallel_size > 1:
+        # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
+        arguments["distributed_executor_backend"] = "mp"
     if cpu:
         arguments["block_size"] = _CPU_BLOCK
         if s.tensor_parallel_size == 1:

@@ -157,13 +157,20 @@ def this_process() -> Process:
 
 
 def end(processes: set[Process], patience: float = 5.0) -> None:
-    """Wait for processes to be gone; kill those that are not. This process is never among them."""
-    deadline = time.monotonic() + patience
+    """Wait for processes to be gone; kill those that are not. This process is never among them.
+
+    One that a driver holds in the kernel cannot be killed: it is left, and named.
+    """
+    deadline, killed = time.monotonic() + patience, False
     left = {p for p in processes if p[0] != os.getpid()}
     while left := {p for p in left if p[1] and start_time(p[0]) == p[1]}:
         if time.monotonic() > deadline:
+            if killed:
+                named = ", ".join(str(pid) for pid, _ in sorted(left))
+                print(f"verl: processes of vLLM that do not end: {named}", file=sys.stderr)
+                return
             for pid, _ in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + patience
+            deadline, killed = time.monotonic() + patience, True
         time.sleep(0.02)
