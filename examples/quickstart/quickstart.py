@@ -2,7 +2,7 @@
 
     make quickstart           (or: python examples/quickstart/quickstart.py --out quickstart_run)
 
-The warm-up's demonstrations are of mixed quality: half of them forget an operation. So the warmed-up model has the
+The warm-up's demonstrations are of mixed quality: two thirds of them forget an operation. So the warmed-up model has the
 format and most of the arithmetic and is often wrong, which is what reinforcement learning then puts right.
 
 Every stage is a command that a user could type; each is printed before it runs. Stages that are done already
@@ -54,7 +54,7 @@ def accuracy(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def prepare_data(out: Path, seed: int) -> None:
-    words = f"prepare arithmetic --train 8000 --test 200 --level 1 --no_stories --careless 0.5 --seed {seed}"
+    words = f"prepare arithmetic --train 8000 --test 200 --level 1 --no_stories --careless 0.65 --seed {seed}"
     run("verl.cli.main", [*words.split(), "--local_save_dir", str(out / "data")], out / "prepare.log")
 
 
@@ -108,7 +108,7 @@ def reinforce(out: Path, seed: int, warm_steps: int, steps: int, extra: list[str
             "data.max_prompt_length=64",
             "data.max_response_length=48",
             f"actor_rollout_ref.model.path={out / f'warm_up/global_step_{warm_steps}/actor'}",
-            "actor_rollout_ref.actor.optim.lr=2e-4",
+            "actor_rollout_ref.actor.optim.lr=1e-4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=32",
             "actor_rollout_ref.rollout.n=16",
             "actor_rollout_ref.rollout.name=native",
