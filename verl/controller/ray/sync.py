@@ -75,7 +75,8 @@ class ChannelSync(WeightSync):
     def _transfer(
         self, hosts: Sequence[Host], version: int, verify: bool
     ) -> tuple[list[tuple[Host, str]], int]:
-        """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved."""
+        """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved, each
+        weight once however many nodes got it."""
         serial = next(self._serial)
         by_node: dict[str, list[Host]] = {}
         for host in hosts:
@@ -114,7 +115,7 @@ class ChannelSync(WeightSync):
                     compare(sums, ray.get(ref))
                 except WeightSyncError as error:
                     raise WeightSyncError(f"{error} ({host.worker})") from None
-        return dead, sum(answer["bytes"] for answer in sent)
+        return dead, max(answer["bytes"] for answer in sent)
 
     def _relays(
         self,
