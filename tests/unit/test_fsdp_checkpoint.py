@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.unit.engine_cases import rows_of, simple_loss
 from tests.unit.fsdp_cases import role
 from verl.engine.training.local_engine import LocalEngine
 from verl.engine.training.sharded_state import plan_files
+from verl.errors import UserError
 
 ROLE = role(
     optim={"lr": 1e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "lr_warmup_steps": 1},
@@ -142,16 +144,20 @@ def test_files_are_cut_evenly_and_below_the_limit() -> None:
     assert [name for file in plan_files(sizes, 5) for name in file] == [name for name, _ in sizes]
 
 
-def damaged(path: str, directory: str) -> str:
-    from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.errors import UserError
-
-    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+def refusal(work: Callable[[], Any]) -> str:
+    """What a rank's user is told, "" for nothing."""
     try:
-        engine.load_weights(Path(directory))
+        work()
     except UserError as error:
         return str(error)
     return ""
+
+
+def damaged(path: str, directory: str) -> str:
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
+    return refusal(lambda: engine.load_weights(Path(directory)))
 
 
 def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -204,16 +210,11 @@ def blown_up(path: str, directory: str) -> str:
 
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.engine.training.sharding import local
-    from verl.errors import UserError
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:
         local(engine.module.get_output_embeddings().weight).data[0, 0] = float("inf")
-    try:
-        engine.save_weights(Path(directory))
-    except UserError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: engine.save_weights(Path(directory)))
 
 
 def test_weights_that_are_not_finite_on_one_rank_are_not_written(tmp_path: Path) -> None:

@@ -131,11 +131,8 @@ class Checkpoints:
         if found is None:
             return 0
         state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
-        refuse_other_data(
-            state.get("data_identity", {}),
-            data_identity(self._config, parts.stream.rows_per_epoch),
-            found.path,
-        )
+        now = data_identity(self._config, parts.stream.rows_per_epoch)
+        refuse_other_data(state.get("data_identity", {}), now, found.path)
         if wants("model"):
             parts.actor.load(found.part("actor"))
         if wants("optimizer"):

@@ -20,12 +20,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from verl.platform.processes import namespace
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.buckets import HEADER_BYTES, bucket_size
 
@@ -60,14 +60,9 @@ def path_of(channel: str) -> Path:
     return folder() / f"{_prefix()}{channel}"
 
 
-@cache
 def _prefix() -> str:
-    """User and process-id namespace: containers that share memory, but not processes, cannot tell who lives."""
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        space = 0
-    return f"verl-weights-{os.geteuid()}-{space}-"
+    """Segments whose processes can be seen from here, and are this user's."""
+    return f"verl-weights-{os.geteuid()}-{namespace()}-"
 
 
 def sweep() -> list[str]:

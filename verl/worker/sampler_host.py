@@ -81,7 +81,7 @@ class SamplerHost(Profiled):
             )
             self._done.append(wire.Answer(ask.id, done))
         except Exception as error:  # it is the answer: the driver raises it where the request was made
-            if getattr(self.engine, "dead", False):
+            if self.engine.dead:
                 self._leave(error)
             self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
@@ -112,8 +112,7 @@ class SamplerHost(Profiled):
         self, channel: str, reader: int, version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
         """Load the weights of the channel's next transfer. With `verify`, checksums of what the engine holds then, or
-        of what came where it cannot tell (vLLM holds them under other names, an adapter in another form)."""
-        from verl.engine.rollout.native import NativeEngine
+        of what came where it cannot tell."""
         from verl.weight_sync.shared_memory import receive
         from verl.weight_sync.verify import digesting
 
@@ -121,9 +120,8 @@ class SamplerHost(Profiled):
         weights = receive(channel, reader, timeout=timeout, version=version)
         stream = digesting(weights, sums) if verify else weights
         await asyncio.to_thread(self.engine.load_weights, stream, version)
-        if verify and isinstance(self.engine, NativeEngine) and not self.engine.holds_adapter:
-            return await asyncio.to_thread(self.engine.checksums)
-        return sums
+        held = await asyncio.to_thread(self.engine.held_checksums) if verify else None
+        return sums if held is None else held
 
     async def relay_weights(
         self, meeting: dict[str, Any], rank: int, channel: str, readers: int, timeout: float

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,12 +230,14 @@ class SamplerPool(RolloutEngine):
                 text = f"{host.worker} died ({why}) and could not be started again: {error}"
                 self.end(self._ended or SamplerLost(text))
                 return False
+            owed = sum(not request.future.done() for request in host.requests.values())
+            self._event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
             host.reviving = False
-        else:
-            while host.reviving and self._ended is None:  # a weight transfer has found it dead, too
-                await asyncio.sleep(0.1)
+        while host.reviving:  # a weight transfer has found it dead, too, and starts it
+            if self._ended is not None:
+                return False
+            await asyncio.sleep(0.1)
         host.queue = [request.ask for request in host.requests.values() if not request.future.done()]
-        self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.queue))
         self._flush()
         return True
 
@@ -257,19 +259,7 @@ class SamplerPool(RolloutEngine):
 
     def find_dead(self, hosts: Sequence[Host]) -> list[tuple[Host, str]]:
         """Those of `hosts` whose process is gone, and why. One that is too busy to answer lives."""
-        if not hosts:
-            return []
-        refs = {host: host.worker.handle.__ray_ready__.remote() for host in hosts}
-        answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_PING_S)
-        dead = []
-        for host, ref in refs.items():
-            try:
-                if ref in answered:
-                    ray.get(ref)
-            except faults.RayError as error:
-                if is_dead(error):
-                    dead.append((host, reason(error)))
-        return dead
+        return dead_among({host: host.worker.handle.__ray_ready__.remote() for host in hosts}, _PING_S)
 
     def replace_dead(self, host: Host, why: str) -> bool:
         """Start a dead host again for a weight transfer, which brings its weights and then says `reviving = False`.
@@ -342,6 +332,22 @@ class SamplerPool(RolloutEngine):
         ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for host in self.hosts:
             ray.kill(host.worker.handle)
+
+
+def dead_among(calls: Mapping[Host, Any], timeout: float) -> list[tuple[Host, str]]:
+    """Hosts whose call has ended within `timeout` seconds because the process is gone, and why."""
+    if not calls:
+        return []
+    ended, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
+    dead = []
+    for host, ref in calls.items():
+        try:
+            if ref in ended:
+                ray.get(ref)
+        except faults.RayError as error:
+            if is_dead(error):
+                dead.append((host, reason(error)))
+    return dead
 
 
 class SamplingError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
-from verl.controller.ray.sampler_pool import Host, SamplerPool
+from verl.controller.ray.sampler_pool import Host, SamplerPool, dead_among
 from verl.controller.ray.training import Training
 from verl.controller.ray.workers import WorkerFailed, is_dead, reason
 from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
@@ -57,7 +57,8 @@ class ChannelSync(WeightSync):
                     host.reviving = False
                 return moved
             for host, why in dead:
-                host.reviving = host.reviving and host not in fresh
+                if host in fresh:  # again: its claim ends with the worker it was made for
+                    host.reviving = False
                 replaced = pool.replace_dead(host, why)
                 fresh = fresh | {host} if replaced else fresh - {host}
         raise WeightSyncError("weight sync: sampler hosts keep dying while they load weights")
@@ -101,7 +102,8 @@ class ChannelSync(WeightSync):
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed:
-            dead = _dead_already(receiving)
+            # One that still reads is left alone.
+            dead = dead_among(receiving, _GRACE_S)
             if not dead:
                 raise
             return dead, 0
@@ -137,20 +139,6 @@ class ChannelSync(WeightSync):
             )
             for rank, node in enumerate(far, 1)
         ]
-
-
-def _dead_already(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:
-    """Hosts that are known to be gone, or will be within moments; one that still reads is left alone."""
-    ended, _ = ray.wait(list(receiving.values()), num_returns=len(receiving), timeout=_GRACE_S)
-    dead = []
-    for host, ref in receiving.items():
-        try:
-            if ref in ended:
-                ray.get(ref)
-        except faults.RayError as error:
-            if is_dead(error):
-                dead.append((host, reason(error)))
-    return dead
 
 
 def _dead(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:

@@ -96,6 +96,16 @@ class RolloutEngine(ABC):
     def version(self) -> int:
         """The weight version new tokens are written with."""
 
+    @property
+    def dead(self) -> bool:
+        """True when the engine can answer nothing any more: only a new one helps."""
+        return False
+
+    def held_checksums(self) -> dict[str, str] | None:
+        """Name → digest of the weights it samples with (`verl.weight_sync.verify.checksums`), under the trainer's names
+        and in its data type; None where it holds them in another form."""
+        return None
+
     def stats(self) -> dict[str, float]:
         """Counters since the last call: busy_s (time with requests running), prompt_tokens, tokens, preempted."""
         return {}

@@ -342,7 +342,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def dead(self) -> bool:
-        """True when vLLM's own process is gone: only a new engine helps."""
+        """See `RolloutEngine.dead`: vLLM's own process is gone."""
         return self._engine is not None and bool(getattr(self._engine, "errored", False))
 
     # ---- memory

@@ -286,6 +286,10 @@ class NativeEngine(RolloutEngine):
         self._runner.linears.check()
         return checksums(self.named_weights(), dtype=dtype)
 
+    def held_checksums(self) -> dict[str, str] | None:
+        """See `RolloutEngine.held_checksums`; an adapter is merged here, which the trainer's weights are not."""
+        return None if self.holds_adapter else self.checksums()
+
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.
 

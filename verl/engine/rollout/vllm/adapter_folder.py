@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.platform.processes import namespace
 
 _PREFIX = "base_model.model."
 _SHARED = Path("/dev/shm")
@@ -35,7 +36,7 @@ class AdapterFolder:
         if self._root is None:
             where = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
             _sweep(where)
-            self._root = Path(tempfile.mkdtemp(prefix=f"{_NAME}{_space()}-{os.getpid()}-", dir=where))
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_NAME}{namespace()}-{os.getpid()}-", dir=where))
         stored = {
             _PREFIX + name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous().clone()
             for name, tensor in tensors
@@ -65,17 +66,9 @@ class AdapterFolder:
             self._root = None
 
 
-def _space() -> int:
-    """The namespace of process ids: another container's may share the folder."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
 def _sweep(where: Path) -> None:
     """Remove what engines that were killed have left."""
-    start = f"{_NAME}{_space()}-"
+    start = f"{_NAME}{namespace()}-"
     for folder in where.glob(f"{start}*"):
         pid = folder.name.removeprefix(start).partition("-")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
