@@ -65,6 +65,9 @@ class Sampler:
     async def pid(self) -> int:
         return os.getpid()
 
+    async def alive(self) -> None:
+        pass
+
     async def submit(self, payload: Any) -> None:
         for ask in wire.decode_asks(payload):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))

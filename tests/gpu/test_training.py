@@ -164,24 +164,30 @@ def test_the_sharded_engine_on_one_device(
     assert relative({n: ours[n] for n in theirs}, theirs) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["local", "sharded"])
 def test_offload_frees_the_device(
-    platform: Any, model_path: str, one_rank: None, record_property: Any
+    platform: Any, model_path: str, one_rank: None, record_property: Any, kind: str
 ) -> None:
     from tests.gpu.test_sampler import taken
     from verl.engine.training.fsdp_engine import FSDPEngine
+    from verl.engine.training.local_engine import LocalEngine
 
     rows = rows_of(GROUPS)
     cfg = role()
     cfg["fsdp_config"] |= {"param_offload": True, "optimizer_offload": True}
-    engine = FSDPEngine(model_path, role_cfg=cfg, device=platform)
+    engine = (LocalEngine if kind == "local" else FSDPEngine)(model_path, role_cfg=cfg, device=platform)
     learn(engine, rows)
     before = engine.log_probs(rows, temperature=0.8).log_probs
     loaded = taken(platform)
     engine.offload()
     away = taken(platform)
     engine.onload()
+    without = taken(platform)
     record_property("loaded_mib", round(loaded / 2**20, 1))
     record_property("offloaded_mib", round(away / 2**20, 1))
     np.testing.assert_array_equal(engine.log_probs(rows, temperature=0.8).log_probs, before)
+    engine.onload(optimizer=True)
+    learn(engine, rows)
     if platform.name != "cpu":
         assert away < 0.5 * loaded
+        assert away < without < loaded

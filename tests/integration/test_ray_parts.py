@@ -143,6 +143,9 @@ def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
 # -- samplers ---------------------------------------------------------------------------------------------------
 
 
+FACTS = {"pid": 0, "readers": [], "dtype": None}
+
+
 @pytest.fixture
 def pool(cluster, tmp_path):
     from verl.controller.ray.sampler_pool import Host, SamplerPool
@@ -159,7 +162,7 @@ def pool(cluster, tmp_path):
             )
             return Worker(handle, f"sampler {number}", "here")
 
-        members = [Host(i, lambda i=i: (start(i), "node"), start(i), "node") for i in range(hosts)]
+        members = [Host(i, lambda i=i: (start(i), "node", FACTS), start(i), "node") for i in range(hosts)]
         one = SamplerPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
         one.refill = lambda host: seen.append(("refill", host.number))
         made.append(one)

@@ -16,18 +16,28 @@ from verl.config import load
 from verl.controller import wire
 from verl.engine.rollout.base import SamplingParams
 from verl.weight_sync.shared_memory import BucketSender
+from verl.weight_sync.verify import checksums
 from verl.worker.sampler_host import SamplerHost
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("devices", "dtype"), [(1, "float32"), (2, "bfloat16")])
+def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices: int, dtype: str) -> None:
+    """The engine's own processes read the channel, each for itself; half precision is made where it is sent from."""
     from transformers import AutoModelForCausalLM
 
     tiny = TinyRun(tmp_path)
     tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
-    config = load(tiny.overrides(tmp_path / "out", "actor_rollout_ref.rollout.name=vllm"))
+    rollout = "actor_rollout_ref.rollout"
+    words = [
+        f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size={devices}",
+        f"{rollout}.dtype={dtype}",
+        f"trainer.n_gpus_per_node={devices}",
+    ]
+    config = load(tiny.overrides(tmp_path / "out", *words))
     model = AutoModelForCausalLM.from_pretrained(tiny.model, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,9 +46,12 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path) -> None:
 
     async def run() -> tuple[dict[str, str], Any]:
         host = SamplerHost(config.to_dict(), 0)
-        await host.start()
+        facts = await host.start()
         try:
-            sender = BucketSender("verl-test-host", 1, 100_000)
+            readers = facts["readers"]
+            assert len(readers) == devices and facts["dtype"] == (None if dtype == "float32" else dtype)
+            kind = None if facts["dtype"] is None else torch.bfloat16
+            sender = BucketSender("verl-test-host", len(readers), 100_000, dtype=kind, expected=readers)
             sending = asyncio.to_thread(sender.send, model.state_dict().items(), 4)
             receiving = host.receive_weights("verl-test-host", 0, 4, 120.0, True)
             _, sums = await asyncio.gather(sending, receiving)
@@ -52,11 +65,12 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path) -> None:
             await host.close()
 
     sums, answer = asyncio.run(run())
-    assert set(sums) == set(model.state_dict())
+    sent = checksums(model.state_dict().items(), dtype=None if dtype == "float32" else torch.bfloat16)
+    assert sums == sent
     done = answer.completion
     ids = done.token_ids.tolist()
     assert len(ids) == 10 and tuple(done.versions) == (4,)
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt.tolist(), *ids]])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
-    assert np.abs(expected - done.log_probs).max() <= 1e-4
+    assert np.abs(expected - done.log_probs).max() <= (1e-4 if dtype == "float32" else 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,9 @@ class Counting:
 
     def advance(self):
         return 0.1
+
+    def on_device(self, *, optimizer=False):
+        return nullcontext()
 
 
 def update(groups, share, unusable=()):

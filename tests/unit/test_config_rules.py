@@ -371,7 +371,8 @@ NOTICES = [
         [f"{ARR}.rollout.multi_stage_wake_up=True"],
         "rollout.multi_stage_wake_up=True: the native engine decides",
     ),
-    ([f"{ARR}.ref.fsdp_config.param_offload=True"], "nothing is sharded"),
+    ([f"{ARR}.ref.fsdp_config.offload_policy=True"], "nothing is sharded"),
+    ([f"{ARR}.actor.fsdp_config.param_offload=True"], "stay where they are"),
     ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "the run is as without"),
     (
         [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
@@ -768,7 +769,9 @@ def test_keys_of_more_than_one_device_are_without_effect_on_one_only(base):
     size = f"{ARR}.rollout.checkpoint_engine.update_weights_bucket_megabytes=64"
     offload = f"{ARR}.actor.fsdp_config.param_offload=True"
     alone = notices(*base, size, offload)
-    assert f"no effect: {size}: in one process" in alone and f"no effect: {offload}: on one device" in alone
+    assert f"no effect: {offload}, {size}: in one process" in alone
+    moved = f"{ARR}.ref.fsdp_config.param_offload=True", f"{ARR}.actor.fsdp_config.optimizer_offload=True"
+    assert "offload" not in notices(*base, *moved)
     several = notices(*base, size, offload, "trainer.n_gpus_per_node=2")
     assert "update_weights_bucket_megabytes" not in several and "param_offload" not in several
 

@@ -203,15 +203,13 @@ def test_mixed_precision_keeps_float32_masters(tmp_path: Path) -> None:
         assert one["norm"] == pytest.approx(norm, rel=0.1)
 
 
-def trained(path: str, role_cfg: dict[str, Any], steps: int, moved: bool) -> dict[str, torch.Tensor]:
+def trained(path: str, role_cfg: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
     one = engine(path, role_cfg)
     rows = rows_of(ROWS)
     mine = [rows[:5], rows[5:], []][one.dp_rank] if one.dp_size > 1 else rows
     for _ in range(steps):
-        one.onload()
-        one.step(mine, simple_loss(30), temperature=1.0)
-        if moved:
-            one.offload()
+        with one.on_device(optimizer=True):
+            one.step(mine, simple_loss(30), temperature=1.0)
     return {n: t.clone() for n, t in one.named_weights()}
 
 
@@ -223,8 +221,8 @@ def test_three_uneven_shards_and_offloading_train_the_same(tmp_path: Path) -> No
     local = LocalEngine(path, role_cfg=base, device="cpu")
     for _ in range(3):
         local.step(rows_of(ROWS), simple_loss(30), temperature=1.0)
-    three = ranks.run(trained, 3, path, base, 3, False)
-    moved = ranks.run(trained, 3, path, away, 3, True)
+    three = ranks.run(trained, 3, path, base, 3)
+    moved = ranks.run(trained, 3, path, away, 3)
     for name, tensor in local.named_weights():
         torch.testing.assert_close(three[0][name], tensor, rtol=0, atol=5e-5)
         assert torch.equal(moved[0][name], three[0][name]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from verl.algorithms.objective import Normalisers, count_normalisers
 from verl.controller import transport
 from verl.engine.training.base import StepResult
+from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Trajectory
 from verl.worker.train_host import TrainHost
 
@@ -34,11 +36,15 @@ def counts() -> dict[str, Any]:
     return asdict(count_normalisers(rows(4), 1.0))
 
 
+def on_device(*, optimizer: bool = False) -> Any:
+    return nullcontext()
+
+
 @pytest.fixture
 def host() -> TrainHost:
     """Without `__init__`, which asks for a whole configuration."""
     one = TrainHost.__new__(TrainHost)
-    one.rank, one.world, one.actor = 0, 1, SimpleNamespace()  # type: ignore[assignment]
+    one.rank, one.world, one.actor = 0, 1, SimpleNamespace(on_device=on_device)  # type: ignore[assignment]
     actor = SimpleNamespace(actor=None, rollout=SimpleNamespace())
     one.config = SimpleNamespace(  # type: ignore[assignment]
         actor_rollout_ref=actor, algorithm=SimpleNamespace(rollout_correction=None)
@@ -80,7 +86,7 @@ def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: 
             gathered.append(name)
             yield name, None
 
-    host.actor = SimpleNamespace(named_weights=weights)  # type: ignore[assignment]
+    host.actor = SimpleNamespace(named_weights=weights, on_device=on_device)  # type: ignore[assignment]
     engine = SimpleNamespace(update_weights_bucket_megabytes=1, backend="naive")
     host.config.actor_rollout_ref.rollout.checkpoint_engine = engine
     monkeypatch.setattr("verl.worker.build.adapter_moves", lambda config: False)
@@ -90,7 +96,7 @@ def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: 
 
     monkeypatch.setattr("verl.weight_sync.shared_memory.BucketSender.send", no_room)
     with pytest.raises(OSError, match="No space"):
-        host.send_weights("channel", 1, 1, False)
+        host.send_weights("channel", [processes.identity()], 1, False)
     assert gathered == ["a", "b", "c"]
 
 

@@ -23,6 +23,7 @@ from tests.weight_sync_processes import (
     stalls,
     weights,
 )
+from verl.platform import processes
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.segment import Segment, path_of, sweep
 from verl.weight_sync.shared_memory import BucketSender, receive
@@ -101,6 +102,21 @@ def test_messages_name_who_is_waited_for(channel: str) -> None:
         WeightSyncError, match="waits for reader 0, which has not come, reader 1, which has not come"
     ):
         BucketSender(channel, 2, 1024, timeout=0.2).send(weights(), 0)
+
+
+def test_a_reader_that_dies_before_it_comes_is_not_waited_for(channel: str) -> None:
+    ended = context.Process(target=int)
+    ended.start()
+    gone = (ended.pid or 0, processes.born(ended.pid or 0), processes.namespace())
+    ended.join()
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"process {gone[0]}, reader 1 of .* died before it came"):
+        sender = BucketSender(channel, 2, 4096, timeout=60, expected=[processes.identity(), gone])
+        sender.send(weights(), 0)
+    far = (1, 1, processes.namespace() + 1)
+    with pytest.raises(WeightSyncError, match="runs in another container"):
+        BucketSender(channel, 1, 4096, timeout=60, expected=[far]).send(weights(), 0)
+    assert time.monotonic() - started < 20
 
 
 def test_a_failing_gather_reaches_the_readers_and_a_wrong_version_the_sender(channel: str) -> None:

@@ -121,7 +121,7 @@ def _renamed() -> str:
 
 def _without_effect() -> str:
     rows = [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in tables.NO_EFFECT]
-    unread = (*release.UNREAD_BY.values(), *release.UNREAD, *release.UNREAD_ALONE)
+    unread = (*release.UNREAD_BY.values(), *release.UNREAD, *release.UNREAD_ALONE, *release.UNREAD_TOGETHER)
     rows += [f"| {_readable(pattern.pattern)} | {reason} |" for pattern, reason in unread]
     return (
         "## Accepted, no effect\n\nThe reason is printed once.\n\n| key | reason |\n|---|---|\n"

@@ -111,14 +111,22 @@ UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
 UNREAD_ALONE: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
-            r"(.*\.fsdp_config|engine)\.(param_offload|optimizer_offload|offload_policy|reshard_after_forward"
+            r"(.*\.fsdp_config|engine)\.(offload_policy|reshard_after_forward"
             r"|forward_prefetch|mixed_precision\.(reduce|buffer)_dtype|wrap_policy\..*)"
+            r"|engine\.(param|optimizer)_offload"
         ),
-        "on one device nothing is sharded or moved to the host",
-    ),
-    (
-        re.compile(r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.update_weights_bucket_megabytes"),
-        "in one process the native engine uses the trainer's own weights, nothing is sent",
+        "on one device nothing is sharded or kept in host memory during a step",
     ),
 )
 """Keys that only runs on more than one device read."""
+
+UNREAD_TOGETHER: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(
+            r"(actor_rollout_ref\.)?rollout\.checkpoint_engine\.update_weights_bucket_megabytes"
+            r"|actor_rollout_ref\.actor\.fsdp_config\.param_offload"
+        ),
+        "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are",
+    ),
+)
+"""Keys that nothing reads where trainer and native sampler share one device."""

@@ -28,7 +28,7 @@ __all__ = ["Roles", "build_roles", "end_token_ids", "sampler_dtype"]
 def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
-    engine = build.actor_engine(config, total_steps)
+    engine = build.actor_engine(config, total_steps, shared=arr.rollout.name != "vllm")
     assert isinstance(engine, LocalEngine)
     actor = Actor(
         engine,

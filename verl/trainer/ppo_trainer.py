@@ -224,10 +224,11 @@ class PPOTrainer:
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; answers in flight go on with them, and new ones begin."""
         parts, trainer = self.parts, self.config.trainer
+        parts.loop.run(parts.rollouts.pause())
+        # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
+        sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
         if self._sampler_rests:
             parts.sampler.wake()
-        parts.loop.run(parts.rollouts.pause())
-        sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
         parts.loop.run(parts.rollouts.resume())
         if trainer.max_staleness:
             parts.loop.run(parts.rollouts.begin(self.draws.due(step + 1)))

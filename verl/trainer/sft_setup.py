@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,9 +23,14 @@ def engine_settings(config: SFTConfig) -> dict[str, Any]:
         "ulysses_sequence_parallel_size": config.engine.ulysses_sequence_parallel_size,
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
-        "fsdp_config": config.engine,
+        "fsdp_config": _always_away(config.engine),
         "checkpoint": config.checkpoint,
     }
+
+
+def _always_away(engine: Any) -> Any:
+    """The engine group, `param_offload` as `offload_policy`: this role is never idle, so it means during the step."""
+    return engine if not engine.param_offload else dataclasses.replace(engine, offload_policy=True)
 
 
 def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTDataset, SFTDataset | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from verl.platform.network import address_towards, listen
+from verl.platform.processes import Identity
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.copier import Copier
@@ -162,6 +163,7 @@ def broadcast(
     dtype: torch.dtype | None = None,
     channel: str = "",
     readers: int = 0,
+    expected: Sequence[Identity] = (),
     timeout: float = TIMEOUT,
 ) -> SyncResult:
     """Rank 0's side: weights to the relays, and to the `readers` of this host on `channel`, if any.
@@ -173,7 +175,7 @@ def broadcast(
     size = buckets.bucket_size(bucket_bytes)
     sink = _Broadcast(group, size, version)
     try:
-        with _local(channel, readers, size, version, timeout) as local:
+        with _local(channel, readers, expected, size, version, timeout) as local:
             sink.share(local)
             moved = Copier(sink, dtype, size, threaded=group.device.type == "cpu").run(weights)
             sink.end()
@@ -188,8 +190,16 @@ def broadcast(
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
 
-def relay(group: WeightGroup, channel: str, readers: int, *, timeout: float = TIMEOUT) -> SyncResult:
-    """A relay's side of one `broadcast`: what comes goes to the `readers` of this host on `channel`.
+def relay(
+    group: WeightGroup,
+    channel: str,
+    readers: int,
+    *,
+    expected: Sequence[Identity] = (),
+    timeout: float = TIMEOUT,
+) -> SyncResult:
+    """A relay's side of one `broadcast`: what comes goes to the `readers` of this host on `channel`, the processes
+    `expected`.
 
     A reader that fails does not keep the other hosts from getting their buckets; after the last one every rank raises
     WeightSyncError with its name. `bytes` counts the gaps between tensors too.
@@ -198,7 +208,8 @@ def relay(group: WeightGroup, channel: str, readers: int, *, timeout: float = TI
     version, size, _ = _receive_numbers(group)
     error, moved = "", 0
     try:
-        moved = _Relay(group, size).run(lambda: _local(channel, readers, size, version, timeout))
+        where = (channel, readers, expected, size, version, timeout)
+        moved = _Relay(group, size).run(lambda: _local(*where))
     except Exception as caught:  # told to every rank, and raised here by _agree
         error = str(caught) if isinstance(caught, WeightSyncError) else f"{type(caught).__name__}: {caught}"
     _agree(group, error)
@@ -206,11 +217,11 @@ def relay(group: WeightGroup, channel: str, readers: int, *, timeout: float = TI
 
 
 def _local(
-    channel: str, readers: int, size: int, version: int, timeout: float
+    channel: str, readers: int, expected: Sequence[Identity], size: int, version: int, timeout: float
 ) -> AbstractContextManager[SharedMemorySink | None]:
     if not readers:
         return nullcontext()
-    return SharedMemorySink(channel, readers, size, version, timeout=timeout)
+    return SharedMemorySink(channel, readers, size, version, timeout=timeout, expected=expected)
 
 
 class _Broadcast(buckets.Sink):

@@ -7,11 +7,12 @@ handles of the two device buffers, one for each reader. See `verl.platform.handl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from verl.platform import handles
+from verl.platform.processes import Identity
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
 
@@ -30,9 +31,12 @@ class HandleSink(SharedMemorySink):
         *,
         device: torch.device,
         timeout: float = TIMEOUT,
+        expected: Sequence[Identity] = (),
     ):
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        super().__init__(channel, readers, _HANDLES_BYTES, version, timeout=timeout, on_device=True)
+        super().__init__(
+            channel, readers, _HANDLES_BYTES, version, timeout=timeout, expected=expected, on_device=True
+        )
         self._readers = readers
 
     def room(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.platform.processes import namespace
+from verl.platform.processes import alive, born, namespace
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.buckets import HEADER_BYTES, bucket_size
 
@@ -89,21 +89,6 @@ def _fence() -> None:
             pass
 
 
-def _born(pid: int) -> int:
-    """When the process started, in 1/100 s; 0 for one that does not run. Tells it from a later one with its number."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
-    except psutil.NoSuchProcess:
-        return 0
-
-
-def _alive(pid: int, born: int) -> bool:
-    return pid == os.getpid() or abs(_born(pid) - born) <= 1
-
-
 class Segment:
     """A mapped segment. Use `create` on the writing side, `open` on the reading one."""
 
@@ -124,11 +109,11 @@ class Segment:
         path = path_of(channel)
         old = cls.open(path)
         if old is not None:
-            pid, alive = old.sender, old.sender_alive()
-            if not alive:
+            pid, lives = old.sender, old.sender_alive()
+            if not lives:
                 old.remove()
             old.close()
-            if alive:
+            if lives:
                 raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
         control = -(-(_READER + 32 * readers) // _PAGE) * _PAGE
@@ -140,7 +125,7 @@ class Segment:
             _reserve(fd, 0, control)
             segment = cls(path, fd, size)
             fields = segment._fields
-            fields[[_PID, _BORN, _READERS, _BUCKET]] = os.getpid(), _born(os.getpid()), readers, bucket
+            fields[[_PID, _BORN, _READERS, _BUCKET]] = os.getpid(), born(os.getpid()), readers, bucket
             fields[[_VERSION, _STATUS, _ON_DEVICE]] = version, RUNNING, on_device
             fields[0] = _MAGIC
             os.link(hidden, path)
@@ -210,7 +195,7 @@ class Segment:
 
     def sender_alive(self) -> bool:
         """The writing process runs."""
-        return _alive(self.sender, int(self._fields[_BORN]))
+        return alive(self.sender, int(self._fields[_BORN]))
 
     def reader(self, number: int) -> np.ndarray:
         """int64 [4]: process id, its birth, buckets taken, status."""
@@ -219,7 +204,7 @@ class Segment:
     def reader_alive(self, number: int) -> bool:
         """The reader's process runs (or it has not come yet)."""
         entry = self.reader(number)
-        return entry[_R_STATUS] == 0 or _alive(int(entry[_R_PID]), int(entry[_R_BORN]))
+        return entry[_R_STATUS] == 0 or alive(int(entry[_R_PID]), int(entry[_R_BORN]))
 
     def _at(self, number: int) -> int:
         """First byte of the header of bucket `number`."""
@@ -280,7 +265,7 @@ class Segment:
         entry = self.reader(number)
         if entry[_R_STATUS] != 0:
             return False
-        entry[[_R_PID, _R_BORN]] = os.getpid(), _born(os.getpid())
+        entry[[_R_PID, _R_BORN]] = os.getpid(), born(os.getpid())
         _fence()
         entry[_R_STATUS] = RUNNING
         return True

@@ -10,10 +10,11 @@ gathered tensors, and, for a reader, one tensor that was larger than a bucket.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from verl.platform.processes import Identity, alive, namespace
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.copier import Copier
@@ -31,6 +32,7 @@ class BucketSender:
     channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket; two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
     timeout: seconds without progress after which `send` gives up.
+    expected: the processes that are to come, by reader number: one that dies before it comes is not waited for.
     device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
         through the host's memory.
     """
@@ -43,13 +45,14 @@ class BucketSender:
         *,
         dtype: torch.dtype | None = None,
         timeout: float = TIMEOUT,
+        expected: Sequence[Identity] = (),
         device: torch.device | None = None,
     ):
         if readers < 1:
             raise ValueError(f"readers={readers}: a channel has at least one reader")
         path_of(channel)
         self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
-        self._device = device
+        self._device, self._expected = device, expected
         self._bucket_bytes = buckets.bucket_size(bucket_bytes)
         sweep()
 
@@ -69,10 +72,10 @@ class BucketSender:
     def _sink(self, version: int) -> SharedMemorySink:
         where = (self._channel, self._readers, self._bucket_bytes, version)
         if self._device is None:
-            return SharedMemorySink(*where, timeout=self._timeout)
+            return SharedMemorySink(*where, timeout=self._timeout, expected=self._expected)
         from verl.weight_sync.device_handles import HandleSink
 
-        return HandleSink(*where, device=self._device, timeout=self._timeout)
+        return HandleSink(*where, device=self._device, timeout=self._timeout, expected=self._expected)
 
 
 class SharedMemorySink(buckets.Sink):
@@ -86,9 +89,10 @@ class SharedMemorySink(buckets.Sink):
         version: int,
         *,
         timeout: float = TIMEOUT,
+        expected: Sequence[Identity] = (),
         on_device: bool = False,
     ):
-        self._channel, self._timeout = channel, timeout
+        self._channel, self._timeout, self._expected = channel, timeout, expected
         self._segment = Segment.create(channel, readers, bucket_bytes, version, on_device=on_device)
         self._entries = [self._segment.reader(number) for number in range(readers)]
         self._number = 0
@@ -138,12 +142,23 @@ class SharedMemorySink(buckets.Sink):
         for number, entry in enumerate(self._entries):
             taken, status = taken_by(entry)
             where = f"reader {number} of channel {self._channel!r} (process {int(entry[0])})"
+            if not status and number < len(self._expected):
+                self._look_for(number, self._expected[number])
             if status == FAILED:
                 raise WeightSyncError(f"weight sync: {where} stopped reading after {taken} buckets")
             if status == RUNNING and not self._segment.reader_alive(number):
                 if taken_by(entry)[1] == DONE:
                     continue
                 raise WeightSyncError(f"weight sync: {where} died after {taken} buckets")
+
+    def _look_for(self, number: int, reader: Identity) -> None:
+        pid, start, where = reader
+        text = f"weight sync: process {pid}, reader {number} of channel {self._channel!r},"
+        if where != namespace():
+            raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
+        # It may have come, and gone, since its fields were looked at.
+        if not alive(pid, start) and not taken_by(self._entries[number])[1]:
+            raise WeightSyncError(f"{text} died before it came")
 
     def _waiting(self, wanted: int) -> str:
         names = []

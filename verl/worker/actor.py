@@ -95,14 +95,16 @@ class Actor(ActorRole):
 
     def old_log_probs(self, batch: Batch) -> None:
         """See `ActorRole.old_log_probs`."""
-        stats = self.engine.log_probs(batch.trajectories, temperature=self._temperature, entropy=True)
+        with self.engine.on_device():
+            stats = self.engine.log_probs(batch.trajectories, temperature=self._temperature, entropy=True)
         batch.fill_flat("old_log_probs", stats.log_probs)
         if stats.entropy is not None:
             batch.fill_flat("entropy", stats.entropy)
 
     def update(self, batch: Batch, *, step: int) -> UpdateResult:
         """See `ActorRole.update`."""
-        out = summarise(self._update(mini) for mini in self.plan.mini_batches(batch, step))
+        with self.engine.on_device(optimizer=True):
+            out = summarise(self._update(mini) for mini in self.plan.mini_batches(batch, step))
         out.metrics["actor/lr"] = self.engine.advance()
         return out
 
@@ -141,16 +143,20 @@ class Actor(ActorRole):
 
     def save(self, directory: Path) -> None:
         """See `ActorRole.save`."""
-        self.engine.save_weights(directory)
+        with self.engine.on_device():
+            self.engine.save_weights(directory)
 
     def save_optimizer(self, directory: Path) -> None:
         """See `ActorRole.save_optimizer`."""
-        self.engine.save_optimizer(directory)
+        with self.engine.on_device(optimizer=True):
+            self.engine.save_optimizer(directory)
 
     def load(self, directory: Path) -> None:
         """See `ActorRole.load`."""
-        self.engine.load_weights(directory)
+        with self.engine.on_device():
+            self.engine.load_weights(directory)
 
     def load_optimizer(self, directory: Path) -> None:
         """See `ActorRole.load_optimizer`."""
-        self.engine.load_optimizer(directory)
+        with self.engine.on_device(optimizer=True):
+            self.engine.load_optimizer(directory)

@@ -25,10 +25,19 @@ def horizon(config: Any) -> float:
 
 
 def actor_engine(
-    config: Any, total_steps: int, *, world: int = 1, platform: Platform | None = None
+    config: Any,
+    total_steps: int,
+    *,
+    world: int = 1,
+    platform: Platform | None = None,
+    shared: bool = False,
 ) -> TrainingEngine:
-    """The engine of the policy in training, its schedule set. `world` ranks must have joined before."""
+    """The engine of the policy in training, its schedule set, idle. `world` ranks must have joined before.
+
+    shared: a sampler of this process is to work on its tensors (one rank only).
+    """
     arr = config.actor_rollout_ref
+    options = {"shared": True} if shared else {}
     engine = _engine(
         world,
         arr.model.path,
@@ -37,8 +46,10 @@ def actor_engine(
         log_prob_cfg=arr.rollout,
         device=platform or config.trainer.device,
         seed=config.trainer.seed,
+        **options,
     )
     engine.schedule(total_steps)
+    engine.offload()
     return engine
 
 
@@ -49,7 +60,7 @@ def reference_engine(
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
-    return _engine(
+    engine = _engine(
         world,
         arr.ref.model.path or arr.model.path,
         model_cfg=arr.model,
@@ -59,6 +70,8 @@ def reference_engine(
         trainable=False,
         role="ref",
     )
+    engine.offload()
+    return engine
 
 
 def _engine(world: int, path: str, **options: Any) -> TrainingEngine:

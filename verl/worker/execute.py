@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,6 @@ def reference_log_probs(
     engine: TrainingEngine, rows: Sequence[Trajectory], *, temperature: float
 ) -> np.ndarray:
     """Log-probs of the reference, float32 [ΣL]: of an engine of its own, or of the base below the policy's adapter."""
-    if engine.adapted:
-        with engine.without_adapter():
-            return engine.log_probs(rows, temperature=temperature).log_probs
-    engine.onload()
-    log_probs = engine.log_probs(rows, temperature=temperature).log_probs
-    engine.offload()
-    return log_probs
+    base = engine.without_adapter() if engine.adapted else nullcontext()
+    with engine.on_device(), base:
+        return engine.log_probs(rows, temperature=temperature).log_probs

@@ -18,7 +18,8 @@ from verl.config import Map
 from verl.controller import wire
 from verl.controller.transport import Payload
 from verl.engine.rollout.base import RolloutEngine
-from verl.platform import stacks
+from verl.platform import processes, stacks
+from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.profiling.profiler import Profiled, open_profiler
 
@@ -36,7 +37,10 @@ class SamplerHost(Profiled):
         stacks.register()
 
     async def start(self) -> dict[str, Any]:
-        """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be."""
+        """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be.
+
+        Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
+        """
         from verl.data.tokenizer import load_tokenizer
         from verl.platform import detect
         from verl.platform.memory import tune_allocator
@@ -56,7 +60,13 @@ class SamplerHost(Profiled):
         platform = detect(self.config.trainer.device)
         self._engine = build.own_sampler(self.config, tokenizer, platform)
         self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
-        return {"pid": os.getpid(), "device": platform.describe()}
+        dtype = self._engine.weights_dtype
+        return {
+            "pid": os.getpid(),
+            "device": platform.describe(),
+            "readers": [processes.identity()] * self._engine.readers,
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        }
 
     @property
     def engine(self) -> RolloutEngine:
@@ -104,6 +114,11 @@ class SamplerHost(Profiled):
         done, self._done = self._done, []
         return wire.encode_answers(done)
 
+    async def alive(self) -> None:
+        """Answer, or end if the engine can answer nothing any more."""
+        if self.engine.dead:
+            self._leave(RuntimeError("found before a transfer of weights"))
+
     async def abort(self, request_ids: list[str] | None) -> None:
         """Stop requests (None: all); their answers come through `results`."""
         self.engine.abort(request_ids)
@@ -111,22 +126,19 @@ class SamplerHost(Profiled):
     async def receive_weights(
         self, channel: str, reader: int, version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
-        """Load the weights of the channel's next transfer. With `verify`, checksums of what the engine holds then, or
-        of what came where it cannot tell."""
-        from verl.weight_sync.shared_memory import receive
-        from verl.weight_sync.verify import digesting
-
-        sums: dict[str, str] = {}
-        weights = receive(channel, reader, timeout=timeout, version=version)
-        stream = digesting(weights, sums) if verify else weights
-        await asyncio.to_thread(self.engine.load_weights, stream, version)
-        held = await asyncio.to_thread(self.engine.held_checksums) if verify else None
-        return sums if held is None else held
+        """See `RolloutEngine.receive_weights`."""
+        load = self.engine.receive_weights
+        try:
+            return await asyncio.to_thread(load, channel, reader, version, timeout=timeout, verify=verify)
+        except Exception as error:
+            if self.engine.dead:
+                self._leave(error)
+            raise
 
     async def relay_weights(
-        self, meeting: dict[str, Any], rank: int, channel: str, readers: int, timeout: float
+        self, meeting: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
     ) -> None:
-        """Take part in a broadcast for this node, and hand it on to the node's readers, of which this host is one."""
+        """Take part in a broadcast for this node, and hand it on to the node's readers, this host's among them."""
         from verl.platform import detect
         from verl.weight_sync.collective import Meeting, relay
 
@@ -136,7 +148,7 @@ class SamplerHost(Profiled):
         def work() -> None:
             group = Meeting(**meeting).join(rank, backend, platform, timeout)
             try:
-                relay(group, channel, readers, timeout=timeout)
+                relay(group, channel, len(readers), expected=readers, timeout=timeout)
             finally:
                 group.close()
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,10 +20,14 @@ from verl.controller import transport
 from verl.controller.transport import Payload
 from verl.engine.training.base import StepResult, TrainingEngine
 from verl.platform import stacks
+from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.profiling.profiler import Profiled, open_profiler
 from verl.trajectory import Trajectory
 from verl.weight_sync.base import SyncResult
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TrainHost(Profiled):
@@ -88,7 +92,9 @@ class TrainHost(Profiled):
 
     def old_log_probs(self, temperature: float) -> Payload:
         """Fill and return `old_log_probs` and `entropy`."""
-        stats = self._trained().log_probs(self._rows, temperature=temperature, entropy=True)
+        engine = self._trained()
+        with engine.on_device():
+            stats = engine.log_probs(self._rows, temperature=temperature, entropy=True)
         columns = {"old_log_probs": stats.log_probs}
         if stats.entropy is not None:
             columns["entropy"] = stats.entropy
@@ -126,10 +132,11 @@ class TrainHost(Profiled):
             name for name in ("old_log_probs", "entropy") if any(getattr(r, name) is None for r in self._rows)
         ]
         results: list[StepResult] = []
-        for mini in minis:
-            rows = [self._rows[i] for i in mini["rows"]]
-            counts = Normalisers(**mini["normalisers"])
-            results.append(execute.update(engine, cfg, rows, counts, temperature, correction))
+        with engine.on_device(optimizer=True):
+            for mini in minis:
+                rows = [self._rows[i] for i in mini["rows"]]
+                counts = Normalisers(**mini["normalisers"])
+                results.append(execute.update(engine, cfg, rows, counts, temperature, correction))
         return {
             "results": [asdict(result) for result in results],
             "columns": transport.collect(self._rows, fresh),
@@ -137,8 +144,9 @@ class TrainHost(Profiled):
 
     def log_probs_of(self, positions: Sequence[int], temperature: float) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
-        rows = [self._rows[i] for i in positions]
-        return self._trained().log_probs(rows, temperature=temperature).log_probs
+        rows, engine = [self._rows[i] for i in positions], self._trained()
+        with engine.on_device():
+            return engine.log_probs(rows, temperature=temperature).log_probs
 
     def advance(self) -> float:
         """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
@@ -149,79 +157,88 @@ class TrainHost(Profiled):
     def send_weights(
         self,
         channel: str | None,
-        readers: int,
+        readers: Sequence[Identity],
         version: int,
         verify: bool,
+        dtype: str | None = None,
         meeting: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Gather the weights together with the other ranks and, with a channel, write them to its readers.
 
-        With a meeting they are broadcast to the relays that come there, too.
-        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`.
+        dtype: what floating point ones are converted to on the way (None: as they are). With a meeting they are
+        broadcast to the relays that come there, too. Returns {"bytes", "seconds", "checksums"}; checksums only when
+        `verify`, of the weights as they travel.
         """
-        from verl.weight_sync.shared_memory import BucketSender
+        from verl.engine.training.settings import named_dtype
         from verl.weight_sync.verify import digesting
         from verl.worker import build
 
-        engine = self._trained()
-        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
-        sums: dict[str, str] = {}
-        if channel is None and meeting is None:
-            for _ in weights:
-                continue
-            return {"bytes": 0, "seconds": 0.0, "checksums": sums}
-        rollout = self.config.actor_rollout_ref.rollout
-        bucket = int(rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
-        stream = digesting(weights, sums) if verify else weights
-        try:
-            if meeting is not None:
-                result = self._broadcast(meeting, stream, version, bucket, channel, readers)
-            else:
-                assert channel is not None
-                result = BucketSender(channel, readers, bucket).send(stream, version)
-        except Exception:
-            # The other ranks gather all of it, whatever befell this one.
-            for _ in weights:
-                continue
-            raise
+        engine, sums = self._trained(), dict[str, str]()
+        kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
+        with engine.on_device():
+            weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
+            result = SyncResult(0, 0.0)
+            try:
+                if channel is not None or meeting is not None:
+                    stream = digesting(weights, sums, dtype=kind) if verify else weights
+                    result = self._deliver(stream, version, kind, channel or "", readers, meeting)
+            finally:
+                # The other ranks gather all of it, whatever befell this one.
+                for _ in weights:
+                    continue
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
-    def _broadcast(
+    def _deliver(
         self,
-        meeting: dict[str, Any],
         weights: Any,
         version: int,
-        bucket: int,
-        channel: str | None,
-        readers: int,
+        dtype: torch.dtype | None,
+        channel: str,
+        readers: Sequence[Identity],
+        meeting: dict[str, Any] | None,
     ) -> SyncResult:
         from verl.weight_sync.collective import Meeting, broadcast
-        from verl.weight_sync.shared_memory import TIMEOUT
+        from verl.weight_sync.shared_memory import TIMEOUT, BucketSender
 
-        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
-        group = Meeting(**meeting).join(0, backend, self.platform, TIMEOUT)
+        settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
+        bucket = int(settings.update_weights_bucket_megabytes) << 20
+        if meeting is None:
+            sender = BucketSender(channel, len(readers), bucket, dtype=dtype, expected=readers)
+            return sender.send(weights, version)
+        group = Meeting(**meeting).join(0, settings.backend, self.platform, TIMEOUT)
         try:
             return broadcast(
-                group, weights, version, bucket_bytes=bucket, channel=channel or "", readers=readers
+                group,
+                weights,
+                version,
+                bucket_bytes=bucket,
+                dtype=dtype,
+                channel=channel,
+                readers=len(readers),
+                expected=readers,
             )
         finally:
             group.close()
 
     def save_weights(self, directory: str) -> None:
         """Hugging Face directory of the policy, written by all ranks."""
-        self._trained().save_weights(Path(directory))
+        with self._trained().on_device():
+            self._trained().save_weights(Path(directory))
 
     def save_optimizer(self, directory: str) -> None:
         """Optimizer and schedule, written by all ranks."""
-        self._trained().save_optimizer(Path(directory))
+        with self._trained().on_device(optimizer=True):
+            self._trained().save_optimizer(Path(directory))
 
     def load_weights(self, directory: str) -> None:
         """Inverse of `save_weights`."""
-        self._trained().load_weights(Path(directory))
+        with self._trained().on_device():
+            self._trained().load_weights(Path(directory))
 
     def load_optimizer(self, directory: str) -> None:
         """Inverse of `save_optimizer`."""
-        self._trained().load_optimizer(Path(directory))
+        with self._trained().on_device(optimizer=True):
+            self._trained().load_optimizer(Path(directory))
 
     def peak_memory(self) -> float | None:
         """Most device memory in use, GiB; None on a CPU."""

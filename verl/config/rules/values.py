@@ -47,15 +47,15 @@ def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     found: dict[str, list[str]] = {}
     engine = c.rollout.name if c.rollout is not None else "native"
-    rows = release.UNREAD if _several(c) else release.UNREAD + release.UNREAD_ALONE
+    rows = release.UNREAD
+    if not _several(c):
+        rows += release.UNREAD_ALONE + (release.UNREAD_TOGETHER if engine == "native" else ())
     if engine in release.UNREAD_BY:
         rows = (release.UNREAD_BY[engine], *rows)
     for path, known in leaves(type(c.cfg)).items():
         if not c.was_set(path) or c.cfg.select(path) == known.default():
             continue
         if path.startswith(c.rollout_key) and engine not in release.ENGINES:
-            continue
-        if engine != "native" and path.endswith(".update_weights_bucket_megabytes"):
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue

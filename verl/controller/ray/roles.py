@@ -83,7 +83,7 @@ class _Builder:
         starting = engines.start("start")
         facts = group.call("build", total_steps, doing="loading the model")
         for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
-            host.worker.pid = fact["pid"]
+            host.started(fact)
         training = Training(
             group,
             [fact["dp_rank"] for fact in facts],
@@ -229,11 +229,11 @@ class _Starter:
         self.workers.append(worker)
         return worker
 
-    def __call__(self) -> tuple[Worker, str]:
+    def __call__(self) -> tuple[Worker, str, dict[str, Any]]:
         worker = self.create()
         group = Group([worker])
-        worker.pid = group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]["pid"]
-        return worker, self.pool.node_of(self.bundle)
+        facts = group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
+        return worker, self.pool.node_of(self.bundle), facts
 
 
 def device_kind(config: Config) -> str:

@@ -24,6 +24,7 @@ from verl.controller import wire
 from verl.controller.ray.workers import Worker, is_dead, reason, store_full
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
+from verl.platform.processes import Identity
 
 _POLL_S = 10.0
 _CALL_S = 120.0
@@ -51,12 +52,15 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """One engine. `start()` makes a fresh worker in the place of a dead one, and says on which node; blocking."""
+    """One engine. `start()` makes a fresh worker in the place of a dead one, blocking; it returns the worker, its node,
+    and what the host says of itself when it has started."""
 
     number: int
-    start: Callable[[], tuple[Worker, str]]
+    start: Callable[[], tuple[Worker, str, dict[str, Any]]]
     worker: Worker
     node: str
+    readers: list[Identity] = field(default_factory=list)
+    dtype: str | None = None
     queue: list[wire.Ask] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     poll: asyncio.Task[None] | None = None
@@ -73,7 +77,13 @@ class Host:
     def replace(self) -> None:
         """A fresh worker; the old one, which may be out of reach and alive, is ended first. Blocking."""
         ray.kill(self.worker.handle)
-        self.worker, self.node = self.start()
+        self.worker, self.node, facts = self.start()
+        self.started(facts)
+
+    def started(self, facts: dict[str, Any]) -> None:
+        """Note what `SamplerHost.start` returned."""
+        self.worker.pid, self.dtype = facts["pid"], facts["dtype"]
+        self.readers = [(int(pid), int(born), int(space)) for pid, born, space in facts["readers"]]
 
     @property
     def tokens(self) -> int:
@@ -258,8 +268,8 @@ class SamplerPool(RolloutEngine):
         )
 
     def find_dead(self, hosts: Sequence[Host]) -> list[tuple[Host, str]]:
-        """Those of `hosts` whose process is gone, and why. One that is too busy to answer lives."""
-        return dead_among({host: host.worker.handle.__ray_ready__.remote() for host in hosts}, _PING_S)
+        """Those of `hosts` whose process or engine is gone, and why. One that is too busy to answer lives."""
+        return dead_among({host: host.worker.handle.alive.remote() for host in hosts}, _PING_S)
 
     def replace_dead(self, host: Host, why: str) -> bool:
         """Start a dead host again for a weight transfer, which brings its weights and then says `reviving = False`.

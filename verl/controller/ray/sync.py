@@ -18,6 +18,7 @@ from ray import exceptions as faults
 from verl.controller.ray.sampler_pool import Host, SamplerPool, dead_among
 from verl.controller.ray.training import Training
 from verl.controller.ray.workers import WorkerFailed, is_dead, reason
+from verl.platform.processes import Identity
 from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
 
@@ -83,22 +84,20 @@ class ChannelSync(WeightSync):
         for host in hosts:
             by_node.setdefault(host.node, []).append(host)
         each: list[tuple[Any, ...]] = []
-        channels: dict[str, str] = {}
-        for node in self._nodes:
-            first = node in by_node and node not in channels
-            if first:
-                channels[node] = f"verl-{os.getpid()}-{serial}-{node[:12]}"
-            each.append((channels[node] if first else None, len(by_node.get(node, ())), version, verify))
-        far = [node for node in by_node if node not in channels]
-        channels |= {node: f"verl-{os.getpid()}-{serial}-{node[:12]}" for node in far}
+        channels = {node: f"verl-{os.getpid()}-{serial}-{node[:12]}" for node in by_node}
+        for rank, node in enumerate(self._nodes):
+            writes = node in by_node and node not in self._nodes[:rank]
+            readers = _readers(by_node[node]) if writes else []
+            each.append((channels[node] if writes else None, readers, version, verify, hosts[0].dtype))
+        far = [node for node in by_node if node not in self._nodes]
         relays = self._relays(far, by_node, channels, each)
-        receiving = {
-            host: host.worker.handle.receive_weights.remote(
-                channels[node], reader, version, _TIMEOUT_S, verify
-            )
-            for node, members in by_node.items()
-            for reader, host in enumerate(members)
-        }
+        receiving = {}
+        for node, members in by_node.items():
+            first = 0
+            for host in members:
+                receive = host.worker.handle.receive_weights
+                receiving[host] = receive.remote(channels[node], first, version, _TIMEOUT_S, verify)
+                first += len(host.readers)
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed:
@@ -135,10 +134,15 @@ class ChannelSync(WeightSync):
         each[0] = (*each[0], meeting)
         return [
             by_node[node][0].worker.handle.relay_weights.remote(
-                meeting, rank, channels[node], len(by_node[node]), _TIMEOUT_S
+                meeting, rank, channels[node], _readers(by_node[node]), _TIMEOUT_S
             )
             for rank, node in enumerate(far, 1)
         ]
+
+
+def _readers(hosts: Sequence[Host]) -> list[Identity]:
+    """The processes that read a node's channel, in the order of their numbers."""
+    return [reader for host in hosts for reader in host.readers]
 
 
 def _dead(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:

@@ -81,7 +81,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Replace weights from (Hugging Face name, full tensor) pairs. Raises on unknown or missing names."""
+        """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not. Raises on unknown or missing names."""
 
     @abstractmethod
     def sleep(self) -> None:
@@ -105,6 +105,32 @@ class RolloutEngine(ABC):
         """Name → digest of the weights it samples with (`verl.weight_sync.verify.checksums`), under the trainer's names
         and in its data type; None where it holds them in another form."""
         return None
+
+    @property
+    def weights_dtype(self) -> Any:
+        """The torch data type that floating point weights may be converted to on their way here; None for as they are."""
+        return None
+
+    @property
+    def readers(self) -> int:
+        """How many processes read a channel for `receive_weights`."""
+        return 1
+
+    def receive_weights(
+        self, channel: str, reader: int, version: int, *, timeout: float, verify: bool
+    ) -> dict[str, str]:
+        """Load the weights of the channel's next transfer, as its readers `reader` … `reader + readers - 1`. Blocking.
+
+        Returns checksums with `verify`: of what the engine holds then, or of what came where it cannot tell.
+        """
+        from verl.weight_sync.shared_memory import receive
+        from verl.weight_sync.verify import digesting
+
+        sums: dict[str, str] = {}
+        weights = receive(channel, reader, timeout=timeout, version=version)
+        self.load_weights(digesting(weights, sums) if verify else weights, version)
+        held = self.held_checksums() if verify else None
+        return sums if held is None else held
 
     def stats(self) -> dict[str, float]:
         """Counters since the last call: busy_s (time with requests running), prompt_tokens, tokens, preempted."""

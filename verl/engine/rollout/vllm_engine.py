@@ -16,7 +16,7 @@ import contextlib
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -243,6 +243,30 @@ class VLLMEngine(RolloutEngine):
 
         Raises WeightSyncError with the worker's words for unknown or missing names; the engine is of no use after that.
         """
+        with self._replacing(version):
+            if self._adapter is None:
+                return self._transfer(weights, version, checksums)
+            return self._place_adapter(self._adapter, weights, version)
+
+    @property
+    def readers(self) -> int:
+        """See `RolloutEngine.readers`: every worker of vLLM reads for itself. An adapter is read here."""
+        return self._settings.tensor_parallel_size if self._adapter is None else 1
+
+    def receive_weights(
+        self, channel: str, reader: int, version: int, *, timeout: float, verify: bool
+    ) -> dict[str, str]:
+        """See `RolloutEngine.receive_weights`, and `checksums`."""
+        if self._adapter is not None:
+            return super().receive_weights(channel, reader, version, timeout=timeout, verify=verify)
+        with self._replacing(version):
+            if failure := _workers_error(self._begin_loading(channel, reader, version, timeout, verify)):
+                raise failure
+        return self.checksums() if verify else {}
+
+    @contextlib.contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        """The block replaces the weights: memory for them is there, requests stand still, old cache is dropped after it."""
         if self._broken:
             raise RuntimeError(
                 f"the sampler must be started anew: an earlier load of weights failed ({self._broken})"
@@ -255,10 +279,7 @@ class VLLMEngine(RolloutEngine):
         if held:
             self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), _RPC_TIMEOUT)
         try:
-            if self._adapter is None:
-                result = self._transfer(weights, version, checksums)
-            else:
-                result = self._place_adapter(self._adapter, weights, version)
+            yield
             if not self._host.call(self._engine.reset_prefix_cache(), _RPC_TIMEOUT) and not held:
                 raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
         except BaseException as error:
@@ -272,7 +293,13 @@ class VLLMEngine(RolloutEngine):
             live.versions.append(version)
         if held:
             self._host.call(self._engine.resume_generation(), _RPC_TIMEOUT)
-        return result
+
+    def _begin_loading(
+        self, channel: str, reader: int, version: int, timeout: float, checksums: bool
+    ) -> concurrent.futures.Future[Any]:
+        """Have every worker load what comes over a channel, the first one as reader `reader` of it."""
+        arguments = (channel, reader, version, timeout, checksums)
+        return self._host.submit(self._engine.collective_rpc("verl_load_weights", args=arguments))
 
     def _transfer(self, weights: Iterable[tuple[str, Any]], version: int, checksums: bool) -> SyncResult:
         """Through shared memory to every worker. A tensor is copied before the next is asked for: it may be a view."""
@@ -281,8 +308,7 @@ class VLLMEngine(RolloutEngine):
         from verl.weight_sync.shared_memory import SharedMemorySink
 
         channel, started = f"vllm-{uuid.uuid4().hex[:16]}", time.monotonic()
-        arguments = (channel, version, _LOAD_TIMEOUT, checksums)
-        loading = self._host.submit(self._engine.collective_rpc("verl_load_weights", args=arguments))
+        loading = self._begin_loading(channel, 0, version, _LOAD_TIMEOUT, checksums)
         readers, size = self._settings.tensor_parallel_size, bucket_size(self._bucket_bytes)
         try:
             with SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT) as sink:
@@ -342,8 +368,8 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def dead(self) -> bool:
-        """See `RolloutEngine.dead`: vLLM's own process is gone."""
-        return self._engine is not None and bool(getattr(self._engine, "errored", False))
+        """See `RolloutEngine.dead`: vLLM's own process is gone, or a load of weights has failed."""
+        return bool(self._broken) or bool(getattr(self._engine, "errored", False))
 
     # ---- memory
 

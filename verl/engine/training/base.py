@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,16 @@ class TrainingEngine(ABC):
         return None
 
     def offload(self) -> None:  # noqa: B027
-        """Move weights and optimizer to host memory while the role is idle. In host memory already: nothing."""
+        """The role is idle now: what the configuration names goes to host memory. Before it and again: nothing."""
 
-    def onload(self) -> None:  # noqa: B027
-        """Undo `offload`."""
+    def onload(self, *, optimizer: bool = False) -> None:  # noqa: B027
+        """Bring the weights back, and the optimizer's state too where it is wanted: passes need the weights alone."""
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """A phase of the role: `onload`, the block, `offload`."""
+        self.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.offload()

@@ -34,6 +34,7 @@ from verl.engine.training.layout import layout
 from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.lora import Adapter, AdapterSource, inject, refuse_adapter_checkpoint
 from verl.engine.training.lora_config import LoraSettings
+from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
 from verl.engine.training.packing import Pack
@@ -105,8 +106,9 @@ class FSDPEngine(PackedEngine):
         if read(model_cfg, "use_fused_kernels") is not False:
             self._find_head()
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
-        self._offload_weights = bool(read(role_cfg, "fsdp_config.param_offload", False))
-        self._offload_optimizer = bool(read(role_cfg, "fsdp_config.optimizer_offload", False))
+        # With `offload_policy` the state is in host memory at all times.
+        if not read(role_cfg, "fsdp_config.offload_policy", False):
+            self._offloading = Offloading.of(role_cfg)
         self._free = 0
         if trainable:
             self._prepare_training(role_cfg)
@@ -316,26 +318,6 @@ class FSDPEngine(PackedEngine):
         step = together(lambda: load_state(Path(directory), self._require_optimizer(), self._names))
         assert self._schedule is not None
         self._schedule.restore(step)
-
-    def offload(self) -> None:
-        """Move to host memory what `fsdp_config.param_offload` and `optimizer_offload` name; gradients go."""
-        if self._optimizer is not None:
-            self._clear_gradients()
-        self._move("cpu")
-        self.platform.empty_cache()
-
-    def onload(self) -> None:
-        """Undo `offload`."""
-        self._move(self.device)
-
-    def _move(self, device: str | torch.device) -> None:
-        if self._offload_weights:
-            self.scorer.to(device)
-        if self._offload_optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.ndim:
-                        state[name] = value.to(device)
 
 
 def _squares(gradients: list[torch.Tensor]) -> float:

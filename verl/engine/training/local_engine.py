@@ -23,6 +23,7 @@ from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.lora import AdapterSource, inject, refuse_adapter_checkpoint
 from verl.engine.training.lora_config import LoraSettings
+from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer import global_norm
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
@@ -41,6 +42,7 @@ class LocalEngine(PackedEngine):
 
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     trainable     False builds no gradients and no optimizer
+    shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class LocalEngine(PackedEngine):
         trainable: bool = True,
         seed: int = 0,
         role: str = "actor",
+        shared: bool = False,
     ):
         self._place(device, role_cfg, role=role, trainable=trainable, seed=seed)
         loaded = module is None
@@ -79,6 +82,7 @@ class LocalEngine(PackedEngine):
         self.scorer = Scorer(self.module, models.find_head(self.module) if wants_fused else None)
         self._fused = FusedForwards(self.module)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg)
+        self._offloading = Offloading.of(role_cfg, shared=shared)
         if trainable:
             self._prepare_training(role_cfg)
 
@@ -89,11 +93,15 @@ class LocalEngine(PackedEngine):
 
     def _prepare_training(self, role_cfg: Any) -> None:
         super()._prepare_training(role_cfg)
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        self._clear_gradients()
 
     def _clear_gradients(self) -> None:
-        torch._foreach_zero_(self._gradients())
+        kept = self._gradients()
+        if kept:
+            torch._foreach_zero_(kept)
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _conclude(self, tally: Tally) -> tuple[Tally, float]:
         return tally, math.nan if tally.refused else float(global_norm(self._gradients()))

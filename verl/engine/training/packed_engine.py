@@ -25,6 +25,7 @@ from verl.engine.training import model as models
 from verl.engine.training.base import MicroBatch, MicroLoss, StepResult, TokenStats, TrainingEngine
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob import Head, TokenTensors
+from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer import OptimizerSettings, Schedule, build_optimizer, clip_gradients
 from verl.engine.training.packing import Pack, pack, split_rows
 from verl.engine.training.scorer import Scorer, tensors
@@ -64,6 +65,7 @@ class PackedEngine(TrainingEngine):
     module: PreTrainedModel
     scorer: Scorer
     _fused: FusedForwards
+    _offloading = Offloading()
     _parameters: list[torch.nn.Parameter]
     _names: dict[str, torch.nn.Parameter]
 
@@ -297,6 +299,19 @@ class PackedEngine(TrainingEngine):
         if self._optimizer is None:
             raise RuntimeError(f"the {self.role} engine was built with trainable=False")
         return self._optimizer
+
+    def offload(self) -> None:
+        """See `TrainingEngine.offload`; gradients are given back, not kept."""
+        if not self._offloading:
+            return
+        for parameter in self._parameters if self._optimizer is not None else ():
+            parameter.grad = None
+        self._offloading.away(self.scorer, self._optimizer)
+        self.platform.empty_cache()
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        """See `TrainingEngine.onload`."""
+        self._offloading.back(self.scorer, self._optimizer if optimizer else None, self.device)
 
     def schedule(self, total_steps: int) -> None:
         """See `TrainingEngine.schedule`."""

@@ -35,9 +35,10 @@ class WeightReceiver:
         return [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())]
 
     def verl_load_weights(
-        self, channel: str, version: int, timeout: float, checksums: bool
+        self, channel: str, reader: int, version: int, timeout: float, checksums: bool
     ) -> dict[str, Any]:
-        """Load every weight that comes over a channel; returns what was received.
+        """Load every weight that comes over a channel, this worker as its reader `reader` + its rank; returns what was
+        received.
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
@@ -45,7 +46,7 @@ class WeightReceiver:
 
         worker: Any = self
         arrived = _Arrived(worker.model_runner.get_model(), checksums)
-        stream: Any = receive(channel, worker.rank, timeout=timeout, version=version)
+        stream: Any = receive(channel, reader + worker.rank, timeout=timeout, version=version)
         with contextlib.closing(stream):  # left early, it tells the sender
             first = next(stream, None)  # from here on the sender knows of this reader
             _reload(worker, arrived.watch(itertools.chain([first] if first else [], stream)))
