@@ -53,3 +53,49 @@ def test_one_step_off_trains_on_the_same_prompts_and_resumes(tmp_path: Path) -> 
     timeline = [json.loads(line) for line in (ahead / "timeline.jsonl").read_text().splitlines()]
     assert [record["step"] for record in timeline] == [1, 2, 3, 4, 5]
     assert all(record["begin"] < record["end"] for record in timeline)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_answers_that_a_push_interrupts_are_continued(tmp_path: Path, engine: str) -> None:
+    """Samplers are the bottleneck, so every push finds answers half written. The learning rate is 0: whatever version
+    wrote a token, sampler and trainer must agree on it, so what is lost or shifted at a seam is seen."""
+    pytest.importorskip("ray")
+    tiny = TinyRun(tmp_path / "tiny")
+    if engine == "vllm":
+        from tests.vllm_cases import require_vllm, vllm_model
+
+        require_vllm()
+        tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
+    out = tmp_path / "out"
+    words = [
+        *POOLS,
+        "trainer.max_staleness=1",
+        f"actor_rollout_ref.rollout.name={engine}",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "data.max_response_length=160",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.verify_weight_sync=True",
+        "trainer.logprob_diff_limit=1e-4",
+    ]
+    done = main_ppo(tiny.overrides(out, *words), timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = records(out)
+    assert sorted(found) == [1, 2, 3, 4]
+    seams = []
+    for step, record in found.items():
+        rows = [json.loads(line) for line in (out / f"trajectories/{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == 12
+        for row in rows:
+            assert step - 2 <= min(row["versions"]) <= max(row["versions"]) <= step - 1, (
+                "staleness is bounded"
+            )
+        two = [row for row in rows if len(row["versions"]) == 2]
+        assert record["training/off_policy/continued_samples"] >= len(two)
+        seams += two
+    assert seams, "no answer was in flight at any push"

@@ -143,7 +143,7 @@ def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
 # -- samplers ---------------------------------------------------------------------------------------------------
 
 
-FACTS = {"pid": 0, "readers": [], "dtype": None}
+FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""vLLM in a sampler host of its own, fed by a training rank through shared memory."""
+"""vLLM in a sampler host of its own, fed by training ranks through shared memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,36 @@ require_vllm()
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+ROLLOUT = "actor_rollout_ref.rollout"
 
-def test_two_steps_over_ray(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([f"{ROLLOUT}.dtype=bfloat16", "+ray_kwargs.ray_init.address=local"], id="one-rank-bf16"),
+        pytest.param(
+            [
+                "trainer.n_gpus_per_node=2",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                "trainer.logprob_diff_limit=1e-4",
+            ],
+            id="two-ranks-tensor-parallel",
+        ),
+    ],
+)
+def test_two_steps_over_ray(tmp_path: Path, words: list[str]) -> None:
+    """Weights as sent are those that arrive, and what vLLM says of its tokens is what the trainer says (float32)."""
     run, out = TinyRun(tmp_path), tmp_path / "out"
     run.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
-    words = (
-        "actor_rollout_ref.rollout.name=vllm",
-        "+ray_kwargs.ray_init.address=local",
+    common = (
+        f"{ROLLOUT}.name=vllm",
         "trainer.total_training_steps=2",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.val_before_train=False",
         "trainer.verify_weight_sync=True",
-        "trainer.logprob_diff_limit=1e-4",
     )
-    done = main_ppo(run.overrides(out, *words), timeout=600)
+    done = main_ppo(run.overrides(out, *common, *words), timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found = records(out)
     assert sorted(found) == [1, 2]

@@ -53,7 +53,8 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
             kind = None if facts["dtype"] is None else torch.bfloat16
             sender = BucketSender("verl-test-host", len(readers), 100_000, dtype=kind, expected=readers)
             sending = asyncio.to_thread(sender.send, model.state_dict().items(), 4)
-            receiving = host.receive_weights("verl-test-host", 0, 4, 120.0, True)
+            places = [("verl-test-host", reader) for reader in range(devices)]
+            receiving = host.receive_weights(places, 4, 120.0, True)
             _, sums = await asyncio.gather(sending, receiving)
             ask = wire.Ask("a", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True), None)
             await host.submit(wire.encode_asks([ask]))

@@ -13,6 +13,7 @@ import torch
 
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.vllm.host import LoopThread
+from verl.engine.rollout.vllm.loading import Loading
 from verl.engine.rollout.vllm_engine import VLLMEngine
 from verl.weight_sync.shared_memory import BucketSender, receive
 
@@ -47,9 +48,9 @@ class Sleeper:
             return [{}]
         assert method == "verl_load_weights" and "weights" in self.awake, "there is no memory to load into"
         self.calls.append(f"load beside {'a cache' if 'kv_cache' in self.awake else 'the trainer'}")
-        channel, reader, version, timeout, _ = args
+        (place,), version, timeout, _ = args
         names = await asyncio.to_thread(
-            lambda: [n for n, _ in receive(channel, reader, timeout=timeout, version=version)]
+            lambda: [n for n, _ in receive(*place, timeout=timeout, version=version)]
         )
         self.arrived, self.good = names, True
         return [{"weights": len(names), "bytes": 0}]
@@ -87,7 +88,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_settings": SimpleNamespace(
                 free_cache_engine=free,
                 load_format=load_format,
-                tensor_parallel_size=1,
                 skip_tokenizer_init=True,
             ),
             "_api": SimpleNamespace(
@@ -107,7 +107,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_asleep": False,
             "_weights_gone": False,
             "_broken": "",
-            "_bucket_bytes": 4096,
+            "_loading": Loading(hosts[-1], stand_in.collective_rpc, [""], 4096, print),
             "_max_model_len": 32,
             "_counters": SimpleNamespace(begin=lambda: None, end=lambda *_: None),
         }
@@ -159,8 +159,8 @@ def test_a_channel_is_read_asleep_too(made: Any) -> None:
 
 async def _together(sender: BucketSender, engine: VLLMEngine) -> Any:
     sending = asyncio.to_thread(sender.send, WEIGHTS, 3)
-    load = engine.receive_weights
-    receiving = asyncio.to_thread(load, "verl-test-sleep", 0, 3, timeout=20.0, verify=False)
+    places = [("verl-test-sleep", 0)]
+    receiving = asyncio.to_thread(engine.receive_weights, places, 3, timeout=20.0, verify=False)
     return (await asyncio.gather(sending, receiving))[0]
 
 

@@ -69,6 +69,14 @@ def synchronize(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
+def device_id(device: torch.device | str) -> str:
+    """What the whole machine calls a device whose memory has handles; "" for one whose memory has none."""
+    found = torch.device(device)
+    if found.type != "cuda":
+        return ""
+    return _uuid(torch.cuda.current_device() if found.index is None else found.index)
+
+
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 

@@ -64,7 +64,8 @@ class SamplerHost(Profiled):
         return {
             "pid": os.getpid(),
             "device": platform.describe(),
-            "readers": [processes.identity()] * self._engine.readers,
+            "readers": [processes.identity()] * len(self._engine.readers),
+            "devices": self._engine.readers,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 
@@ -124,16 +125,20 @@ class SamplerHost(Profiled):
         self.engine.abort(request_ids)
 
     async def receive_weights(
-        self, channel: str, reader: int, version: int, timeout: float, verify: bool
+        self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
         """See `RolloutEngine.receive_weights`."""
         load = self.engine.receive_weights
         try:
-            return await asyncio.to_thread(load, channel, reader, version, timeout=timeout, verify=verify)
+            return await asyncio.to_thread(load, places, version, timeout=timeout, verify=verify)
         except Exception as error:
             if self.engine.dead:
                 self._leave(error)
             raise
+
+    async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
+        """See `RolloutEngine.try_channel`."""
+        return await asyncio.to_thread(self.engine.try_channel, places, timeout)
 
     async def relay_weights(
         self, meeting: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float

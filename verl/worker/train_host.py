@@ -64,6 +64,7 @@ class TrainHost(Profiled):
 
     def build(self, total_steps: int) -> dict[str, Any]:
         """Load the models. Returns where this rank stands: dp_rank, dp_size, the device in words."""
+        from verl.platform.handles import device_id
         from verl.worker import build
 
         self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
@@ -77,6 +78,7 @@ class TrainHost(Profiled):
             "dp_rank": int(getattr(self.actor, "dp_rank", self.rank)),
             "dp_size": int(getattr(self.actor, "dp_size", self.world)),
             "device": self.platform.describe(),
+            "device_id": device_id(self.platform.device()),
         }
 
     def _trained(self) -> TrainingEngine:
@@ -161,12 +163,13 @@ class TrainHost(Profiled):
         version: int,
         verify: bool,
         dtype: str | None = None,
+        on_device: bool = False,
         meeting: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Gather the weights together with the other ranks and, with a channel, write them to its readers.
 
-        dtype: what floating point ones are converted to on the way (None: as they are). With a meeting they are
-        broadcast to the relays that come there, too. Returns {"bytes", "seconds", "checksums"}; checksums only when
+        dtype: what floating point ones are converted to on the way (None: as they are). on_device: the readers are on this
+        rank's device, buckets stay there. With a meeting they are broadcast to the relays that come there, too. Returns {"bytes", "seconds", "checksums"}; checksums only when
         `verify`, of the weights as they travel.
         """
         from verl.engine.training.settings import named_dtype
@@ -181,7 +184,8 @@ class TrainHost(Profiled):
             try:
                 if channel is not None or meeting is not None:
                     stream = digesting(weights, sums, dtype=kind) if verify else weights
-                    result = self._deliver(stream, version, kind, channel or "", readers, meeting)
+                    where = self.platform.device() if on_device else None
+                    result = self._deliver(stream, version, kind, channel or "", readers, where, meeting)
             finally:
                 # The other ranks gather all of it, whatever befell this one.
                 for _ in weights:
@@ -195,6 +199,7 @@ class TrainHost(Profiled):
         dtype: torch.dtype | None,
         channel: str,
         readers: Sequence[Identity],
+        device: torch.device | None,
         meeting: dict[str, Any] | None,
     ) -> SyncResult:
         from verl.weight_sync.collective import Meeting, broadcast
@@ -203,7 +208,7 @@ class TrainHost(Profiled):
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
         bucket = int(settings.update_weights_bucket_megabytes) << 20
         if meeting is None:
-            sender = BucketSender(channel, len(readers), bucket, dtype=dtype, expected=readers)
+            sender = BucketSender(channel, len(readers), bucket, dtype=dtype, expected=readers, device=device)
             return sender.send(weights, version)
         group = Meeting(**meeting).join(0, settings.backend, self.platform, TIMEOUT)
         try:
@@ -219,6 +224,17 @@ class TrainHost(Profiled):
             )
         finally:
             group.close()
+
+    def try_channel(
+        self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
+    ) -> str:
+        """Write a first, small transfer (`verl.weight_sync.trial`); what went wrong, "" for nothing."""
+        from verl.weight_sync.trial import offer
+
+        if channel is None:
+            return ""
+        device = self.platform.device() if on_device else None
+        return offer(channel, len(readers), device, timeout, readers)
 
     def save_weights(self, directory: str) -> None:
         """Hugging Face directory of the policy, written by all ranks."""

@@ -106,7 +106,7 @@ class _Builder:
             ActorGroup(training, words),
             ReferenceGroup(training) if wants_reference(config) else None,
             pool,
-            ChannelSync(training, nodes, pool),
+            ChannelSync(training, nodes, pool, [fact["device_id"] for fact in facts]),
             devices=trainer.devices + (sampling.devices if own else 0),
             stacks=lambda: self._stacks(group, nodes, pool),
             release=self.release,

@@ -60,6 +60,7 @@ class Host:
     worker: Worker
     node: str
     readers: list[Identity] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
     dtype: str | None = None
     queue: list[wire.Ask] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Host:
 
     def started(self, facts: dict[str, Any]) -> None:
         """Note what `SamplerHost.start` returned."""
-        self.worker.pid, self.dtype = facts["pid"], facts["dtype"]
+        self.worker.pid, self.dtype, self.devices = facts["pid"], facts["dtype"], list(facts["devices"])
         self.readers = [(int(pid), int(born), int(space)) for pid, born, space in facts["readers"]]
 
     @property
@@ -97,7 +98,7 @@ class SamplerPool(RolloutEngine):
     def __init__(self, hosts: Sequence[Host], *, event: Callable[..., None]):
         self.hosts = list(hosts)
         self.refill: Callable[[Host], None] | None = None
-        self._event = event
+        self.event = event
         self._homes: dict[str, Host] = {}
         self._flushing = False
         self._version = 0
@@ -241,7 +242,7 @@ class SamplerPool(RolloutEngine):
                 self.end(self._ended or SamplerLost(text))
                 return False
             owed = sum(not request.future.done() for request in host.requests.values())
-            self._event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
+            self.event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
             host.reviving = False
         while host.reviving:  # a weight transfer has found it dead, too, and starts it
             if self._ended is not None:
@@ -259,7 +260,7 @@ class SamplerPool(RolloutEngine):
     def note_death(self, host: Host, why: str) -> None:
         """Count and record that a host is gone."""
         host.deaths += 1
-        self._event("sampler_died", sampler=str(host.worker), reason=why, unfinished=len(host.requests))
+        self.event("sampler_died", sampler=str(host.worker), reason=why, unfinished=len(host.requests))
 
     def _often(self, host: Host, why: str) -> str:
         return (
@@ -282,7 +283,7 @@ class SamplerPool(RolloutEngine):
         if host.deaths > MAX_RESTARTS:
             raise SamplerLost(self._often(host, why))
         host.replace()
-        self._event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
+        self.event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
         return True
 
     # -- weights and memory ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Weights from the training ranks to the sampler hosts, past the driver.
 
 On each node the first training rank writes what all ranks gather together into a channel of shared memory, and that
-node's hosts read it. Nodes that only sample get a broadcast of rank 0, which one of their hosts relays.
+node's hosts read it. Nodes that only sample get a broadcast of rank 0, which one of their hosts relays. Where samplers sit
+on the trainers' own devices, each rank keeps its buckets there and passes handles.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
+from verl.controller.ray.routes import Routes, by_device, by_node
 from verl.controller.ray.sampler_pool import Host, SamplerPool, dead_among
 from verl.controller.ray.training import Training
 from verl.controller.ray.workers import WorkerFailed, is_dead, reason
-from verl.platform.processes import Identity
 from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
 
 _TIMEOUT_S = 300.0
 _GRACE_S = 5.0
+_TRIAL_S = 60.0
 
 
 class ChannelSync(WeightSync):
-    """`nodes[i]` is the node of training worker i."""
+    """`nodes[i]` is the node of training worker i, `devices[i]` the id of its device ("": none whose memory has handles)."""
 
-    def __init__(self, training: Training, nodes: Sequence[str], pool: SamplerPool):
+    def __init__(
+        self, training: Training, nodes: Sequence[str], pool: SamplerPool, devices: Sequence[str] = ()
+    ):
         self._training, self._nodes, self._pool = training, list(nodes), pool
+        self._devices = list(devices)
+        self._by_device: bool | None = None if any(self._devices) else False
         self._version = 0
         self._serial = itertools.count()
         pool.refill = self.refill
@@ -79,25 +85,16 @@ class ChannelSync(WeightSync):
     ) -> tuple[list[tuple[Host, str]], int]:
         """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
-        serial = next(self._serial)
-        by_node: dict[str, list[Host]] = {}
-        for host in hosts:
-            by_node.setdefault(host.node, []).append(host)
-        each: list[tuple[Any, ...]] = []
-        channels = {node: f"verl-{os.getpid()}-{serial}-{node[:12]}" for node in by_node}
-        for rank, node in enumerate(self._nodes):
-            writes = node in by_node and node not in self._nodes[:rank]
-            readers = _readers(by_node[node]) if writes else []
-            each.append((channels[node] if writes else None, readers, version, verify, hosts[0].dtype))
-        far = [node for node in by_node if node not in self._nodes]
-        relays = self._relays(far, by_node, channels, each)
-        receiving = {}
-        for node, members in by_node.items():
-            first = 0
-            for host in members:
-                receive = host.worker.handle.receive_weights
-                receiving[host] = receive.remote(channels[node], first, version, _TIMEOUT_S, verify)
-                first += len(host.readers)
+        routes = self._routes(hosts)
+        each = [
+            (*(written or (None, [])), version, verify, hosts[0].dtype, routes.on_device)
+            for written in routes.writes
+        ]
+        relays = self._relays(routes, hosts, each)
+        receiving = {
+            host: host.worker.handle.receive_weights.remote(routes.places[host], version, _TIMEOUT_S, verify)
+            for host in hosts
+        }
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed:
@@ -118,31 +115,45 @@ class ChannelSync(WeightSync):
                     raise WeightSyncError(f"{error} ({host.worker})") from None
         return dead, max(answer["bytes"] for answer in sent)
 
-    def _relays(
-        self,
-        far: Sequence[str],
-        by_node: dict[str, list[Host]],
-        channels: dict[str, str],
-        each: list[tuple[Any, ...]],
-    ) -> list[Any]:
+    def _routes(self, hosts: Sequence[Host]) -> Routes:
+        """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
+        name = f"verl-{os.getpid()}-{next(self._serial)}"
+        if self._by_device is None and (trial := by_device(self._devices, hosts, f"{name}-trial")):
+            self._by_device = self._try(trial)
+        direct = by_device(self._devices, hosts, name) if self._by_device else None
+        return direct or by_node(self._nodes, hosts, name)
+
+    def _try(self, routes: Routes) -> bool:
+        """Do handles of device memory work between these processes? Says so in the run's events."""
+        asked = {
+            host: host.worker.handle.try_channel.remote(places, _TRIAL_S)
+            for host, places in routes.places.items()
+        }
+        each = [(*(written or (None, [])), routes.on_device, _TRIAL_S) for written in routes.writes]
+        said = list(self._training.call("try_channel", each=each, doing="update_weights"))
+        for host, ref in asked.items():
+            try:
+                said += ray.get(ref, timeout=_TIMEOUT_S)
+            except faults.RayError as error:
+                said.append(f"{host.worker}: {reason(error)}")
+        failed = [text for text in said if text]
+        self._pool.event("weights_by_device", works=not failed, reason=failed[0] if failed else "")
+        return not failed
+
+    def _relays(self, routes: Routes, hosts: Sequence[Host], each: list[tuple[Any, ...]]) -> list[Any]:
         """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first host of each relays."""
-        if not far:
+        if not routes.relayed:
             return []
         first = self._training.group.workers[0]
         port = ray.get(first.handle.free_port.remote(first.node))
-        meeting = {"address": first.node, "port": port, "size": len(far) + 1}
+        meeting = {"address": first.node, "port": port, "size": len(routes.relayed) + 1}
         each[0] = (*each[0], meeting)
-        return [
-            by_node[node][0].worker.handle.relay_weights.remote(
-                meeting, rank, channels[node], _readers(by_node[node]), _TIMEOUT_S
-            )
-            for rank, node in enumerate(far, 1)
-        ]
-
-
-def _readers(hosts: Sequence[Host]) -> list[Identity]:
-    """The processes that read a node's channel, in the order of their numbers."""
-    return [reader for host in hosts for reader in host.readers]
+        relays = []
+        for rank, (node, (channel, readers)) in enumerate(routes.relayed.items(), 1):
+            host = next(host for host in hosts if host.node == node)
+            relay = host.worker.handle.relay_weights
+            relays.append(relay.remote(meeting, rank, channel, readers, _TIMEOUT_S))
+        return relays
 
 
 def _dead(receiving: dict[Host, Any]) -> list[tuple[Host, str]]:

@@ -112,14 +112,21 @@ class RolloutEngine(ABC):
         return None
 
     @property
-    def readers(self) -> int:
-        """How many processes read a channel for `receive_weights`."""
-        return 1
+    def readers(self) -> list[str]:
+        """The processes that read for `receive_weights`: for each the id of the device it loads to
+        (`verl.platform.handles.device_id`)."""
+        return [""]
+
+    def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
+        """Read a first, small transfer (`verl.weight_sync.trial`); what went wrong in each reader, "" for nothing."""
+        from verl.weight_sync.trial import attempt
+
+        return [attempt(*places[0], timeout)]
 
     def receive_weights(
-        self, channel: str, reader: int, version: int, *, timeout: float, verify: bool
+        self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: bool
     ) -> dict[str, str]:
-        """Load the weights of the channel's next transfer, as its readers `reader` … `reader + readers - 1`. Blocking.
+        """Load the weights of a transfer. `places`: for each of `readers` the channel and its number there. Blocking.
 
         Returns checksums with `verify`: of what the engine holds then, or of what came where it cannot tell.
         """
@@ -127,7 +134,7 @@ class RolloutEngine(ABC):
         from verl.weight_sync.verify import digesting
 
         sums: dict[str, str] = {}
-        weights = receive(channel, reader, timeout=timeout, version=version)
+        weights = receive(*places[0], timeout=timeout, version=version)
         self.load_weights(digesting(weights, sums) if verify else weights, version)
         held = self.held_checksums() if verify else None
         return sums if held is None else held

@@ -14,7 +14,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -34,13 +33,12 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchCall, Prompts, end_token_ids
 from verl.engine.rollout.vllm.host import LoopThread
 from verl.engine.rollout.vllm.live import Counters, Live
+from verl.engine.rollout.vllm.loading import RPC_TIMEOUT, Loading
 
 if TYPE_CHECKING:
     from verl.weight_sync.base import SyncResult
 
 _BUCKET_BYTES = 256 << 20
-_RPC_TIMEOUT = 600.0
-_LOAD_TIMEOUT = 300.0
 _OPEN: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
@@ -77,7 +75,7 @@ class VLLMEngine(RolloutEngine):
         launch.check_model(model_config, s.tensor_parallel_size, cpu=api.cpu)
         if api.cpu:
             launch.cpu_arguments(s, model_config, arguments)
-        self._api, self._eos, self._bucket_bytes = api, eos_token_ids, bucket_bytes
+        self._api, self._eos = api, eos_token_ids
         self._live: dict[str, Live] = {}
         self._counters = Counters()
         self._version = 0
@@ -93,7 +91,8 @@ class VLLMEngine(RolloutEngine):
         _OPEN.add(self)
         try:
             self._engine = self._host.call(self._start(arguments))
-            self._processes = self._host.call(self._begin())
+            self._processes, devices = self._host.call(self._begin())
+            self._loading = Loading(self._host, self._engine.collective_rpc, devices, bucket_bytes, notice)
         except BaseException:
             self.close()
             raise
@@ -107,10 +106,11 @@ class VLLMEngine(RolloutEngine):
         with launch.environment(self._api.cpu, self._settings.tensor_parallel_size):
             return launch.start(self._api, arguments)
 
-    async def _begin(self) -> set[launch.Process]:
-        """Tell the workers whom to end with; learn who they are."""
+    async def _begin(self) -> tuple[set[launch.Process], list[str]]:
+        """Tell the workers whom to end with; learn who they are, and on which devices."""
         found = await self._engine.collective_rpc("verl_begin", args=launch.this_process())
-        return {(int(pid), str(started)) for row in found for pid, started in row}
+        processes = {(int(pid), str(started)) for row, _ in found for pid, started in row}
+        return processes, [str(device) for _, device in found]
 
     # ---- requests
 
@@ -245,23 +245,28 @@ class VLLMEngine(RolloutEngine):
         """
         with self._replacing(version):
             if self._adapter is None:
-                return self._transfer(weights, version, checksums)
+                return self._loading.send(weights, version, self.weights_dtype, checksums)
             return self._place_adapter(self._adapter, weights, version)
 
     @property
-    def readers(self) -> int:
+    def readers(self) -> list[str]:
         """See `RolloutEngine.readers`: every worker of vLLM reads for itself. An adapter is read here."""
-        return self._settings.tensor_parallel_size if self._adapter is None else 1
+        return self._loading.devices if self._adapter is None else [""]
+
+    def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
+        """See `RolloutEngine.try_channel`."""
+        if self._adapter is not None:
+            return super().try_channel(places, timeout)
+        return self._loading.try_channel(places, timeout).result(RPC_TIMEOUT)
 
     def receive_weights(
-        self, channel: str, reader: int, version: int, *, timeout: float, verify: bool
+        self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: bool
     ) -> dict[str, str]:
         """See `RolloutEngine.receive_weights`, and `checksums`."""
         if self._adapter is not None:
-            return super().receive_weights(channel, reader, version, timeout=timeout, verify=verify)
+            return super().receive_weights(places, version, timeout=timeout, verify=verify)
         with self._replacing(version):
-            if failure := _workers_error(self._begin_loading(channel, reader, version, timeout, verify)):
-                raise failure
+            self._loading.from_channel(places, version, timeout, verify)
         return self.checksums() if verify else {}
 
     @contextlib.contextmanager
@@ -273,14 +278,14 @@ class VLLMEngine(RolloutEngine):
             )
         self._ready = False
         if self._asleep and self._weights_gone:
-            self._host.call(self._engine.wake_up(tags=["weights"]), _RPC_TIMEOUT)
+            self._host.call(self._engine.wake_up(tags=["weights"]), RPC_TIMEOUT)
             self._weights_gone = False
         held = bool(self._live)
         if held:
-            self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), _RPC_TIMEOUT)
+            self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), RPC_TIMEOUT)
         try:
             yield
-            if not self._host.call(self._engine.reset_prefix_cache(), _RPC_TIMEOUT) and not held:
+            if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not held:
                 raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
@@ -292,33 +297,7 @@ class VLLMEngine(RolloutEngine):
         for live in list(self._live.values()):
             live.versions.append(version)
         if held:
-            self._host.call(self._engine.resume_generation(), _RPC_TIMEOUT)
-
-    def _begin_loading(
-        self, channel: str, reader: int, version: int, timeout: float, checksums: bool
-    ) -> concurrent.futures.Future[Any]:
-        """Have every worker load what comes over a channel, the first one as reader `reader` of it."""
-        arguments = (channel, reader, version, timeout, checksums)
-        return self._host.submit(self._engine.collective_rpc("verl_load_weights", args=arguments))
-
-    def _transfer(self, weights: Iterable[tuple[str, Any]], version: int, checksums: bool) -> SyncResult:
-        """Through shared memory to every worker. A tensor is copied before the next is asked for: it may be a view."""
-        from verl.weight_sync.base import SyncResult, WeightSyncError
-        from verl.weight_sync.buckets import bucket_size, pack
-        from verl.weight_sync.shared_memory import SharedMemorySink
-
-        channel, started = f"vllm-{uuid.uuid4().hex[:16]}", time.monotonic()
-        loading = self._begin_loading(channel, 0, version, _LOAD_TIMEOUT, checksums)
-        readers, size = self._settings.tensor_parallel_size, bucket_size(self._bucket_bytes)
-        try:
-            with SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT) as sink:
-                moved = pack(weights, sink, dtype=self.weights_dtype)
-                sink.finish()
-        except WeightSyncError as error:
-            raise _workers_error(loading) or error from error
-        if failure := _workers_error(loading):
-            raise failure
-        return SyncResult(bytes=moved, seconds=time.monotonic() - started)
+            self._host.call(self._engine.resume_generation(), RPC_TIMEOUT)
 
     def _place_adapter(
         self, folder: AdapterFolder, weights: Iterable[tuple[str, Any]], version: int
@@ -334,8 +313,8 @@ class VLLMEngine(RolloutEngine):
             close_stream(weights)
         request, replacing = self._api.lora_requests(str(path))
         if replacing is None and self._adapter_request is not None:
-            self._host.call(self._engine.remove_lora(request.lora_int_id), _RPC_TIMEOUT)
-        if not self._host.call(self._engine.add_lora(replacing or request), _RPC_TIMEOUT):
+            self._host.call(self._engine.remove_lora(request.lora_int_id), RPC_TIMEOUT)
+        if not self._host.call(self._engine.add_lora(replacing or request), RPC_TIMEOUT):
             raise RuntimeError(f"vLLM did not take the adapter of version {version}")
         self._adapter_request = request
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
@@ -353,7 +332,7 @@ class VLLMEngine(RolloutEngine):
         """
         if self._adapter is not None:
             return self._adapter.checksums()
-        found = self._host.call(self._engine.collective_rpc("verl_checksums"), _RPC_TIMEOUT)
+        found = self._host.call(self._engine.collective_rpc("verl_checksums"), RPC_TIMEOUT)
         if any(other != found[0] for other in found[1:]):
             raise RuntimeError("two workers of vLLM received different weights")
         return dict(found[0])
@@ -381,7 +360,7 @@ class VLLMEngine(RolloutEngine):
         self._asleep = True
         if self._settings.free_cache_engine and self._api.sleeps:
             level = 2 if self._settings.load_format == "dummy" else 1
-            self._host.call(self._engine.sleep(level=level), _RPC_TIMEOUT)
+            self._host.call(self._engine.sleep(level=level), RPC_TIMEOUT)
             self._weights_gone = True
             self._ready = self._ready and level == 1
 
@@ -390,7 +369,7 @@ class VLLMEngine(RolloutEngine):
         if self._asleep and self._settings.free_cache_engine and self._api.sleeps:
             # A load of weights in its sleep has woken these already.
             parts = {} if self._weights_gone else {"tags": ["kv_cache"]}
-            self._host.call(self._engine.wake_up(**parts), _RPC_TIMEOUT)
+            self._host.call(self._engine.wake_up(**parts), RPC_TIMEOUT)
         self._asleep = self._weights_gone = False
 
     @property
@@ -433,23 +412,6 @@ class VLLMEngine(RolloutEngine):
 
 async def _shutdown(engine: Any) -> None:
     engine.shutdown()
-
-
-def _workers_error(loading: concurrent.futures.Future[Any]) -> Exception | None:
-    """What a worker raised, as WeightSyncError, once the workers are done."""
-    from verl.weight_sync.base import WeightSyncError
-
-    try:
-        loading.result(_RPC_TIMEOUT)
-    except concurrent.futures.TimeoutError:
-        return WeightSyncError(
-            f"vLLM's workers did not come back within {_RPC_TIMEOUT:g} s of loading weights"
-        )
-    except Exception as error:
-        said = WeightSyncError(f"vLLM could not load the weights: {error}")
-        said.__cause__ = error
-        return said
-    return None
 
 
 @atexit.register

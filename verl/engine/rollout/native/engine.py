@@ -27,6 +27,7 @@ from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
 from verl.engine.rollout.native.stopping import Stopper
 from verl.platform import detect
+from verl.platform.handles import device_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -289,6 +290,11 @@ class NativeEngine(RolloutEngine):
     def held_checksums(self) -> dict[str, str] | None:
         """See `RolloutEngine.held_checksums`; an adapter is merged here, which the trainer's weights are not."""
         return None if self.holds_adapter else self.checksums()
+
+    @property
+    def readers(self) -> list[str]:
+        """See `RolloutEngine.readers`."""
+        return [device_id(self._runner.device)]
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.

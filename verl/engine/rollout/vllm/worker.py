@@ -26,19 +26,28 @@ _HEAD = "lm_head.weight"
 class WeightReceiver:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def verl_begin(self, driver: int, started: str) -> list[tuple[int, str]]:
+    def verl_begin(self, driver: int, started: str) -> tuple[list[tuple[int, str]], str]:
         """End with the process `driver` (that started at `started`), however it ends. Returns this process and its
-        parent, each as (pid, start time)."""
+        parent, each as (pid, start time), and the id of this worker's device."""
+        from verl.platform.handles import device_id
+
+        worker: Any = self
         threading.Thread(
             target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
         ).start()
-        return [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())]
+        return [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())], device_id(worker.device)
+
+    def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
+        """See `RolloutEngine.try_channel`."""
+        from verl.weight_sync.trial import attempt
+
+        worker: Any = self
+        return attempt(*places[worker.rank], timeout)
 
     def verl_load_weights(
-        self, channel: str, reader: int, version: int, timeout: float, checksums: bool
+        self, places: list[tuple[str, int]], version: int, timeout: float, checksums: bool
     ) -> dict[str, Any]:
-        """Load every weight that comes over a channel, this worker as its reader `reader` + its rank; returns what was
-        received.
+        """Load every weight that comes to this worker's place (channel, number of the reader); returns what was received.
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
@@ -46,7 +55,7 @@ class WeightReceiver:
 
         worker: Any = self
         arrived = _Arrived(worker.model_runner.get_model(), checksums)
-        stream: Any = receive(channel, reader + worker.rank, timeout=timeout, version=version)
+        stream: Any = receive(*places[worker.rank], timeout=timeout, version=version)
         with contextlib.closing(stream):  # left early, it tells the sender
             first = next(stream, None)  # from here on the sender knows of this reader
             _reload(worker, arrived.watch(itertools.chain([first] if first else [], stream)))
