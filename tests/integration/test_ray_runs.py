@@ -14,7 +14,14 @@ from tests.runs import TinyRun, main_ppo, records, weights
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.verify_weight_sync=True")
+FSDP = "actor_rollout_ref.actor.fsdp_config"
+TWO = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "trainer.verify_weight_sync=True",
+    f"{FSDP}.param_offload=True",
+    f"{FSDP}.optimizer_offload=True",
+)
 SHORT = ("trainer.total_training_steps=3", "trainer.test_freq=3", "actor_rollout_ref.actor.use_kl_loss=True")
 
 
@@ -68,6 +75,13 @@ def test_two_ranks_train_as_one_process(alone, two) -> None:
     last = records(two)[3]
     assert last["training/rollout_logprob_abs_diff/max"] < 1e-4, "the samplers hold what the ranks trained"
     assert last["actor/kl_loss"] > 0
+    steps = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    last = next(record for record in steps if record.get("step") == 3)
+    assert last["timing_s/reshard"] == last["timing_s/update_weights"] > 0
+    moved = last["perf/weight_sync_gb_per_s"] * last["timing_s/update_weights"] * 1e9
+    assert moved == pytest.approx(sum(map(len, weights(two, 3).values())), rel=1e-3), (
+        "each weight counts once, whatever the number of nodes"
+    )
     plan = next(
         e
         for e in map(json.loads, (two / "events.jsonl").read_text().splitlines())
