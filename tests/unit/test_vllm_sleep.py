@@ -219,7 +219,7 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     )
     for rests, order in ((True, ["pause", "push", "wake", "resume"]), (False, ["pause", "push", "resume"])):
         trainer = PPOTrainer.__new__(PPOTrainer)
-        rollout = SimpleNamespace(free_cache_engine=rests)
+        rollout = SimpleNamespace(free_cache_engine=True, nnodes=0 if rests else 1)
         trainer.parts = parts  # type: ignore[assignment]
         trainer.config = SimpleNamespace(  # type: ignore[assignment]
             trainer=SimpleNamespace(max_staleness=0, verify_weight_sync=False),

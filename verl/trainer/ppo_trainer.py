@@ -91,6 +91,8 @@ class PPOTrainer:
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         parts, trainer = self.parts, self.config.trainer
+        if self._sampler_rests:
+            parts.sampler.sleep()
         self.step = parts.checkpoints.resume(self)
         if self.step >= self.total_steps > 0 and not trainer.val_only:
             parts.tracking.notice(
@@ -103,6 +105,8 @@ class PPOTrainer:
                 "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
             )
         parts.weight_sync.push(self.step)
+        if self._sampler_rests:
+            parts.sampler.wake()
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
@@ -243,10 +247,9 @@ class PPOTrainer:
 
     @property
     def _sampler_rests(self) -> bool:
-        """True if the sampler has nothing to do while the trainer works, and is to lend it its memory."""
-        return (
-            self.config.actor_rollout_ref.rollout.free_cache_engine and not self.config.trainer.max_staleness
-        )
+        """True if the sampler has nothing to do while the trainer works on the same devices, and is to lend its memory."""
+        rollout, lag = self.config.actor_rollout_ref.rollout, self.config.trainer.max_staleness
+        return rollout.free_cache_engine and not rollout.nnodes and not lag
 
     @property
     def _needs_old_log_probs(self) -> bool:

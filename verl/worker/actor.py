@@ -143,20 +143,16 @@ class Actor(ActorRole):
 
     def save(self, directory: Path) -> None:
         """See `ActorRole.save`."""
-        with self.engine.on_device():
-            self.engine.save_weights(directory)
+        self.engine.save_weights(directory)
 
     def save_optimizer(self, directory: Path) -> None:
         """See `ActorRole.save_optimizer`."""
-        with self.engine.on_device(optimizer=True):
-            self.engine.save_optimizer(directory)
+        self.engine.save_optimizer(directory)
 
     def load(self, directory: Path) -> None:
         """See `ActorRole.load`."""
-        with self.engine.on_device():
-            self.engine.load_weights(directory)
+        self.engine.load_weights(directory)
 
     def load_optimizer(self, directory: Path) -> None:
         """See `ActorRole.load_optimizer`."""
-        with self.engine.on_device(optimizer=True):
-            self.engine.load_optimizer(directory)
+        self.engine.load_optimizer(directory)

@@ -169,8 +169,8 @@ class TrainHost(Profiled):
         """Gather the weights together with the other ranks and, with a channel, write them to its readers.
 
         dtype: what floating point ones are converted to on the way (None: as they are). on_device: the readers are on this
-        rank's device, buckets stay there. With a meeting they are broadcast to the relays that come there, too. Returns {"bytes", "seconds", "checksums"}; checksums only when
-        `verify`, of the weights as they travel.
+        rank's device, buckets stay there. With a meeting they are broadcast to the relays that come there, too.
+        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
         """
         from verl.engine.training.settings import named_dtype
         from verl.weight_sync.verify import digesting
@@ -178,18 +178,17 @@ class TrainHost(Profiled):
 
         engine, sums = self._trained(), dict[str, str]()
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
-        with engine.on_device():
-            weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
-            result = SyncResult(0, 0.0)
-            try:
-                if channel is not None or meeting is not None:
-                    stream = digesting(weights, sums, dtype=kind) if verify else weights
-                    where = self.platform.device() if on_device else None
-                    result = self._deliver(stream, version, kind, channel or "", readers, where, meeting)
-            finally:
-                # The other ranks gather all of it, whatever befell this one.
-                for _ in weights:
-                    continue
+        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
+        result = SyncResult(0, 0.0)
+        try:
+            if channel is not None or meeting is not None:
+                stream = digesting(weights, sums, dtype=kind) if verify else weights
+                where = self.platform.device() if on_device else None
+                result = self._deliver(stream, version, kind, channel or "", readers, where, meeting)
+        finally:
+            # The other ranks gather all of it, whatever befell this one.
+            for _ in weights:
+                continue
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
 
     def _deliver(
@@ -238,23 +237,19 @@ class TrainHost(Profiled):
 
     def save_weights(self, directory: str) -> None:
         """Hugging Face directory of the policy, written by all ranks."""
-        with self._trained().on_device():
-            self._trained().save_weights(Path(directory))
+        self._trained().save_weights(Path(directory))
 
     def save_optimizer(self, directory: str) -> None:
         """Optimizer and schedule, written by all ranks."""
-        with self._trained().on_device(optimizer=True):
-            self._trained().save_optimizer(Path(directory))
+        self._trained().save_optimizer(Path(directory))
 
     def load_weights(self, directory: str) -> None:
         """Inverse of `save_weights`."""
-        with self._trained().on_device():
-            self._trained().load_weights(Path(directory))
+        self._trained().load_weights(Path(directory))
 
     def load_optimizer(self, directory: str) -> None:
         """Inverse of `save_optimizer`."""
-        with self._trained().on_device(optimizer=True):
-            self._trained().load_optimizer(Path(directory))
+        self._trained().load_optimizer(Path(directory))
 
     def peak_memory(self) -> float | None:
         """Most device memory in use, GiB; None on a CPU."""

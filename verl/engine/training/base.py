@@ -146,7 +146,8 @@ class TrainingEngine(ABC):
         """The role is idle now: what the configuration names goes to host memory. Before it and again: nothing."""
 
     def onload(self, *, optimizer: bool = False) -> None:  # noqa: B027
-        """Bring the weights back, and the optimizer's state too where it is wanted: passes need the weights alone."""
+        """Bring the weights back, and the optimizer's state too where it is wanted: `log_probs` needs the weights, `step`
+        both; everything else works from wherever they are."""
 
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """What an idle engine lends to the other roles of its device: `fsdp_config.param_offload` and `optimizer_offload`.
 
-build ─ away │ back(weights) log-probs away │ back(weights, optimizer) update away │ back(weights) weight sync away │ …
+build ─ away │ back(weights) log-probs away │ back(weights, optimizer) update away │ weight sync, checkpoints │ …
+
+Weights leave for samplers and files one at a time, from where they are: nothing comes back for that.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class Offloading:
         if self.weights:
             module.to(device)
         if self.optimizer and optimizer is not None:
+            # The count of steps is a scalar, which only fused optimizers read on the device.
+            scalars = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
             for state in optimizer.state.values():
                 for name, value in state.items():
-                    # The count of steps is a scalar, which fused optimizers want where it is.
-                    if isinstance(value, torch.Tensor) and value.ndim:
+                    if isinstance(value, torch.Tensor) and (value.ndim or scalars):
                         state[name] = value.to(device)

@@ -24,6 +24,8 @@ from verl.engine.training import model as models
 from verl.engine.training.settings import named_dtype, read
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from verl.engine.training.fuse import FusedForwards
     from verl.engine.training.layout import Layout
     from verl.engine.training.scorer import Scorer
@@ -167,6 +169,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(tensor, DTensor):
         return tensor
+    tensor = _on_mesh(tensor)
     mesh, last = tensor.device_mesh, tensor.placements[-1]
     names = mesh.mesh_dim_names or ()
     if "tensor" not in names or not isinstance(last, Shard):
@@ -184,6 +187,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         stride=like.stride(),
     ).full_tensor()
     return DTensor.from_local(part, mesh["tensor"], [last], run_check=False).full_tensor()
+
+
+def _on_mesh(tensor: DTensor) -> DTensor:
+    """The tensor with its share on the device that its ranks talk over: an offloaded one is brought there by itself."""
+    from torch.distributed.tensor import DTensor
+
+    mesh = tensor.device_mesh
+    if tensor._local_tensor.device.type == mesh.device_type:
+        return tensor
+    share = tensor._local_tensor.to(mesh.device_type)
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(share, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
