@@ -65,7 +65,9 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
         finally:
             await host.close()
 
+    before = set(Path("/dev/shm").iterdir())
     sums, answer = asyncio.run(run())
+    assert set(Path("/dev/shm").iterdir()) <= before, "vLLM leaves what its ranks shared; we must not"
     sent = checksums(model.state_dict().items(), dtype=None if dtype == "float32" else torch.bfloat16)
     assert sums == sent
     done = answer.completion

@@ -34,6 +34,7 @@ from verl.engine.rollout.vllm.batch import BatchCall, Prompts, end_token_ids
 from verl.engine.rollout.vllm.host import LoopThread
 from verl.engine.rollout.vllm.live import Counters, Live
 from verl.engine.rollout.vllm.loading import RPC_TIMEOUT, Loading
+from verl.engine.rollout.vllm.worker import remove_shared
 
 if TYPE_CHECKING:
     from verl.weight_sync.base import SyncResult
@@ -84,6 +85,7 @@ class VLLMEngine(RolloutEngine):
         self._adapter_request: Any = None
         self._asleep = self._weights_gone = False
         self._processes: set[launch.Process] = set()
+        self._shared = ""
         self._batch: BatchCall | None = None
         self._broken = ""
         self._closed = False
@@ -91,7 +93,7 @@ class VLLMEngine(RolloutEngine):
         _OPEN.add(self)
         try:
             self._engine = self._host.call(self._start(arguments))
-            self._processes, devices = self._host.call(self._begin())
+            devices = self._host.call(self._begin())
             self._loading = Loading(self._host, self._engine.collective_rpc, devices, bucket_bytes, notice)
         except BaseException:
             self.close()
@@ -106,11 +108,12 @@ class VLLMEngine(RolloutEngine):
         with launch.environment(self._api.cpu, self._settings.tensor_parallel_size):
             return launch.start(self._api, arguments)
 
-    async def _begin(self) -> tuple[set[launch.Process], list[str]]:
-        """Tell the workers whom to end with; learn who they are, and on which devices."""
+    async def _begin(self) -> list[str]:
+        """Tell the workers whom to end with; learn what there is to clean up, and on which devices they are."""
         found = await self._engine.collective_rpc("verl_begin", args=launch.this_process())
-        processes = {(int(pid), str(started)) for row, _ in found for pid, started in row}
-        return processes, [str(device) for _, device in found]
+        self._processes = {(int(pid), str(start)) for row in found for pid, start in row["processes"]}
+        self._shared = str(found[0]["shared"])
+        return [str(row["device"]) for row in found]
 
     # ---- requests
 
@@ -404,6 +407,7 @@ class VLLMEngine(RolloutEngine):
         del engine  # here, and not while the interpreter goes away: vLLM cleans up in __del__
         self._host.stop()
         launch.end(self._processes)
+        remove_shared(self._shared)
         if self._config_folder is not None:
             self._config_folder.cleanup()
         if self._adapter is not None:

@@ -26,16 +26,20 @@ _HEAD = "lm_head.weight"
 class WeightReceiver:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def verl_begin(self, driver: int, started: str) -> tuple[list[tuple[int, str]], str]:
-        """End with the process `driver` (that started at `started`), however it ends. Returns this process and its
-        parent, each as (pid, start time), and the id of this worker's device."""
+    def verl_begin(self, driver: int, started: str) -> dict[str, Any]:
+        """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
+        its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
         from verl.platform.handles import device_id
 
         worker: Any = self
         threading.Thread(
             target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
         ).start()
-        return [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())], device_id(worker.device)
+        return {
+            "processes": [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())],
+            "device": device_id(worker.device),
+            "shared": _shared(),
+        }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
         """See `RolloutEngine.try_channel`."""
@@ -157,12 +161,21 @@ def start_time(pid: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
+def _shared() -> str:
+    """How the names begin of what the ranks of one engine share on a CPU, "" where they share nothing."""
+    return os.environ.get("VLLM_DIST_IDENT", "")
+
+
+def remove_shared(prefix: str) -> None:
+    """Remove what the ranks of an engine have shared: vLLM leaves it, however it ends."""
+    for left in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
+        left.unlink(missing_ok=True)
+
+
 def _end_with(driver: int, started: str) -> None:
     import signal
 
     while start_time(driver) == started:
         time.sleep(1.0)
-    ident = os.environ.get("VLLM_DIST_IDENT")  # what the ranks share on a CPU is named by it, and would stay
-    for left in Path("/dev/shm").glob(f"{ident}*") if ident else ():
-        left.unlink(missing_ok=True)
+    remove_shared(_shared())
     os.kill(os.getpid(), signal.SIGKILL)
