@@ -122,7 +122,7 @@ def main():
         done = t.sample(sampler, t.PROMPTS, 2, temperature=t.TEMPERATURE, ignore_eos=True)
         found.append(t.difference(actor, done, 2))
         actor.step(t.rows(done, 2), t.simple_loss(len(done) * 24), temperature=t.TEMPERATURE)
-    shared = [str(path) for path in Path("/dev/shm").glob("vllm_dist_*")]
+    shared = [str(path) for path in Path("/dev/shm").glob(f"{sampler._shared}*")]
     print(json.dumps({"differences": found, "processes": sorted(sampler._processes), "shared": shared}), flush=True)
     time.sleep(600)
 
