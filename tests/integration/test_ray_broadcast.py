@@ -24,8 +24,9 @@ def test_samplers_on_nodes_that_do_not_train(tmp_path: Path, monkeypatch: pytest
     tiny, relays, seen = TinyRun(tmp_path / "run"), ChannelSync._relays, []
 
     def watched(self: ChannelSync, far: list[str], *rest: Any) -> list[Any]:
-        seen.append((len(far), len(set(self._nodes))))
-        return relays(self, far, *rest)
+        refs = relays(self, far, *rest)
+        seen.append((len(far), len(set(self._nodes)), rest[-1][0][-1]["timeout"]))
+        return refs
 
     monkeypatch.setattr(ChannelSync, "_relays", watched)
     with cluster_of(3) as cluster:
@@ -36,13 +37,13 @@ def test_samplers_on_nodes_that_do_not_train(tmp_path: Path, monkeypatch: pytest
                     tmp_path / "out", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2",
                     "actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1",
                     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
-                    "trainer.save_freq=-1", "data.val_files=null", "trainer.verify_weight_sync=True",
+                    "actor_rollout_ref.nccl_timeout=123", "trainer.save_freq=-1", "data.val_files=null", "trainer.verify_weight_sync=True",
                 )
             )  # fmt: skip
         finally:
             ray.shutdown()
     assert status == 0
-    assert len(seen) == 3 and all(far >= 1 and nodes == 1 for far, nodes in seen)
+    assert len(seen) == 3 and all(far >= 1 and nodes == 1 and limit == 123 for far, nodes, limit in seen)
     found = records(tmp_path / "out")
     assert sorted(found) == [1, 2]
     assert all(found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4 for step in found)

@@ -94,7 +94,7 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
         weights_pushed=lambda version: None,
         event=lambda kind, **fields: events.append((kind, fields)),
     )
-    one = sync.ChannelSync(training, ["A", "A"], pool, ["g0", "g1"])  # type: ignore[arg-type]
+    one = sync.ChannelSync(training, ["A", "A"], pool, 9.0, ["g0", "g1"])  # type: ignore[arg-type]
     for version in (1, 2):
         assert one.push(version).bytes == 5
     assert [method for method, _ in asked] == ["try_channel", "send_weights", "send_weights"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.weight_sync_processes import (
 )
 from verl.platform.network import address_towards, listen
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.collective import WeightGroup, broadcast
+from verl.weight_sync.collective import Meeting, WeightGroup, broadcast
 from verl.weight_sync.verify import checksums
 
 pytestmark = pytest.mark.timeout(90)
@@ -152,6 +153,21 @@ def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(cha
     broadcast(group, weights(), 0, bucket_bytes=4096, timeout=10)
     found = gathered(out, 3)
     assert found[0] == [checksums(weights())]
+
+
+def test_the_limit_of_a_meeting_holds_for_its_collectives() -> None:
+    """The sender stands still; the relay, whose own limit is long, gives up after the meeting's."""
+    from verl.platform import detect
+
+    meeting = Meeting("127.0.0.1", free_port(), 2, timeout=2.0)
+    with ThreadPoolExecutor(2) as both:
+        sender, relay = both.map(lambda rank: meeting.join(rank, "naive", detect("cpu"), 300.0), range(2))
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"broadcast to 1 relays, seen by rank 1: .*Timed out"):
+        relay.broadcast(torch.zeros(4))
+    assert 1.5 < time.monotonic() - started < 10
+    for group in (relay, sender):
+        group.close()
 
 
 def test_ranks_that_do_not_meet_and_collectives_that_are_not_there() -> None:

@@ -38,14 +38,21 @@ _TEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of one broadcast meet: rank 0's address and a free port on it, and how many they are."""
+    """Where the ranks of one broadcast meet: rank 0's address and a free port on it, and how many they are.
+
+    timeout: `nccl_timeout`, seconds for each collective of the group; None leaves it to those who join.
+    """
 
     address: str
     port: int
     size: int
+    timeout: float | None = None
 
     def join(self, rank: int, backend: str, platform: Platform, timeout: float) -> WeightGroup:
-        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory."""
+        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory.
+
+        `timeout` holds if the meeting has none.
+        """
         on_host = backend == "naive" or platform.name == "cpu"
         return WeightGroup(
             rank,
@@ -54,7 +61,7 @@ class Meeting:
             self.port,
             backend="gloo" if on_host else backend,
             device=None if on_host else platform.device(),
-            timeout=timeout,
+            timeout=timeout if self.timeout is None else self.timeout,
         )
 
 

@@ -29,13 +29,19 @@ _TRIAL_S = 60.0
 
 
 class ChannelSync(WeightSync):
-    """`nodes[i]` is the node of training worker i, `devices[i]` the id of its device ("": none whose memory has handles)."""
+    """`nodes[i]` is the node of training worker i, `devices[i]` the id of its device ("": none whose memory has handles).
+    `limit`: seconds for each collective of a broadcast."""
 
     def __init__(
-        self, training: Training, nodes: Sequence[str], pool: SamplerPool, devices: Sequence[str] = ()
+        self,
+        training: Training,
+        nodes: Sequence[str],
+        pool: SamplerPool,
+        limit: float,
+        devices: Sequence[str] = (),
     ):
         self._training, self._nodes, self._pool = training, list(nodes), pool
-        self._devices = list(devices)
+        self._limit, self._devices = limit, list(devices)
         self._by_device: bool | None = None if any(self._devices) else False
         self._version = 0
         self._serial = itertools.count()
@@ -146,7 +152,8 @@ class ChannelSync(WeightSync):
             return []
         first = self._training.group.workers[0]
         port = ray.get(first.handle.free_port.remote(first.node))
-        meeting = {"address": first.node, "port": port, "size": len(routes.relayed) + 1}
+        size = len(routes.relayed) + 1
+        meeting = {"address": first.node, "port": port, "size": size, "timeout": self._limit}
         each[0] = (*each[0], meeting)
         relays = []
         for rank, (node, (channel, readers)) in enumerate(routes.relayed.items(), 1):

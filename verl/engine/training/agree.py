@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from verl.engine.training.process_group import waiting
 from verl.errors import UserError
 
 _T = TypeVar("_T")
@@ -17,6 +18,12 @@ _T = TypeVar("_T")
 def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with waiting("an exchange of what all ranks must agree on"):
+        parts = _all_bytes(mine, group)
+    return [json.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _all_bytes(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
@@ -25,7 +32,7 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     padded[: mine.numel()] = mine
     parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(ranks)]
     dist.all_gather(parts, padded, group=group)
-    return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+    return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
 
 def together(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:

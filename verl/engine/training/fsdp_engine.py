@@ -38,6 +38,7 @@ from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
 from verl.engine.training.packing import Pack
+from verl.engine.training.process_group import waiting
 from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import read
 from verl.engine.training.sharding import (
@@ -196,7 +197,8 @@ class FSDPEngine(PackedEngine):
                 parameter.grad = torch.zeros_like(parameter)
         own = self._gradients()
         if self._tensor is not None:
-            self._tensor.complete(self._names)
+            with waiting("adding up gradients", self.layout.groups):
+                self._tensor.complete(self._names)
             own = [local(p.grad) for p in self._parameters if p.grad is not None and self._tensor.own(p)]
         speaks = self.layout.speaks
         said = exchange(
@@ -216,7 +218,8 @@ class FSDPEngine(PackedEngine):
     def _forward(self, batch: Pack, temperature: float, entropy: bool, squares: bool) -> TokenTensors:
         counts = bool(batch.targets.numel())
         full = batch if counts else self._dummy(batch)
-        stats = self._score(full, temperature, entropy, squares)
+        with waiting("a forward pass", self.layout.groups):
+            stats = self._score(full, temperature, entropy, squares)
         if counts:
             return stats
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
@@ -247,7 +250,8 @@ class FSDPEngine(PackedEngine):
         self, batch: Pack, loss: MicroLoss, temperature: float, entropy: bool
     ) -> tuple[float, dict[str, tuple[float, float]]]:
         """As on one device, but the backward pass runs in any case: the other ranks are in it."""
-        with self._fused.active(), self._recomputing(-(-batch.size // self.layout.sequence_size)):
+        recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
+        with self._fused.active(), recomputing, waiting("the passes of a step", self.layout.groups):
             stats = self._forward(batch, temperature, entropy, False)
             scalar, metrics = stats.log_probs.sum(), {}
             if batch.rows:

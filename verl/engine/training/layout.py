@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from verl.engine.training import process_group
 from verl.errors import UserError
 
 
@@ -59,6 +60,18 @@ class Layout:
     def tensor_rank(self) -> int:
         return self.rank % self.tensor_size
 
+    def groups(self) -> str:
+        """This rank's groups in words: what it may wait for in a pass."""
+        found = {name: self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()}
+        found |= {"tensor": self.tensor.get_group()} if self.tensor is not None else {}
+        found |= {"sequence": self.sequence} if self.sequence is not None else {}
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+        return "; ".join(f"{name} group: ranks {_short(r)}" for name, r in ranks.items() if len(r) > 1)
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks if len(ranks) <= 8 else [*ranks[:4], "…", ranks[-1]]))
+
 
 def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
     """The layout of the default process group. UserError for sizes that do not divide its ranks.
@@ -81,16 +94,17 @@ def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: in
     shape, names = ((shard,), ("shard",)) if shard == cut else ((cut // shard, shard), ("replicate", "shard"))
     tensor = None
     if tensor_size > 1:
-        whole = init_device_mesh(device_type, (*shape, tensor_size), mesh_dim_names=(*names, "tensor"))
+        whole = process_group.mesh(device_type, (*shape, tensor_size), (*names, "tensor"))
         mesh, tensor = whole[names if len(names) > 1 else names[0]], whole["tensor"]
     else:
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        mesh = process_group.mesh(device_type, shape, names)
     sequence = None
     if sequence_size > 1:
-        rows = init_device_mesh(
-            device_type,
-            (size // both, sequence_size, tensor_size),
-            mesh_dim_names=("data", "sequence", "neighbour"),
-        )
-        sequence = rows.get_group("sequence")
+        # Neighbours of one sequence are a tensor-parallel group apart.
+        parts = [
+            list(range(first + neighbour, first + both, tensor_size))
+            for first in range(0, size, both)
+            for neighbour in range(tensor_size)
+        ]
+        sequence = process_group.split(parts, "sequence")
     return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)

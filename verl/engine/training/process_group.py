@@ -2,22 +2,36 @@
 
 The host of an engine (a Ray actor, a process of torchrun) calls `init_process_group` or `init_from_environment`
 before it builds the engine. Tensors in host memory go over gloo, those on a device over the device's own library;
-on a processor both are gloo.
+on a processor both are gloo. Every group that is made later gets the limit of the first (`split`, `mesh`): torch
+itself would give it 10 or 30 minutes.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.errors import UserError
 from verl.platform import Platform
 from verl.platform.network import listen
 
 DEFAULT_TIMEOUT = 600.0
+
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+# Of the default group; torch keeps one of those in a process, too.
+_limit = timedelta(seconds=DEFAULT_TIMEOUT)
+
+
+class RanksApart(RuntimeError):
+    """A rank waited for the others in a collective until its time was up. The rank that raises is not the culprit."""
 
 
 def init_process_group(
@@ -30,9 +44,10 @@ def init_process_group(
 ) -> None:
     """Join `world_size` ranks that meet at master_addr:master_port; rank 0 listens there, on that address only.
 
-    `timeout` in seconds holds for the meeting and for every collective. UserError if the port is taken or the
-    ranks do not meet.
+    `timeout` in seconds holds for the meeting and for every collective of every group. UserError if the port is taken
+    or the ranks do not meet.
     """
+    global _limit
     if _is_loopback(master_addr):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
     limit = timedelta(seconds=timeout)
@@ -55,13 +70,69 @@ def init_process_group(
     dist.init_process_group(
         backend_of(platform), store=store, rank=rank, world_size=world_size, timeout=limit
     )
+    _limit = limit
 
 
 def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) -> None:
     """Join the ranks that torchrun started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    global _limit
     if _is_loopback(os.environ.get("MASTER_ADDR", "")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
-    dist.init_process_group(backend_of(platform), init_method="env://", timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend_of(platform), init_method="env://", timeout=limit)
+    _limit = limit
+
+
+def split(parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
+    """The group of this rank among `parts`: lists of ranks, each rank in one of them. Collective.
+
+    `what` is its name in messages. One part is the default group itself.
+    """
+    if len(parts) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    mine: dist.ProcessGroup | None = None
+    for ranks in parts:
+        group = dist.new_group(list(ranks), timeout=_limit, group_desc=what)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None, f"rank {dist.get_rank()} is in no part of {what}"
+    return mine
+
+
+def mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """All ranks in the order of `shape`, one group for each dimension. Collective.
+
+    torch's own `init_device_mesh` takes no timeout.
+    """
+    places = torch.arange(dist.get_world_size()).view(*shape)
+    groups = [
+        split(places.movedim(number, -1).reshape(-1, shape[number]).tolist(), name)
+        for number, name in enumerate(names)
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=places, mesh_dim_names=tuple(names))
+
+
+@contextmanager
+def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None]:
+    """A collective inside that runs out of time raises RanksApart, which says that it was in `what`, and in which of
+    these groups it may have been.
+
+    For host memory: over a device's own library such a collective ends the process, and its log names the group.
+    """
+    try:
+        yield
+    except RanksApart:
+        raise
+    except RuntimeError as error:
+        if not _LATE.search(str(error)) or not dist.is_initialized():
+            raise
+        where = "" if groups is None else f" ({groups()})"
+        raise RanksApart(
+            f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s "
+            f"(actor_rollout_ref.nccl_timeout) in {what}{where} for other ranks, which did not come: look at where "
+            f"they stand, or raise the limit if they are only slow. {error}"
+        ) from error
 
 
 def leave() -> None:

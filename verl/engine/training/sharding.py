@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from verl.engine.training import model as models
+from verl.engine.training.process_group import waiting
 from verl.engine.training.settings import named_dtype, read
 
 if TYPE_CHECKING:
@@ -165,11 +166,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
         return tensor
-    tensor = _on_mesh(tensor)
+    with waiting("gathering a weight"):
+        return _gathered(_on_mesh(tensor))
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh, last = tensor.device_mesh, tensor.placements[-1]
     names = mesh.mesh_dim_names or ()
     if "tensor" not in names or not isinstance(last, Shard):
