@@ -373,7 +373,7 @@ NOTICES = [
     ),
     ([f"{ARR}.ref.fsdp_config.offload_policy=True"], "nothing is sharded"),
     ([f"{ARR}.actor.fsdp_config.param_offload=True"], "stay where they are"),
-    ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "the run is as without"),
+    ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "master weights and the optimizer's state are float32"),
     (
         [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
         "trainer.esi_redundant_time=5.0: not",
@@ -415,6 +415,10 @@ NOTICES_BESIDE = [
 @pytest.mark.parametrize(("overrides", "part"), NOTICES_BESIDE)
 def test_notices_of_what_this_release_refuses(base, overrides, part):
     assert part in notices(*base, *overrides)
+
+
+def test_another_name_of_the_default_is_no_news(base):
+    assert "model_dtype" not in notices(*base, f"{ARR}.actor.fsdp_config.model_dtype=float32")
 
 
 def test_staleness_with_a_pool_of_its_own_and_a_correction(base):

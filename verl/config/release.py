@@ -96,9 +96,12 @@ UNREAD: tuple[tuple[re.Pattern[str], str], ...] = (
         "weights travel through shared memory; only nodes that sample and do not train get a broadcast",
     ),
     (
+        re.compile(r"(.*\.fsdp_config|engine)\.model_dtype"),
+        "master weights and the optimizer's state are float32; the precision of computation is dtype beside it",
+    ),
+    (
         re.compile(
-            r"(.*\.fsdp_config|engine)\.(model_dtype)"
-            r"|(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
+            r"(.*\.)?model\.(enable_activation_offload|fused_kernel_options\.impl_backend)"
             r"|(.*\.)?optim\.(lr_decay_steps|min_lr|lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)"
             r"|data\.(gen_batch_size|dataloader_num_workers|num_workers|mm_processor_kwargs|image_patch_size)"
             r"|trainer\.esi_redundant_time"

@@ -57,6 +57,8 @@ def _unread(c: Check) -> None:
             continue
         if path.startswith(c.rollout_key) and engine not in release.ENGINES:
             continue
+        if path.endswith(".model_dtype") and c.cfg.select(path) in ("float32", "torch.float32"):
+            continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
         reason = next((text for pattern, text in rows if pattern.fullmatch(path)), None)

@@ -42,7 +42,7 @@ class FSDPConfig(Group):
     forward_prefetch: bool = False
     """Gather the next layer's weights during the forward pass of this one."""
     model_dtype: str = "fp32"
-    """Precision of the master weights."""
+    """Precision of the master weights; anything but float32 is announced and has no effect."""
     dtype: str | None = key(None, ours=True)
     """Precision of computation; null = bfloat16, on cpu bfloat16 products with float32 master weights where the
     processor has them (AVX512-BF16, AMX), else float32."""

@@ -101,10 +101,10 @@ def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: in
     sequence = None
     if sequence_size > 1:
         # Neighbours of one sequence are a tensor-parallel group apart.
-        parts = [
+        sequences = [
             list(range(first + neighbour, first + both, tensor_size))
             for first in range(0, size, both)
             for neighbour in range(tensor_size)
         ]
-        sequence = process_group.split(parts, "sequence")
+        sequence = process_group.split(sequences, "sequence")
     return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)
