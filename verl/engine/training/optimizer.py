@@ -15,6 +15,11 @@ from verl.errors import UserError
 
 SCHEDULES = ("constant", "cosine", "linear")
 
+# Seen with torch 2.13: the other fused steps have no rule for weights that are cut over ranks, and these two optimizers
+# have no step for them at all.
+_FUSED_OVER_RANKS = ("torch.optim.Adam", "torch.optim.AdamW")
+_NOT_OVER_RANKS = ("torch.optim.Adafactor", "torch.optim.Rprop")
+
 
 @dataclass(slots=True)
 class OptimizerSettings:
@@ -47,8 +52,10 @@ class OptimizerSettings:
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings
 ) -> torch.optim.Optimizer:
-    """The optimizer class named by the settings over all parameters. UserError if there is no such class, or
-    if it takes no such argument."""
+    """The optimizer class named by the settings over all parameters. UserError if there is no such class, if it takes
+    no such argument, or if it cannot step weights that are cut over ranks, as these are."""
+    parameters = list(parameters)
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
     where = f"{settings.optimizer_impl}.{settings.optimizer}"
     try:
         kind = getattr(importlib.import_module(settings.optimizer_impl), settings.optimizer)
@@ -56,6 +63,8 @@ def build_optimizer(
         raise UserError(
             f"optim.optimizer: no optimizer {where} ({error}); the default is torch.optim.AdamW"
         ) from error
+    if sharded and where in _NOT_OVER_RANKS:
+        raise UserError(f"optim.optimizer: {where} cannot step weights that are cut over ranks; AdamW can")
     accepted = inspect.signature(kind).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     arguments: dict[str, Any] = {
@@ -63,7 +72,7 @@ def build_optimizer(
         "weight_decay": settings.weight_decay,
         "betas": settings.betas,
     }
-    if "fused" in accepted:
+    if "fused" in accepted and (where in _FUSED_OVER_RANKS or not sharded):
         arguments["fused"] = True
     arguments = {k: v for k, v in arguments.items() if k in accepted or open_ended}
     extra = dict(settings.override_optimizer_config)
