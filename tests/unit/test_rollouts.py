@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.counting import instructions
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.rollouts import RolloutError, Rollouts, RolloutSettings, answer_seed
@@ -143,6 +144,79 @@ def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
     assert row["sampling_params"].max_tokens == 8 and row["prompt_ids"].tolist() == [0]
     assert (row["uid"], row["sample_index"], row["raw_prompt"]) == ("0:0@0", 0, "q")
     assert row["difficulty"] == "the user's" and row["columns"] == own
+
+
+class Worded(Scripted):
+    """Answers of `length` tokens whose text came with them."""
+
+    def __init__(self, length: int = 3):
+        super().__init__()
+        self._length = length
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+        ids = np.arange(self._length)
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop", versions=(7,), text="came along")
+
+
+@agent_loop.register("text_test")
+class Changing(agent_loop.AgentLoopBase):
+    """One completion as the prompt's name wants it: whole, cut, with a token more, with another one, asked twice."""
+
+    async def run(self, sampling_params, **row):
+        first = await self.generate(row["prompt_ids"], sampling_params)
+        ids = first.token_ids.tolist()
+        kind = row["raw_prompt"]
+        if kind == "twice":
+            await self.generate(row["prompt_ids"], sampling_params)
+        given = {"cut": ids[:-1], "longer": [*ids, 9], "changed": [*ids[:-1], 9], "none": []}.get(kind, ids)
+        return agent_loop.AgentLoopOutput(row["prompt_ids"], given, [1] * len(given))
+
+
+def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_answers() -> None:
+    decoded: list[list[int]] = []
+
+    def decode(ids: np.ndarray) -> str:
+        decoded.append(ids.tolist())
+        return "decoded here"
+
+    async def go(kinds: list[str]) -> list[str | None]:
+        rollouts = _rollouts(Worded(), [], n=1, default_loop="text_test")
+        rollouts._decode = decode
+        prompts = [Prompt(f"0:{i}@0", np.arange(3), messages=kind, row=i) for i, kind in enumerate(kinds)]
+        return [t.text for t in await rollouts.take(prompts)]
+
+    assert asyncio.run(go(["whole"])) == ["came along"] and not decoded
+    assert asyncio.run(go(["cut", "longer", "changed", "none", "twice"])) == ["decoded here"] * 5
+    assert sorted(decoded) == [[], [0, 1], [0, 1, 2], [0, 1, 2, 9], [0, 1, 9]]
+
+
+def test_an_answer_costs_the_driver_the_same_however_long_it_is() -> None:
+    """Nothing is decoded, and no loop of Python visits the tokens."""
+
+    def decode(ids: np.ndarray) -> str:
+        raise AssertionError("the text came with the answer")
+
+    def cost(length: int) -> int:
+        async def go() -> None:
+            rollouts = _rollouts(Worded(length), [], n=4)
+            rollouts._decode = decode
+            batch = await rollouts.take(_prompts(2))
+            assert {(t.text, t.length) for t in batch} == {("came along", length)}
+
+        return instructions(lambda: asyncio.run(go()))
+
+    assert 0 < cost(4096) == cost(2)
+
+
+def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
+    async def generate(ids, sampling):
+        return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
+
+    loop = agent_loop.SingleTurnAgent(generate)
+    output = asyncio.run(loop.run(SamplingParams(max_tokens=8), prompt_ids=np.arange(2)))
+    for column in (output.response_ids, output.response_mask, output.response_logprobs):
+        assert isinstance(column, np.ndarray) and len(column) == 5
+    assert output.response_mask.all()
 
 
 def test_unknown_loops_are_named() -> None:

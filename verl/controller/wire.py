@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from verl.controller.transport import Payload
 from verl.engine.rollout.base import Completion, SamplingParams
+
+_NO_TEXT = -1
+# A tokenizer written in Python may give text that is not valid Unicode: it arrives as it was.
+_ANY_TEXT = "surrogatepass"
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 
 @dataclass(slots=True)
@@ -46,9 +52,8 @@ def encode_asks(asks: Sequence[Ask]) -> Payload:
         if last is None or not (ask.prompt_ids is last or np.array_equal(ask.prompt_ids, last)):
             prompts.append(ask.prompt_ids)
             last = ask.prompt_ids
-        entries.append(
-            {"id": ask.id, "group": ask.group, "prompt": len(prompts) - 1, "sampling": asdict(ask.sampling)}
-        )
+        sampling = {name: getattr(ask.sampling, name) for name in _SAMPLING}
+        entries.append({"id": ask.id, "group": ask.group, "prompt": len(prompts) - 1, "sampling": sampling})
     return {
         "header": _header(entries),
         "lengths": np.array([len(p) for p in prompts], np.int32),
@@ -66,12 +71,12 @@ def decode_asks(payload: Mapping[str, np.ndarray]) -> list[Ask]:
     ]
 
 
-def _sampling(fields: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+def _sampling(given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def encode_answers(answers: Sequence[Answer]) -> Payload:
-    """Token ids and log-probs joined; everything else as JSON."""
+    """Token ids, log-probs and texts (UTF-8) joined; everything else as JSON."""
     done = [a.completion for a in answers if a.completion is not None]
     entries = [
         {
@@ -87,6 +92,7 @@ def encode_answers(answers: Sequence[Answer]) -> Payload:
         }
         for a in answers
     ]
+    texts = [None if c.text is None else c.text.encode("utf-8", _ANY_TEXT) for c in done]
     return {
         "header": _header(entries),
         "lengths": np.array([len(c.token_ids) for c in done], np.int32),
@@ -94,22 +100,43 @@ def encode_answers(answers: Sequence[Answer]) -> Payload:
         "log_probs": np.concatenate([np.zeros(0, np.float32), *(c.log_probs for c in done)]).astype(
             np.float32
         ),
+        "text_lengths": np.array([_NO_TEXT if t is None else len(t) for t in texts], np.int32),
+        "texts": np.frombuffer(b"".join(t or b"" for t in texts), np.uint8),
     }
 
 
 def decode_answers(payload: Mapping[str, np.ndarray]) -> list[Answer]:
     """Inverse of `encode_answers`; times are not carried over, clocks of hosts differ."""
-    ends = np.cumsum(payload["lengths"])[:-1]
-    ids = iter(np.split(payload["token_ids"].astype(np.int64), ends))
-    log_probs = iter(np.split(np.array(payload["log_probs"]), ends))
+    lengths = payload["lengths"].tolist()
+    ids = iter(_cut(payload["token_ids"].astype(np.int64), lengths))
+    log_probs = iter(_cut(np.array(payload["log_probs"]), lengths))
+    texts = iter(_texts(payload["texts"].tobytes(), payload["text_lengths"].tolist()))
     out = []
     for entry in json.loads(payload["header"].tobytes()):
         if entry["error"] is not None:
             out.append(Answer(entry["id"], error=tuple(entry["error"])))
             continue
-        fields = dict(entry["fields"])
-        fields["versions"] = tuple(fields["versions"])
-        out.append(Answer(entry["id"], Completion(next(ids), next(log_probs), **fields)))
+        given = dict(entry["fields"])
+        given["versions"] = tuple(given["versions"])
+        out.append(Answer(entry["id"], Completion(next(ids), next(log_probs), **given, text=next(texts))))
+    return out
+
+
+def _cut(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Views of the consecutive parts."""
+    ends = list(accumulate(lengths))
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _texts(joined: bytes, lengths: Sequence[int]) -> list[str | None]:
+    out: list[str | None] = []
+    start = 0
+    for length in lengths:
+        if length == _NO_TEXT:
+            out.append(None)
+            continue
+        out.append(joined[start : start + length].decode("utf-8", _ANY_TEXT))
+        start += length
     return out
 
 

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from verl.engine.rollout.base import Completion, SamplingParams
 
 Generate = Callable[..., Awaitable[Completion]]
@@ -84,7 +86,7 @@ class SingleTurnAgent(AgentLoopBase):
         return AgentLoopOutput(
             prompt_ids=row["prompt_ids"],
             response_ids=completion.token_ids,
-            response_mask=[1] * len(completion.token_ids),
+            response_mask=np.ones(len(completion.token_ids), bool),
             response_logprobs=completion.log_probs,
             extra_fields={"completion": completion},
         )

@@ -61,7 +61,9 @@ class Requests:
             written += len(part.token_ids)
             interrupted = part.finish_reason == "abort" and pauses != self._pauses
             if not interrupted or written >= sampling.max_tokens:
-                return _joined(parts, "length" if interrupted else part.finish_reason)
+                done = _joined(parts, "length" if interrupted else part.finish_reason)
+                # The text is the whole answer's; of an answer that began elsewhere these are not all its tokens.
+                return replace(done, text=None) if sampling.start else done
 
     async def _ask(
         self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any
@@ -122,4 +124,5 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
         started=parts[0].started,
         finished=parts[-1].finished,
         parts=len(parts),
+        text=parts[-1].text,
     )

@@ -51,14 +51,17 @@ class RolloutSettings:
 
 
 class Rollouts:
-    """Runs agent loops over one engine. `decode` turns response ids (list[int]) into text."""
+    """Runs agent loops over one engine.
+
+    `decode` turns response ids, int64 [L], into text, for answers whose text did not come with them.
+    """
 
     def __init__(
         self,
         engine: RolloutEngine,
         settings: RolloutSettings,
         *,
-        decode: Callable[[list[int]], str],
+        decode: Callable[[np.ndarray], str],
         on_finished: OnFinished,
         tokenizer: Any = None,
         config: Any = None,
@@ -257,6 +260,7 @@ class Rollouts:
         log_probs = None
         if output.response_logprobs is not None:
             log_probs = np.asarray(output.response_logprobs, dtype=np.float32) * mask
+        text = _text(completions, ids)
         return Trajectory(
             prompt,
             index,
@@ -265,7 +269,7 @@ class Rollouts:
             rollout_log_probs=log_probs,
             finish_reason=completions[-1].finish_reason if completions else "stop",
             versions=tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,),
-            text=self._decode(ids.tolist()),
+            text=self._decode(ids) if text is None else text,
             num_turns=output.num_turns,
             score=output.reward_score,
             timing={
@@ -284,6 +288,13 @@ class Rollouts:
             )
         batch.meta["lost"] = len(lost)
         return batch
+
+
+def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:
+    """The text that came with the answer, if the answer is one completion as it was sampled, nothing cut or added."""
+    if len(completions) != 1 or not np.array_equal(completions[0].token_ids, ids):
+        return None
+    return completions[0].text
 
 
 def _interruptions(completions: Sequence[Completion]) -> dict[str, int]:

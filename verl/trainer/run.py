@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
     from verl.controller.choose import build_roles
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import load_tokenizer, text_of
     from verl.platform.memory import tune_allocator
     from verl.reward import RewardRunner
     from verl.rollout.rollouts import Rollouts
@@ -158,7 +159,7 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     rollouts = Rollouts(
         roles.sampler,
         rollout_settings(config),
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        decode=partial(text_of, tokenizer),
         on_finished=rewards.score,
         tokenizer=tokenizer,
         config=config,

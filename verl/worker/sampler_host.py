@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from verl.config import Map
 from verl.controller import wire
 from verl.controller.transport import Payload
-from verl.engine.rollout.base import RolloutEngine
+from verl.engine.rollout.base import Completion, RolloutEngine
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -31,6 +32,7 @@ class SamplerHost(Profiled):
         self.config = Map.of(config)
         self.number = number
         self._engine: RolloutEngine | None = None
+        self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[wire.Answer] = []
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
@@ -41,7 +43,7 @@ class SamplerHost(Profiled):
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
-        from verl.data.tokenizer import load_tokenizer
+        from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
         from verl.platform.memory import tune_allocator
         from verl.worker import build
@@ -59,6 +61,7 @@ class SamplerHost(Profiled):
         )
         platform = detect(self.config.trainer.device)
         self._engine = build.own_sampler(self.config, tokenizer, platform)
+        self._decode = partial(text_of, tokenizer)
         self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
         dtype = self._engine.weights_dtype
         return {
@@ -90,12 +93,20 @@ class SamplerHost(Profiled):
             done = await self.engine.generate(
                 ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
             )
+            done.text = self._text(ask, done)
             self._done.append(wire.Answer(ask.id, done))
         except Exception as error:  # it is the answer: the driver raises it where the request was made
             if self.engine.dead:
                 self._leave(error)
             self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
+
+    def _text(self, ask: wire.Ask, done: Completion) -> str | None:
+        """See `Completion.text`. None for an answer that was stopped: mostly it goes on, and is decoded at its end."""
+        if done.finish_reason == "abort" or self._decode is None:
+            return None
+        begun = ask.prompt_ids[len(ask.prompt_ids) - ask.sampling.start :]
+        return self._decode(np.concatenate([begun, done.token_ids]))
 
     def _leave(self, error: Exception) -> None:
         """End this process: a host whose engine has died would fail every request it gets, and it gets the most."""

@@ -44,7 +44,9 @@ class Completion:
     """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
-    `parts`: how many requests it took, more than one after changes of weights.
+    `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole answer (the `start`
+    tokens that the prompt ends with, then token_ids), where whoever sampled it has decoded it as
+    `verl.data.tokenizer.text_of` does.
     """
 
     token_ids: np.ndarray
@@ -55,6 +57,7 @@ class Completion:
     started: float = field(default_factory=time.monotonic)
     finished: float = 0.0
     parts: int = 1
+    text: str | None = None
 
 
 class RolloutEngine(ABC):

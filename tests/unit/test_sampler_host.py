@@ -1,0 +1,167 @@
+"""A sampler host without a model: the texts that leave with the answers are those that the driver would decode."""
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import SPECIAL, tiny_tokenizer
+from verl.controller import wire
+from verl.data.tokenizer import text_of
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.rollout.requests import Requests
+from verl.worker.sampler_host import SamplerHost
+
+
+class Given(RolloutEngine):
+    """Answers a request with the ids it was given for it, at once; those of `cut` when the request is stopped."""
+
+    version = 1
+
+    def __init__(self, ids: dict[str, np.ndarray], cut: dict[str, np.ndarray] | None = None):
+        self.ids, self.cut = ids, cut or {}
+        self.stopped = asyncio.Event()
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+        if request_id in self.cut:
+            await self.stopped.wait()
+        ids = self.cut.get(request_id, self.ids.get(request_id))
+        return Completion(ids, np.zeros(len(ids), np.float32), "abort" if request_id in self.cut else "stop")
+
+    def abort(self, request_ids=None):
+        self.stopped.set()
+
+    def load_weights(self, weights, version): ...
+
+    def sleep(self): ...
+
+    def wake(self): ...
+
+
+class Pool(Given):
+    """The driver's end of one host, as `SamplerPool` is, without Ray; one request at a time."""
+
+    def __init__(self, host: SamplerHost):
+        self.host = host
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+        ask = wire.Ask(request_id, np.asarray(prompt_ids), sampling, group)
+        await self.host.submit(wire.encode_asks([ask]))
+        (answer,) = wire.decode_answers(await self.host.results(5.0))
+        assert answer.completion is not None, answer.error
+        return answer.completion
+
+    def abort(self, request_ids=None):
+        self.host.engine.abort(request_ids)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def merged_tokenizer() -> Any:
+    """A byte-level BPE with merges and two special tokens, one of them no end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL[:2]), initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(["naïve 漢字 漢語 🙂🙃 and , some . text don't n't " * 9], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1], pad_token=SPECIAL[0])
+
+
+def _host(tokenizer: Any, engine: RolloutEngine) -> SamplerHost:
+    host = SamplerHost({}, 0)
+    host._engine, host._decode = engine, partial(text_of, tokenizer)
+    return host
+
+
+def _answers(tokenizer: Any) -> Iterable[np.ndarray]:
+    """Random ids, ids past the vocabulary's end, characters cut in the middle, special tokens, nothing."""
+    rng = np.random.default_rng(0)
+    size = len(tokenizer)
+    special = tokenizer.convert_tokens_to_ids(list(SPECIAL[:2]))
+    face = tokenizer.encode("🙂 漢", add_special_tokens=False)
+    for length in (1, 2, 7, 300):
+        yield rng.integers(0, size, length)
+        yield rng.integers(0, size + 3, length)
+        yield np.array([*rng.integers(0, size, length), *special])
+    yield np.array([*special, *face, special[1], *face[:-1]])
+    yield np.array(face[1:])
+    yield np.array(face[:1] * 5)
+    yield np.array(special)
+    yield np.array(tokenizer.encode("a , b . c don't  \n\n x ", add_special_tokens=False))
+    yield np.zeros(0, np.int64)
+
+
+@pytest.mark.parametrize("cleaned", [False, True], ids=["as-is", "clean_up"])
+@pytest.mark.parametrize("name", ["byte_tokenizer", "merged_tokenizer"])
+def test_texts_are_those_of_the_tokenizer_without_special_tokens(
+    name: str, cleaned: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = request.getfixturevalue(name)
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", cleaned)
+    ids = {str(i): found.astype(np.int64) for i, found in enumerate(_answers(tokenizer))}
+
+    async def go() -> dict[str, Completion]:
+        pool = Pool(_host(tokenizer, Given(ids)))
+        sampling = SamplingParams(max_tokens=400)
+        return {key: await pool.generate(np.arange(3), sampling, request_id=key) for key in ids}
+
+    done = asyncio.run(go())
+    for key, given in ids.items():
+        assert done[key].token_ids.tolist() == given.tolist()
+        assert done[key].text == tokenizer.decode(given.tolist(), skip_special_tokens=True), given
+    texts = [c.text for c in done.values()]
+    assert "" in texts and any("\ufffd" in text for text in texts) and any("漢" in text for text in texts)
+
+
+def test_a_tokenizer_with_a_decode_of_its_own_gets_a_list() -> None:
+    class Own:
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(chr(97 + i) for i in token_ids) if type(token_ids) is list else "not a list"
+
+    assert text_of(Own(), np.array([0, 1])) == "ab"
+
+
+def test_a_stopped_answer_has_no_text_and_one_that_goes_on_the_whole_text(byte_tokenizer: Any) -> None:
+    face = byte_tokenizer.encode("🙂", add_special_tokens=False)
+    cut, rest = np.array([72, *face[:2]]), np.array([*face[2:], 72])
+    host = _host(byte_tokenizer, Given({"a~1": rest}, cut={"a": cut}))
+    sampling = SamplingParams(max_tokens=9)
+
+    async def go() -> tuple[Completion, Completion]:
+        requests = Requests(Pool(host))
+        work = asyncio.ensure_future(requests.generate(np.arange(3), sampling, request_id="a"))
+        await asyncio.sleep(0)
+        assert await requests.pause() == 1
+        requests.resume()
+        return await work, await Pool(host).generate(np.arange(3), sampling, request_id="a")
+
+    whole, stopped = asyncio.run(go())
+    assert stopped.finish_reason == "abort" and stopped.text is None
+    assert whole.parts == 2 and whole.token_ids.tolist() == [*cut, *rest]
+    assert whole.text == byte_tokenizer.decode(whole.token_ids.tolist()) and "🙂" in whole.text
+
+
+def test_an_answer_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> None:
+    """Its caller's tokens are in the text that the host gives, and not in the completion."""
+    sampling = SamplingParams(max_tokens=9, start=2)
+
+    async def go() -> tuple[Completion, Completion]:
+        pool = Pool(_host(byte_tokenizer, Given({"a": np.array([74])})))
+        given = await pool.generate(np.array([71, 72, 73]), sampling, request_id="a")
+        return given, await Requests(pool).generate(np.array([71, 72, 73]), sampling, request_id="a")
+
+    given, kept = asyncio.run(go())
+    assert given.text == byte_tokenizer.decode([72, 73, 74]) and kept.text is None
