@@ -1,17 +1,26 @@
-"""What a step costs the driver when the model is elsewhere: rows out, columns back, at 8,192 answers of 4,096 tokens.
+"""What a step costs the driver when the model is elsewhere, at 8,192 answers of 4,096 tokens.
 
-    python benchmarks/driver_cost.py [--answers 8192] [--tokens 4096] [--ranks 8] [--out FILE]
+    python benchmarks/driver_cost.py [--answers 8192] [--tokens 4096] [--ranks 8] [--samplers 8] [--seconds 20]
+        [--steps 6] [--profile FILE] [--out FILE]
 
-The driver's side is the real one (`verl.controller.ray.training`); the ranks are Ray actors that decode what they get
-and answer with columns of the right length, without a model. Reported: seconds the driver computes (its processor
-time: encoding, writing to and reading from the object store, filling rows), and seconds on the clock, which on a
-machine with fewer cores than ranks are the ranks' too.
+The driver's side is the real one: `SamplerPool` and `Rollouts` (answers come one by one over `--seconds`), the
+scoring pool with a function that does nothing, `Training`, advantages, metrics, the dump of a step's first answers.
+The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `SamplerHost` around an engine
+that cuts its answers out of this repository's text. The tokenizer is a BPE trained on the same text.
+
+Reported by part: seconds the driver computes (its processor time, all threads), and seconds on the clock, which
+on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many answers' texts the driver
+decoded itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import cProfile
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,103 +28,201 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from driver_stand_ins import Echo, Teller, prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUP = 8
+PROMPT_TOKENS = 200
+Parts = dict[str, tuple[float, float]]
 
 
-class Echo:
-    """A rank without a model."""
+class Step:
+    """The parts of a step, one method each, in their order. What is set up in `__init__` is set up once a run."""
 
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
+    def __init__(self, given: argparse.Namespace, folder: Path):
+        from verl.controller.ray.training import ActorGroup, ReferenceGroup
+        from verl.data.tokenizer import load_tokenizer
+        from verl.reward import RewardRunner
+        from verl.reward.pool import FunctionSpec
+        from verl.reward.settings import RewardSettings
 
-    def _column(self) -> np.ndarray:
-        return np.zeros(sum(row.length for row in self.rows), np.float32)
+        self.given = given
+        self.loop = asyncio.Runner()
+        self.tokenizer = load_tokenizer(folder)
+        self.decoded = 0
+        (folder / "score.py").write_text("def compute_score(*args, **kwargs):\n    return 1.0\n")
+        function = FunctionSpec(path=str(folder / "score.py"))
+        self.rewards = RewardRunner(None, settings=RewardSettings(function=function, num_workers=2))
+        self.rollouts = self._rollouts(folder)
+        self.training = self._training()
+        self.actor, self.reference = ActorGroup(self.training, ""), ReferenceGroup(self.training)
+        self.algorithm = SimpleNamespace(
+            adv_estimator="grpo",
+            norm_adv_by_std_in_grpo=True,
+            use_kl_in_reward=False,
+            rollout_correction=None,
+        )
 
-    def take_rows(self, payload: dict[str, np.ndarray]) -> None:
-        """Decode, as a rank does."""
-        from verl.controller import transport
+    def _rollouts(self, folder: Path) -> Any:
+        import ray
 
-        self.rows = transport.decode(payload)
+        from verl.controller.ray.sampler_pool import Host, SamplerPool
+        from verl.controller.ray.workers import Worker
+        from verl.data.tokenizer import text_of
+        from verl.engine.rollout.base import SamplingParams
+        from verl.rollout.rollouts import Rollouts, RolloutSettings
 
-    def old_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
-        """Two columns."""
-        return {"old_log_probs": self._column(), "entropy": self._column()}
+        given = self.given
+        actor = ray.remote(max_concurrency=64, num_cpus=0)(Teller)
+        handles = [actor.remote({}, i) for i in range(given.samplers)]
+        ray.get([handle.begin.remote(str(folder), given.tokens, given.seconds) for handle in handles])
+        hosts = [Host(i, _never, Worker(h, f"s{i}", "here"), "here") for i, h in enumerate(handles)]
 
-    def reference_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
-        """One column."""
-        return {"ref_log_probs": self._column()}
+        async def later(_: Any) -> None:
+            """Scoring is a part of its own here."""
 
-    def update(self, columns: Any, minis: list[Any], temperature: float) -> dict[str, Any]:
-        """Nothing is learnt."""
-        result = {"metrics": {}, "grad_norm": 1.0, "refused": "", "tokens": 0}
-        return {"results": [result] * len(minis), "columns": {}}
+        def decode(ids: np.ndarray) -> str:
+            self.decoded += 1
+            return text_of(self.tokenizer, ids)
 
-    def advance(self) -> float:
-        """A rate."""
-        return 0.0
+        settings = RolloutSettings(SamplingParams(max_tokens=2 * given.tokens), n=GROUP, seed=0)
+        return Rollouts(
+            SamplerPool(hosts, event=print),
+            settings,
+            decode=decode,
+            on_finished=later,
+            tokenizer=self.tokenizer,
+        )
+
+    def _training(self) -> Any:
+        import ray
+
+        from verl.controller.ray.training import Training
+        from verl.controller.ray.workers import Group, Worker
+        from verl.worker.plan import UpdatePlan
+
+        echo = ray.remote(num_cpus=0)(Echo)
+        ranks = self.given.ranks
+        group = Group([Worker(echo.remote(), f"rank {i}", "here") for i in range(ranks)])
+        cfg = SimpleNamespace(ppo_mini_batch_size=256, ppo_epochs=1, shuffle=False)
+        plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=self.given.answers // GROUP)
+        return Training(group, list(range(ranks)), plan=plan, temperature=1.0, balance=True)
+
+    def run(self, number: int) -> tuple[Parts, dict[str, Any]]:
+        """Seconds of each part: (computed, on the clock); and facts of the step."""
+        parts: Parts = {}
+        self.decoded = 0
+        prompts = self._prompts(number)
+        batch = _time(parts, "answers", lambda: self.loop.run(self._take(prompts)))
+        assert all(row.text for row in batch), "an answer came without its text"
+        _time(parts, "scores", lambda: self.loop.run(self.rewards.score_batch(batch)))
+        _time(parts, "rows", lambda: self.training.place(batch, "rows"))
+        _time(parts, "old_log_prob", lambda: self.actor.old_log_probs(batch))
+        _time(parts, "ref", lambda: self.reference.log_probs(batch))
+        _time(parts, "advantages", lambda: self._advantages(batch))
+        _time(parts, "update", lambda: self.actor.update(batch, step=number))
+        _time(parts, "metrics", lambda: self._metrics(number, batch))
+        _time(parts, "dump", lambda: self._dump(number, batch))
+        return parts, {"tokens": int(batch.lengths.sum()), "texts_decoded": self.decoded}
+
+    def _prompts(self, number: int) -> list[Any]:
+        from verl.trajectory import Prompt
+
+        rng = np.random.default_rng(number)
+        return [
+            Prompt(
+                f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench"
+            )
+            for i in range(self.given.answers // GROUP)
+        ]
+
+    async def _take(self, prompts: list[Any]) -> Any:
+        batch = await self.rollouts.take(prompts)
+        await self.rollouts.scored(batch)
+        return batch
+
+    def _advantages(self, batch: Any) -> None:
+        from verl.algorithms.driver import compute_advantages
+
+        compute_advantages(batch, self.algorithm, GROUP)
+
+    def _metrics(self, number: int, batch: Any) -> None:
+        from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
+
+        facts = StepFacts(
+            step=number,
+            epoch=0,
+            timings={"step": 1.0, "gen": 1.0},
+            weight_version=number,
+            max_prompt_length=PROMPT_TOKENS,
+            max_response_length=2 * self.given.tokens,
+        )
+        step_metrics(batch, facts, Counters())
+
+    def _dump(self, number: int, batch: Any) -> None:
+        from verl.tracking import answers
+
+        texts = answers.TokenTexts(self.tokenizer)
+        rows = answers.report_rows(number, answers.sampled(list(batch)), texts, self.tokenizer)
+        for row in rows:
+            json.dumps(row)
 
 
-def batch_of(answers: int, tokens: int, group: int = 8) -> Any:
-    """Groups of `group` answers, lengths spread evenly from half to one and a half times `tokens`."""
-    from verl.trajectory import Batch, Prompt, Trajectory
-
-    rng = np.random.default_rng(0)
-    rows = []
-    for number in range(answers // group):
-        prompt = Prompt(f"0:{number}@0", rng.integers(0, 150_000, 200), messages=None)
-        for index in range(group):
-            length = int(rng.integers(tokens // 2, tokens + tokens // 2))
-            ids = rng.integers(0, 150_000, length)
-            rows.append(Trajectory(prompt, index, response_ids=ids, response_mask=np.ones(length, bool)))
-    return Batch(rows)
-
-
-def measure(answers: int, tokens: int, ranks: int, steps: int = 3) -> dict[str, Any]:
-    """Seconds by part of a step: the median of the steps after the first, which also makes the store's pages."""
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds by part: the median of the steps after the first, which also makes the object store's pages."""
     import ray
 
-    from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
-    from verl.controller.ray.workers import Group, Worker
-    from verl.worker.plan import UpdatePlan
-
-    ray.init(include_dashboard=False, object_store_memory=4 << 30, num_cpus=ranks, logging_level="ERROR")
-    echo = ray.remote(Echo)
-    group = Group([Worker(echo.remote(), f"rank {i}", "here") for i in range(ranks)])
-    cfg = SimpleNamespace(ppo_mini_batch_size=256, ppo_epochs=1, shuffle=False)
-    plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=1024)
-    training = Training(group, list(range(ranks)), plan=plan, temperature=1.0, balance=True)
-    actor, reference = ActorGroup(training, ""), ReferenceGroup(training)
-    batch = batch_of(answers, tokens)
-    records = []
-    for step in range(steps):
-        parts: dict[str, tuple[float, float]] = {}
-        training._placed = None
-        for row in batch:
-            row.old_log_probs = row.ref_log_probs = row.entropy = row.advantages = row.loss_mask = None
-        _time(parts, "rows", lambda: training.place(batch, "rows"))
-        _time(parts, "old_log_prob", lambda: actor.old_log_probs(batch))
-        _time(parts, "ref", lambda: reference.log_probs(batch))
-        for row in batch:
-            row.advantages, row.loss_mask = np.ones(row.length, np.float32), np.ones(row.length, bool)
-        _time(parts, "update", lambda number=step: actor.update(batch, step=number))
-        records.append(parts)
-    ray.shutdown()
-    late = records[1:]
-    out: dict[str, Any] = {"answers": answers, "tokens": int(batch.lengths.sum()), "ranks": ranks}
-    for name in records[0]:
-        out[name] = {
-            "driver_s": round(float(np.median([r[name][0] for r in late])), 3),
-            "clock_s": round(float(np.median([r[name][1] for r in late])), 3),
+    # The workers find this repository, and what lies beside this file, as this process does.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ray.init("local", include_dashboard=False, object_store_memory=4 << 30, logging_level="ERROR")
+    profile = cProfile.Profile() if given.profile else None
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = prepare(Path(folder), [*ROOT.glob("docs/*.md"), *ROOT.glob("verl/**/*.py")])
+        step = Step(given, Path(folder))
+        records = []
+        for number in range(given.steps):
+            if profile is not None and number == given.steps - 1:
+                profile.enable()
+            records.append(step.run(number))
+        if profile is not None:
+            profile.disable()
+            profile.dump_stats(given.profile)
+        step.rewards.close()
+        step.loop.close()
+        ray.shutdown()
+    late = [parts for parts, _ in records[1:]]
+    out: dict[str, Any] = {
+        "answers": given.answers,
+        **records[-1][1],
+        "ranks": given.ranks,
+        "samplers": given.samplers,
+        "vocabulary": vocabulary,
+        "steps": len(late),
+    }
+    out["parts"] = {}
+    for name in late[0]:
+        computed, clock = ([parts[name][i] for parts in late] for i in (0, 1))
+        out["parts"][name] = {
+            "driver_s": round(float(np.median(computed)), 3),
+            "driver_s_min": round(min(computed), 3),
+            "driver_s_max": round(max(computed), 3),
+            "clock_s": round(float(np.median(clock)), 3),
         }
-    out["driver_s"] = round(sum(v["driver_s"] for v in out.values() if isinstance(v, dict)), 3)
-    out["clock_s"] = round(sum(v["clock_s"] for v in out.values() if isinstance(v, dict)), 3)
-    out["driver_us_per_answer"] = round(out["driver_s"] / answers * 1e6, 1)
+    totals = [sum(computed for computed, _ in parts.values()) for parts in late]
+    out["driver_s"] = round(float(np.median(totals)), 3)
+    out["driver_us_per_answer"] = round(out["driver_s"] / given.answers * 1e6, 1)
     return out
 
 
-def _time(parts: dict[str, tuple[float, float]], name: str, work: Callable[[], Any]) -> None:
+def _never() -> Any:
+    raise RuntimeError("a stand-in for a sampler died")
+
+
+def _time(parts: Parts, name: str, work: Callable[[], Any]) -> Any:
     cpu, clock = time.process_time(), time.perf_counter()
-    work()
+    result = work()
     parts[name] = (time.process_time() - cpu, time.perf_counter() - clock)
+    return result
 
 
 def main() -> None:
@@ -126,9 +233,13 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--samplers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0, help="over which the answers of a step come")
+    parser.add_argument("--steps", type=int, default=6, help="the first is not counted")
+    parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found = measure(given.answers, given.tokens, given.ranks)
+    found = measure(given)
     text = json.dumps(found, indent=1)
     print(text)
     if given.out is not None:

@@ -80,11 +80,12 @@ def _agreement(old: np.ndarray, mu: np.ndarray) -> dict[str, float]:
 
 def _divergence(old: np.ndarray, mu: np.ndarray | None, answers: np.ndarray) -> dict[str, float]:
     """`answers` [tokens] says which answer a token belongs to; answers without tokens do not appear."""
-    _, owner = np.unique(answers, return_inverse=True)
-    size = np.bincount(owner)
+    counts = np.bincount(answers)
+    there = counts > 0
+    size = counts[there]
 
     def per_answer(values: np.ndarray) -> np.ndarray:
-        return np.bincount(owner, weights=values, minlength=len(size))
+        return np.bincount(answers, weights=values)[there]
 
     mean_old = per_answer(old) / size
     with np.errstate(over="ignore"):

@@ -159,7 +159,8 @@ def spread(
     """`{name}/{mean,max,min}` of values; NaN where there are none."""
     import numpy as np
 
-    found = np.asarray(list(values), dtype=np.float64)
+    # A list of an array's tokens would be a Python object for each.
+    found = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
     if not len(found):
         return {f"{name}/{kind}": math.nan for kind in which}
     kinds = {"mean": found.mean(), "max": found.max(), "min": found.min()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,8 @@ class Host:
     poll: asyncio.Task[None] | None = None
     reviving: bool = False
     deaths: int = 0
+    tokens: int = 0  # at most so many has it still to write
+    groups: Counter[str | None] = field(default_factory=Counter)  # requests of each
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
     def claim(self) -> bool:
@@ -86,10 +89,21 @@ class Host:
         self.worker.pid, self.dtype, self.devices = facts["pid"], facts["dtype"], list(facts["devices"])
         self.readers = [(int(pid), int(born), int(space)) for pid, born, space in facts["readers"]]
 
-    @property
-    def tokens(self) -> int:
-        """Most tokens it has still to write."""
-        return sum(request.ask.tokens for request in self.requests.values())
+    def owe(self, request: _Request) -> None:
+        """Note a request that this host is to answer."""
+        self.requests[request.ask.id] = request
+        self.tokens += request.ask.tokens
+        self.groups[request.ask.group] += 1
+
+    def settled(self, request: _Request) -> bool:
+        """Forget a request; True if it was the last of its group here."""
+        del self.requests[request.ask.id]
+        self.tokens -= request.ask.tokens
+        self.groups[request.ask.group] -= 1
+        if self.groups[request.ask.group]:
+            return False
+        del self.groups[request.ask.group]
+        return True
 
 
 class SamplerPool(RolloutEngine):
@@ -127,7 +141,7 @@ class SamplerPool(RolloutEngine):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
         request = _Request(ask, loop.create_future(), host)
-        host.requests[request_id] = request
+        host.owe(request)
         host.queue.append(ask)
         if not self._flushing:
             self._flushing = True
@@ -138,8 +152,7 @@ class SamplerPool(RolloutEngine):
             self.abort([request_id])
             raise
         finally:
-            host.requests.pop(request_id, None)
-            if group is not None and not any(r.ask.group == group for r in host.requests.values()):
+            if host.settled(request) and group is not None:
                 self._homes.pop(group, None)
 
     def _host_for(self, ask: wire.Ask) -> Host:
