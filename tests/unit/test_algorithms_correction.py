@@ -130,3 +130,32 @@ def test_equal_sides_agree_fully() -> None:
     assert found["rollout_corr/ppl_ratio"] == 1.0
     constant = [answer("g", [1, 1], old_log_probs=[-1, -1], rollout_log_probs=[-1, -1])]
     assert math.isnan(sampler_metrics(constant)["training/rollout_actor_probs_pearson_corr"])
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Against the definitions over all tokens at once, from 64-bit log-probs far from the first block's mean."""
+    from verl.algorithms import agreement
+
+    monkeypatch.setattr(agreement, "_BLOCK", block)
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, size in enumerate([4, 1, 9, 2, 40]):
+        mu = -np.abs(rng.standard_normal(size)) * (0.01 if i == 0 else 3)
+        noise = 0.2 * rng.standard_normal(size)
+        rows.append(answer(f"g{i}", [1] * size, old_log_probs=mu + noise, rollout_log_probs=mu))
+    old = np.concatenate([r.old_log_probs for r in rows]).astype(np.float64)
+    mu = np.concatenate([r.rollout_log_probs for r in rows]).astype(np.float64)
+    found = sampler_metrics(rows)
+    p, q, e = np.exp(old), np.exp(mu), old - mu
+    expected = {
+        "training/rollout_probs_diff_std": np.abs(p - q).std(ddof=1),
+        "training/rollout_probs_diff_max": np.abs(p - q).max(),
+        "training/rollout_actor_probs_pearson_corr": np.corrcoef(p, q)[0, 1],
+        "training/rollout_logprob_abs_diff/p99": np.percentile(np.abs(e), 99),
+        "rollout_corr/kl": -e.mean(),
+        "rollout_corr/k3_kl": (np.exp(e) - 1 - e).mean(),
+        "rollout_corr/chi2_token": (np.exp(2 * e) - 1).mean(),
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name

@@ -301,3 +301,38 @@ def test_garbage_outside_of_the_policy_tokens_is_ignored(estimator: Any) -> None
     batch = Batch([answer("a", [0, 1, 0], 1.0), answer("a", [1], 1.0)])
     compute_advantages(batch, algorithm(adv_estimator=estimator(noisy)), rollout_n=2)
     assert [t.advantages.tolist() for t in batch] == [[0, 1, 0], [1]]
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("beta", [None, 0.3])
+def test_one_number_an_answer_is_what_the_estimator_writes_on_tokens(
+    monkeypatch: pytest.MonkeyPatch, divide: bool, beta: float | None
+) -> None:
+    """The way without rectangles and the estimator itself give the same bits."""
+    from verl.algorithms import advantage
+
+    rng = np.random.default_rng(5)
+    shapes = [[1] * 7, [1, 0, 1, 1], [1], [], [0, 0], [1] * 30, [1, 1, 0], [1] * 12]
+
+    def batch() -> Batch:
+        rows = []
+        for i, mask in enumerate(shapes * 2):
+            logs = {name: rng.standard_normal(len(mask)) for name in ("old_log_probs", "ref_log_probs")}
+            rows.append(answer(f"g{i % 4}", mask, float(rng.random()), index=i, **logs))
+        return Batch(rows)
+
+    config = algorithm(norm_adv_by_std_in_grpo=divide, use_kl_in_reward=beta is not None)
+    found = []
+    for ways in (advantage.PER_ANSWER, {}):
+        rng = np.random.default_rng(5)
+        monkeypatch.setattr(advantage, "PER_ANSWER", ways)
+        given = batch()
+        compute_advantages(given, config, 4, beta)
+        found.append(given)
+    for one, other in zip(*found, strict=True):
+        assert one.advantages.dtype == np.float32
+        np.testing.assert_allclose(one.advantages, other.advantages, rtol=1e-6, atol=0)
+        assert np.array_equal(one.returns, one.advantages)
+        if beta is None:
+            assert np.array_equal(one.advantages, other.advantages)
+    assert any(np.any(row.advantages) for row in found[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -481,6 +482,9 @@ def test_the_actor_corrects_before_each_update() -> None:
 
         def advance(self):
             return 0.1
+
+        def on_device(self, *, optimizer=False):
+            return nullcontext()
 
     how = correction(
         bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_threshold=9.0,

@@ -79,13 +79,29 @@ def compute_grpo_outcome_advantage(
     Sources: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783.
     """
     scores = token_level_rewards.double().sum(-1)
+    advantage = grpo_advantage(scores, index, epsilon, norm_adv_by_std_in_grpo)
+    advantages = on_tokens(advantage, response_mask, token_level_rewards.dtype)
+    return advantages, advantages.clone()
+
+
+@torch.no_grad()
+def grpo_advantage(
+    scores: torch.Tensor,
+    index: Iterable[Any],
+    epsilon: float = EPSILON,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> torch.Tensor:
+    """The number that `compute_grpo_outcome_advantage` writes on every token of an answer, float64 [N]."""
     group = group_statistics(scores, index)
     advantage = scores - group.mean
     if norm_adv_by_std_in_grpo:
         advantage = advantage / (group.std + epsilon)
-    advantage = torch.where(group.equal, torch.zeros_like(advantage), advantage)
-    advantages = on_tokens(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
+    return torch.where(group.equal, torch.zeros_like(advantage), advantage)
+
+
+PER_ANSWER = {compute_grpo_outcome_advantage: grpo_advantage}
+"""Estimators that give all tokens of an answer one number, and what makes it from the scores [N]: without rectangles of
+tokens, which of a large step take seconds."""
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.algorithms.agreement import Agreement
 from verl.algorithms.importance import (
-    LIMIT,
     Correction,
     Tokens,
     importance_weights,
@@ -35,10 +35,11 @@ def compute_offpolicy_metrics(
     training_log_ppl. nan where there is no token.
     """
     mask = response_mask.bool().cpu().numpy()
-    answers = np.nonzero(mask)[0]
-    old = old_log_prob.detach().double().cpu().numpy()[mask]
-    mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()[mask]
-    return _divergence(old, mu, answers)
+    old = old_log_prob.detach().double().cpu().numpy()
+    mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
+    chosen = [i for i in range(len(mask)) if mask[i].any()]
+    pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
+    return Agreement.over(pairs, bool(mu is not None)).divergence()
 
 
 def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
@@ -47,73 +48,20 @@ def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
     training/rollout_probs_diff_{valid,max,mean,std}, training/rollout_actor_probs_pearson_corr,
     training/rollout_logprob_abs_diff/{mean,max,p99}, rollout_corr/…; policy tokens only, float64.
     """
-    both = [r for r in rows if r.old_log_probs is not None and r.rollout_log_probs is not None]
-    masks = [np.asarray(r.response_mask, dtype=bool) for r in both]
-    old, mu = (
-        np.concatenate([np.zeros(0), *(getattr(r, c)[m] for r, m in zip(both, masks, strict=True))])
-        for c in ("old_log_probs", "rollout_log_probs")
+    pairs = (
+        (_policy(row.old_log_probs, row), _policy(row.rollout_log_probs, row))
+        for row in rows
+        if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
     )
-    answers = np.repeat(np.arange(len(both)), [int(m.sum()) for m in masks])
-    corrections = _divergence(old, mu, answers)
-    return _agreement(old, mu) | {f"rollout_corr/{name}": value for name, value in corrections.items()}
+    found = Agreement.over(pairs, True)
+    corrections = {f"rollout_corr/{name}": value for name, value in found.divergence().items()}
+    return found.closeness() | corrections
 
 
-def _agreement(old: np.ndarray, mu: np.ndarray) -> dict[str, float]:
-    """Probabilities and log-probs of the same tokens side by side; both float64 [tokens]."""
-    nan, count = float("nan"), len(old)
-    ours, theirs = np.exp(old), np.exp(mu)
-    apart, logs = np.abs(ours - theirs), np.abs(old - mu)
-    varied = count > 1 and ours.std() > 0 and theirs.std() > 0
-    return {
-        "training/rollout_probs_diff_valid": 1 if count else 0,
-        "training/rollout_probs_diff_max": float(apart.max()) if count else nan,
-        "training/rollout_probs_diff_mean": float(apart.mean()) if count else nan,
-        "training/rollout_probs_diff_std": float(apart.std(ddof=1)) if count > 1 else nan,
-        "training/rollout_actor_probs_pearson_corr": float(np.corrcoef(ours, theirs)[0, 1])
-        if varied
-        else nan,
-        "training/rollout_logprob_abs_diff/mean": float(logs.mean()) if count else nan,
-        "training/rollout_logprob_abs_diff/max": float(logs.max()) if count else nan,
-        "training/rollout_logprob_abs_diff/p99": float(np.percentile(logs, 99)) if count else nan,
-    }
-
-
-def _divergence(old: np.ndarray, mu: np.ndarray | None, answers: np.ndarray) -> dict[str, float]:
-    """`answers` [tokens] says which answer a token belongs to; answers without tokens do not appear."""
-    counts = np.bincount(answers)
-    there = counts > 0
-    size = counts[there]
-
-    def per_answer(values: np.ndarray) -> np.ndarray:
-        return np.bincount(answers, weights=values)[there]
-
-    mean_old = per_answer(old) / size
-    with np.errstate(over="ignore"):
-        found = {"training_ppl": _mean(np.exp(-mean_old)), "training_log_ppl": _mean(-mean_old)}
-        if mu is None:
-            return found
-        error, mean_mu = old - mu, per_answer(mu) / size
-        difference = mean_mu - mean_old
-        bounded = np.clip(error, -LIMIT, LIMIT)
-        whole = np.clip(per_answer(error), -LIMIT, LIMIT)
-        nan = float("nan")
-        return found | {
-            "kl": _mean(-error),
-            "k3_kl": _mean(np.expm1(error) - error),
-            "rollout_ppl": _mean(np.exp(-mean_mu)),
-            "rollout_log_ppl": _mean(-mean_mu),
-            "log_ppl_diff": _mean(difference),
-            "log_ppl_abs_diff": _mean(np.abs(difference)),
-            "log_ppl_diff_max": float(difference.max()) if len(size) else nan,
-            "log_ppl_diff_min": float(difference.min()) if len(size) else nan,
-            "ppl_ratio": _mean(np.exp(difference)),
-            "chi2_token": _mean(np.expm1(2 * bounded)),
-            "chi2_seq": _mean(np.expm1(2 * whole)),
-        }
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else float("nan")
+def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
+    """The row's values of policy tokens, float64."""
+    mask = np.asarray(row.response_mask, bool)
+    return np.asarray(values if mask.all() else values[mask], dtype=np.float64)
 
 
 def correct(

@@ -19,7 +19,7 @@ from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS, Algorithm
 from verl.algorithms.settings import setting
-from verl.trajectory import Batch
+from verl.trajectory import Batch, Trajectory
 
 # Estimator argument → column of the trajectories.
 _TOKEN_COLUMNS = {
@@ -72,9 +72,12 @@ def compute_advantages(
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
     if len(rows):
-        rewards = _rewards(rows)
         chosen = {name: value[usable] for name, value in (extras or {}).items()}
-        _estimate(rows, rewards, estimator, algorithm, chosen)
+        whole = advantage.PER_ANSWER.get(estimator)
+        if whole is None:
+            _estimate(rows, _rewards(rows), estimator, algorithm, chosen)
+        else:
+            _estimate_answers(rows, whole, algorithm)
     return metrics
 
 
@@ -141,6 +144,24 @@ def _estimate(
             )
         kept = torch.where(mask.bool(), result.float(), torch.zeros_like(mask))
         rows.fill(name, kept.numpy())
+
+
+def _estimate_answers(rows: Batch, estimator: Algorithm, algorithm: Any) -> None:
+    """The same for an estimator that makes one number of an answer's score, which has float32's digits here too."""
+    given = torch.tensor([_outcome(t) for t in rows], dtype=torch.float64)
+    found = estimator(
+        given, rows.uids, norm_adv_by_std_in_grpo=setting(algorithm, "norm_adv_by_std_in_grpo", True)
+    )
+    for t, value in zip(rows, found.float().numpy(), strict=True):
+        t.advantages = np.where(t.response_mask, value, np.float32(0))
+        t.returns = t.advantages.copy()
+
+
+def _outcome(t: Trajectory) -> float:
+    """The sum of an answer's token rewards; of one without a policy token its score."""
+    if t.policy_tokens and t.token_rewards is not None:
+        return float(np.sum(t.token_rewards, dtype=np.float64))
+    return float(np.float32(t.score or 0.0))
 
 
 def _offer(

@@ -85,7 +85,9 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
 def entropy_metrics(batch: Batch) -> dict[str, Number]:
     """actor/entropy: mean over policy tokens of the answers whose entropy was computed."""
     rows = [t for t in batch if t.entropy is not None]
-    return {"actor/entropy": _mean(_tokens(rows, "entropy", "response_mask"))}
+    return {
+        "actor/entropy": _over_tokens("actor/entropy", rows, "entropy", "response_mask")["actor/entropy/mean"]
+    }
 
 
 def score_metrics(batch: Batch) -> dict[str, Number]:
@@ -98,9 +100,9 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
     ]
     out = spread("critic/score", scores) | spread("critic/rewards", rewards)
     for column in ("advantages", "returns"):
-        out |= spread(f"critic/{column}", _tokens(rows, column, "loss_mask"))
+        out |= _over_tokens(f"critic/{column}", rows, column, "loss_mask")
     if rows and all(t.values is not None for t in rows):
-        out |= spread("critic/values", _tokens(rows, "values", "response_mask"))
+        out |= _over_tokens("critic/values", rows, "values", "response_mask")
     for key, values in numeric_parts(rows).items():
         out |= spread(f"reward_extra/{key}", values)
     return out
@@ -260,14 +262,25 @@ def _valid(t: Trajectory) -> bool:
     return t.score is not None and math.isfinite(t.score)
 
 
-def _tokens(rows: Iterable[Trajectory], column: str, mask: str) -> np.ndarray:
-    """Values of a token-level column where the mask is True (`loss_mask` not set yet: the response mask)."""
-    parts = []
+def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:
+    """`{name}/{mean,max,min}` of a token-level column where the mask is True (`loss_mask` not set yet: the response mask).
+
+    Answer by answer, in float64: a copy of all tokens of a step may be hundreds of megabytes.
+    """
+    count, total, top, bottom = 0, 0.0, -math.inf, math.inf
     for t in rows:
         values, chosen = getattr(t, column), getattr(t, mask)
-        if values is not None:
-            parts.append(np.asarray(values, dtype=np.float64)[t.response_mask if chosen is None else chosen])
-    return np.concatenate(parts) if parts else np.zeros(0)
+        chosen = t.response_mask if chosen is None else chosen
+        if values is None or not len(values):
+            continue
+        taken = values if chosen.all() else values[chosen]
+        if len(taken):
+            count += len(taken)
+            total += float(np.sum(taken, dtype=np.float64))
+            top, bottom = np.maximum(top, taken.max()), np.minimum(bottom, taken.min())
+    if not count:
+        return {f"{name}/{kind}": math.nan for kind in ("mean", "max", "min")}
+    return {f"{name}/mean": total / count, f"{name}/max": float(top), f"{name}/min": float(bottom)}
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,0 +1,132 @@
+"""How far trainer and sampler are apart, added up answer by answer.
+
+A step may have tens of millions of tokens: as whole arrays each operation would go through memory once, so answers
+are taken in blocks that stay in the processor's cache. Spread is summed about the first block's mean, which keeps the
+digits that a difference of large sums would lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from verl.algorithms.importance import LIMIT
+
+_BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache
+Pair = tuple[np.ndarray, "np.ndarray | None"]
+
+
+class Agreement:
+    """Sums over policy tokens of old (the trainer's log-prob) and mu (the sampler's); e = old − mu, p and q their
+    probabilities. All float64."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._old: list[float] = []  # mean of each answer
+        self._mu: list[float] = []
+        self._errors: list[float] = []  # sum of e of each answer
+        self._logs: list[np.ndarray] = []  # |e| of every token
+        self._sums = dict.fromkeys(("e", "expm1_e", "chi2", "apart"), 0.0)
+        self._about: tuple[float, float, float] | None = None
+        self._moments = np.zeros(7)
+        self._ends = np.array([math.inf, -math.inf] * 3)  # of p, q, |p − q|
+
+    @classmethod
+    def over(cls, pairs: Iterable[Pair], both: bool) -> Agreement:
+        """From (old, mu) of each answer, at least one token each; mu is None where `both` is False."""
+        found = cls()
+        waiting: list[Pair] = []
+        size = 0
+        for pair in pairs:
+            waiting.append(pair)
+            size += len(pair[0])
+            if size >= _BLOCK:
+                found._add(waiting, both)
+                waiting, size = [], 0
+        if waiting:
+            found._add(waiting, both)
+        return found
+
+    def _add(self, pairs: list[Pair], both: bool) -> None:
+        starts = np.cumsum([0, *(len(old) for old, _ in pairs)])
+        sizes = np.diff(starts)
+        old = np.concatenate([old for old, _ in pairs])
+        self.tokens += len(old)
+        self._old += (np.add.reduceat(old, starts[:-1]) / sizes).tolist()
+        if not both:
+            return
+        mu = np.concatenate([mu for _, mu in pairs if mu is not None])
+        error = old - mu
+        self._mu += (np.add.reduceat(mu, starts[:-1]) / sizes).tolist()
+        self._errors += np.add.reduceat(error, starts[:-1]).tolist()
+        self._logs.append(np.abs(error))
+        with np.errstate(over="ignore"):
+            self._sums["e"] += float(error.sum())
+            self._sums["expm1_e"] += float(np.expm1(error).sum())
+            self._sums["chi2"] += float(np.expm1(2 * np.clip(error, -LIMIT, LIMIT)).sum())
+        self._add_probabilities(np.exp(old), np.exp(mu))
+
+    def _add_probabilities(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        apart = np.abs(ours - theirs)
+        for i, values in enumerate((ours, theirs, apart)):
+            self._ends[2 * i] = min(self._ends[2 * i], values.min())
+            self._ends[2 * i + 1] = max(self._ends[2 * i + 1], values.max())
+        self._sums["apart"] += float(apart.sum())
+        if self._about is None:
+            self._about = (float(ours.mean()), float(theirs.mean()), float(apart.mean()))
+        x, y, z = (v - about for v, about in zip((ours, theirs, apart), self._about, strict=True))
+        self._moments += (x.sum(), y.sum(), z.sum(), x @ x, y @ y, z @ z, x @ y)
+
+    def closeness(self) -> dict[str, float]:
+        """training/rollout_probs_diff_…, …_pearson_corr, training/rollout_logprob_abs_diff/…; nan without tokens."""
+        nan, n = math.nan, self.tokens
+        logs = np.concatenate(self._logs) if n else np.zeros(0)
+        x, y, z, xx, yy, zz, xy = self._moments
+        varied = n > 1 and self._ends[0] < self._ends[1] and self._ends[2] < self._ends[3]
+        spread = math.sqrt(max(0.0, xx - x * x / n) * max(0.0, yy - y * y / n)) if varied else 0.0
+        return {
+            "training/rollout_probs_diff_valid": 1 if n else 0,
+            "training/rollout_probs_diff_max": float(self._ends[5]) if n else nan,
+            "training/rollout_probs_diff_mean": self._sums["apart"] / n if n else nan,
+            "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1))
+            if n > 1
+            else nan,
+            "training/rollout_actor_probs_pearson_corr": float(np.clip((xy - x * y / n) / spread, -1.0, 1.0))
+            if spread
+            else nan,
+            "training/rollout_logprob_abs_diff/mean": float(logs.mean()) if n else nan,
+            "training/rollout_logprob_abs_diff/max": float(logs.max()) if n else nan,
+            "training/rollout_logprob_abs_diff/p99": float(np.percentile(logs, 99, overwrite_input=True))
+            if n
+            else nan,
+        }
+
+    def divergence(self) -> dict[str, float]:
+        """kl, k3_kl, {training,rollout}_{ppl,log_ppl}, log_ppl_{diff,abs_diff,diff_max,diff_min}, ppl_ratio,
+        chi2_{token,seq}; of the trainer alone without the sampler's. nan without tokens."""
+        old, n = np.array(self._old), self.tokens
+        with np.errstate(over="ignore"):
+            found = {"training_ppl": _mean(np.exp(-old)), "training_log_ppl": _mean(-old)}
+            if len(self._mu) != len(self._old):
+                return found
+            mu, errors = np.array(self._mu), np.array(self._errors)
+            apart, nan = mu - old, math.nan
+            return found | {
+                "kl": -self._sums["e"] / n if n else nan,
+                "k3_kl": (self._sums["expm1_e"] - self._sums["e"]) / n if n else nan,
+                "rollout_ppl": _mean(np.exp(-mu)),
+                "rollout_log_ppl": _mean(-mu),
+                "log_ppl_diff": _mean(apart),
+                "log_ppl_abs_diff": _mean(np.abs(apart)),
+                "log_ppl_diff_max": float(apart.max()) if len(apart) else nan,
+                "log_ppl_diff_min": float(apart.min()) if len(apart) else nan,
+                "ppl_ratio": _mean(np.exp(apart)),
+                "chi2_token": self._sums["chi2"] / n if n else nan,
+                "chi2_seq": _mean(np.expm1(2 * np.clip(errors, -LIMIT, LIMIT))),
+            }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
