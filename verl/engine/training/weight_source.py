@@ -59,9 +59,14 @@ class FileSource(WeightSource):
             if found.shape == like.shape:
                 return found.to(like.dtype)
         # Where the elements of each stored tensor belong: number them, and have the numbers taken apart.
-        numbers = torch.arange(like.numel()).view(like.shape)
+        # In the smallest type that can, and let go one after the other: fused experts are most of a large model.
+        kind = torch.int32 if like.numel() < 2**31 else torch.int64
+        numbers = torch.arange(like.numel(), dtype=kind).view(like.shape)
+        apart = revert_weight_conversion(self._module, {name: numbers})
+        del numbers
         out = torch.empty(like.numel(), dtype=like.dtype)
-        for part, places in revert_weight_conversion(self._module, {name: numbers}).items():
+        for part in list(apart):
+            places = apart.pop(part)
             found = self._tensor(part)
             if found.shape != places.shape:
                 raise UserError(
