@@ -11,7 +11,7 @@ import torch
 
 from tests import ranks
 from tests.tiny import tiny_model
-from tests.unit.fsdp_cases import assert_same, columns
+from tests.unit.fsdp_cases import assert_same, columns, role
 from tests.unit.lora_cases import disturb, engine, locally, lora, on_ranks, trained
 from verl.errors import UserError
 
@@ -38,6 +38,32 @@ def test_two_ranks_train_as_one(tmp_path: Path, arch: str) -> None:
         for key, tensor in local["weights"].items():
             assert torch.equal(mine[0]["weights"][key], mine[1]["weights"][key])
             assert float((mine[0]["weights"][key] - tensor).abs().max()) <= 1e-4, key
+
+
+def descending(**changes: Any) -> dict[str, Any]:
+    """Plain gradient descent, which shows the scale of clipped gradients."""
+    return role(optim={"optimizer": "SGD", "lr": 5.0, "weight_decay": 0.0}, grad_clip=0.01, **changes)
+
+
+def test_adapters_are_clipped_by_the_norm_of_all_ranks(tmp_path: Path) -> None:
+    path = str(tiny_model(tmp_path / "model", scale=4.0))
+    cases = {
+        "uneven": (descending(), lora(), "uneven"),
+        "sequence": (descending(ulysses_sequence_parallel_size=2), lora(), "even"),
+        "replicas": (descending(fsdp={"fsdp_size": 1}), lora(), "uneven"),
+    }
+    start = locally(path, descending(), lora(), 0)["weights"]
+    local = locally(path, descending(), lora(), 2)
+    gone = distance(local["weights"], start)
+    assert min(local["norm"]) > 0.05 and gone > 0.01
+    for one in ranks.run(on_ranks, 2, path, cases, 2):
+        for name in cases:
+            assert one[name]["norm"] == pytest.approx(local["norm"], rel=1e-5), name
+            assert distance(one[name]["weights"], local["weights"]) <= 2e-4 * gone, name
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(sum((a[name] - b[name]).double().square().sum() for name in a)) ** 0.5
 
 
 def write(path: str, folder: str) -> dict[str, torch.Tensor]:
