@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos import ray_plans
+from tests.chaos.ray_runs import LIMIT_S, answers, events, last_word, pid_of, started, steps_logged, until
 from tests.ray_cluster import cluster_of
-from tests.runs import TinyRun, environment, records
+from tests.runs import TinyRun, records
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-WORDS = (
-    "trainer.nnodes=2",
-    "trainer.n_gpus_per_node=1",
-    "trainer.total_training_steps=2",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=False",
-    "data.max_response_length=24",
-)
-LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -42,54 +28,6 @@ def cluster():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> TinyRun:
     return TinyRun(tmp_path_factory.mktemp("tiny"))
-
-
-@contextmanager
-def started(
-    tiny: TinyRun, out: Path, address: str, *words: str, **more: str
-) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
-    env = environment(RAY_ADDRESS=address, **more)
-    log = out.parent / f"{out.name}.log"
-    with log.open("w") as file:
-        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
-    try:
-        yield run
-    finally:
-        run.kill()
-        run.wait()
-
-
-def events(out: Path, kind: str) -> list[dict[str, Any]]:
-    try:
-        lines = (out / "events.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    return [e for e in map(json.loads, lines) if e["event"] == kind]
-
-
-def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
-    end = time.monotonic() + timeout
-    while not (found := what()):
-        said = (out.parent / f"{out.name}.log").read_text()[-3000:]
-        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
-        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
-        time.sleep(0.1)
-    return found
-
-
-def pid_of(out: Path, name: str) -> int:
-    return next(w["pid"] for w in events(out, "workers")[-1]["workers"] if w["name"] == name)
-
-
-def steps_logged(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return max(records(out), default=0) if path.exists() else 0
-
-
-def answers(out: Path, step: int) -> list[tuple[str, int]]:
-    lines = (out / f"trajectories/{step}.jsonl").read_text().splitlines()
-    return sorted((row["uid"], row["index"]) for row in map(json.loads, lines))
 
 
 def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(
@@ -125,11 +63,8 @@ def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_e
         killed = time.monotonic()
         assert run.wait(LIMIT_S) == 1
         assert time.monotonic() - killed < LIMIT_S
-    said = (tmp_path / "out.log").read_text()
-    last = next(line for line in reversed(said.splitlines()) if line.startswith("verl: "))
-    assert "training worker 1" in last and "died in gen: " in last and "killed by a signal" in last, said[
-        -2000:
-    ]
+    last = last_word(out)
+    assert "training worker 1" in last and "died in gen: " in last and "killed by a signal" in last
     assert events(out, "worker_died")[0]["error"] in last
     for folder in (out, whole):
         with started(tiny, folder, cluster.address) as run:
@@ -160,6 +95,5 @@ def test_a_lost_node_ends_the_run_with_that_said(tiny, cluster, tmp_path) -> Non
         until(lambda: steps_logged(out) >= 1, run, out)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         assert run.wait(LIMIT_S) == 1
-    said = (tmp_path / "out.log").read_text()
-    last = next(line for line in reversed(said.splitlines()) if line.startswith("verl: "))
+    last = last_word(out)
     assert re.search(r"training worker [01] .* died in gen: its node is lost", last), last

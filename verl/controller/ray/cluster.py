@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from verl.controller.ray.workers import joined, within
 from verl.errors import UserError
 from verl.platform.environment import DEFAULTS
 
@@ -20,6 +21,7 @@ RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 LOOPBACK = "127.0.0.1"
 _LEAST = (2, 54)
 _KNOCK_S = 5.0
+_TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
     **DEFAULTS,
@@ -62,6 +64,7 @@ class Cluster:
 
     def _connect(self, given: dict[str, Any], processes: int) -> None:
         _check_version()
+        joined()
         if ray.is_initialized():
             return
         options = {key: value for key, value in given.items() if value is not None}
@@ -119,11 +122,11 @@ class Cluster:
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: any node). UserError when they do not come.
+        """`count` nodes with `devices` each (processors: any with a core). UserError when they do not come.
 
         A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
         """
-        needed = devices if self.kind in RESOURCE else 0
+        needed = devices if self.kind in RESOURCE else 1
         end = time.monotonic() + (0 if self.own else timeout)
         said = False
         while True:
@@ -150,7 +153,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         if self._timeline:
-            ray.timeline(self._timeline)
+            within(lambda: ray.timeline(self._timeline), _TIMELINE_S)
         if self.own:
             ray.shutdown()
             _clustered(True)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.controller import node_facts
 from verl.controller.ray.cluster import Node
-from verl.controller.ray.workers import Worker, reason
+from verl.controller.ray.workers import Worker, kill, reason
 from verl.errors import UserError
 from verl.platform import stacks
 
@@ -75,14 +75,8 @@ class Agents:
 
     def __init__(self, nodes: Iterable[Node]):
         self._own = ray.get_runtime_context().get_node_id()
-        remote = ray.remote(num_cpus=0, max_restarts=-1)(Agent)
         self._nodes = {node.id: node for node in nodes if node.id != self._own}
-        self._agents = {
-            node: remote.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            ).remote()
-            for node in self._nodes
-        }
+        self._agents = {node: _agent(node) for node in self._nodes}
 
     def check(self, model: str, run_folder: Path | None, files: int) -> None:
         """UserError that lists every difference between a node and the driver."""
@@ -129,10 +123,12 @@ class Agents:
         out: dict[str, str] = {}
         away: dict[str, list[Worker]] = {}
         for node, worker in workers:
-            if node in self._agents:
-                away.setdefault(node, []).append(worker)
-            else:
+            if node == self._own:
                 out[str(worker)] = stacks.ask(worker.pid)
+                continue
+            if node not in self._agents:  # a sampler that was started again on a node that came later
+                self._agents[node] = _agent(node)
+            away.setdefault(node, []).append(worker)
         refs = {n: self._agents[n].stacks.remote([w.pid for w in members]) for n, members in away.items()}
         for node, members in away.items():
             try:
@@ -145,7 +141,7 @@ class Agents:
     def release(self) -> None:
         """End the agents."""
         for agent in self._agents.values():
-            ray.kill(agent)
+            kill(agent)
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
@@ -156,6 +152,11 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
         if there is not None and here != there:
             out.append(f"{name}: {there}" + (f", the driver has: {here}" if here is not None else ""))
     return sorted(out)
+
+
+def _agent(node: str) -> Any:
+    where = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return ray.remote(num_cpus=0, max_restarts=-1)(Agent).options(scheduling_strategy=where).remote()
 
 
 def _leave_token(folder: Path) -> Path:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.controller.ray.cluster import RESOURCE, Cluster, worker_environment
+from verl.controller.ray.workers import WorkerDied, within
 from verl.errors import UserError
+
+_LOOK_S = 1.0
+Started = TypeVar("Started")
 
 
 class Pool:
@@ -30,6 +35,7 @@ class Pool:
     ):
         self.name, self.nodes, self.per_node = name, nodes, per_node
         self.kind = cluster.kind
+        self._timeout, self._released = timeout, False
         fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
         self._resource = RESOURCE.get(cluster.kind)
         cores = min(per_node, *(n.cpus for n in fit[:nodes]))
@@ -55,6 +61,37 @@ class Pool:
         """Ray's id of the node that a bundle is on."""
         table = ray.util.placement_group_table(self.group)
         return str(table["bundles_to_node_id"][bundle])
+
+    def again(self, bundle: int, start: Callable[[], Started]) -> tuple[Started, str]:
+        """start() once more in the place of a worker that died; returns what it gave, and on which node. Blocking.
+
+        A bundle of a lost node moves to a node that has room: Ray sees the loss after half a minute, and fails what was
+        sent there until then. WorkerDied as start() raises it on a node that lives, or when no node has room.
+        """
+        while True:
+            node = self._settled(bundle)
+            try:
+                return start(), node
+            except WorkerDied:
+                if self._released or node in _living():
+                    raise
+
+    def _settled(self, bundle: int) -> str:
+        """The living node that a bundle is on, or is moved to."""
+        end = time.monotonic() + self._timeout
+        while True:
+            if self._released:
+                raise WorkerDied(f"{self.name} was given back")
+            table = ray.util.placement_group_table(self.group)
+            node = str(table["bundles_to_node_id"].get(bundle))
+            if table["state"] == "CREATED" and node in _living():
+                return node
+            if time.monotonic() >= end:
+                raise WorkerDied(
+                    f"a node of {self.name} is lost and no other had {self.per_node} {self.kind} devices free within "
+                    f"{self._timeout:g} s (trainer.ray_wait_register_center_timeout)"
+                )
+            time.sleep(_LOOK_S)
 
     def owner_options(self, bundle: int, devices: int, **env: str) -> dict[str, Any]:
         """Options of an actor that owns `devices` of a node: Ray shows it these and no others."""
@@ -89,5 +126,10 @@ class Pool:
         }
 
     def release(self) -> None:
-        """Give the devices back."""
-        remove_placement_group(self.group)
+        """Give the devices back; those of a cluster without a head go when this process ends."""
+        self._released = True
+        within(lambda: remove_placement_group(self.group))
+
+
+def _living() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

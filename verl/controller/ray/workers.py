@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ray import exceptions as faults
 
 from verl.errors import UserError
 
-_REACH_S = 30.0
+_REACH_S = 25.0
 _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a broken connection before Ray a dead process
 
 
@@ -23,6 +24,46 @@ class WorkerDied(RuntimeError):
 
     explained = True
     ends_the_run = True
+
+
+_lost: list[WorkerDied] = []
+
+
+def lose(error: WorkerDied) -> None:
+    """The Ray that this process is connected to is lost: the calls that are waited for, and all later ones, fail so."""
+    _lost.append(error)
+
+
+def joined() -> None:
+    """This process is connected to a Ray that works."""
+    _lost.clear()
+
+
+def within(call: Callable[[], object], seconds: float = 5.0) -> None:
+    """Make a call that Ray never returns from when its head is gone: at most so long, and not where that is known.
+
+    What it raises in time is raised here.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    if _lost:
+        return
+    thread = threading.Thread(target=run, name="verl-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+
+
+def kill(handle: Any) -> None:
+    """End an actor at once."""
+    within(lambda: ray.kill(handle))
 
 
 class WorkerFailed(RuntimeError):
@@ -77,7 +118,7 @@ class Group:
     def wait(self, refs: Sequence[Any], doing: str, limit: float = math.inf) -> list[Any]:
         """The results of `start`. The first failure ends the wait: others may wait for the one that failed.
 
-        WorkerFailed after `limit` seconds.
+        WorkerFailed after `limit` seconds; what `lose` was given as soon as it was.
         """
         end = time.monotonic() + limit
         place = {ref: i for i, ref in enumerate(refs)}
@@ -88,6 +129,8 @@ class Group:
             self.calling = (
                 f"{doing}: waiting for {', '.join(str(self.workers[place[r]]) for r in pending[:4])}"
             )
+            if _lost:
+                raise _lost[-1]
             if time.monotonic() > end:
                 raise WorkerFailed(f"no answer within {limit:g} s; {self.calling}")
             ready, pending = ray.wait(pending, num_returns=1, timeout=1.0)
@@ -118,7 +161,8 @@ class Group:
                     failed[i] = other
         for i, one in failed.items():
             if is_dead(one):
-                raise died(self.workers[i], doing, one) from None
+                gone = died(self.workers[i], doing, one)
+                raise (_lost[-1] if _lost else gone) from None
         for one in failed.values():
             cause = getattr(one, "cause", None)
             if isinstance(cause, UserError):
@@ -130,7 +174,7 @@ class Group:
     def kill(self) -> None:
         """End every worker at once."""
         for worker in self.workers:
-            ray.kill(worker.handle)
+            kill(worker.handle)
 
 
 def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
@@ -139,7 +183,7 @@ def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
     while isinstance(error, faults.ActorUnavailableError) and time.monotonic() < end:
         time.sleep(0.5)
         try:
-            ray.get(worker.handle.__ray_ready__.remote(), timeout=_REACH_S)
+            ray.get(worker.handle.__ray_ready__.remote(), timeout=max(0.5, end - time.monotonic()))
             break
         except faults.RayError as other:
             error = other

@@ -1,0 +1,89 @@
+"""What chaos tests of Ray runs share: a short run on a cluster, and looks at what it has written so far."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.runs import TinyRun, environment, records
+
+WORDS = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
+    "data.max_response_length=24",
+)
+LIMIT_S = 60
+"""Within so many seconds a run that cannot go on has to end."""
+
+
+@contextmanager
+def started(
+    tiny: TinyRun, out: Path, address: str, *words: str, **more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The command, which is ended with the block. It prints to OUT.log beside its run folder."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
+    env = environment(RAY_ADDRESS=address, **more)
+    log = out.parent / f"{out.name}.log"
+    with log.open("w") as file:
+        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.wait()
+
+
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind, so far."""
+    try:
+        lines = (out / "events.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [e for e in map(json.loads, lines) if e["event"] == kind]
+
+
+def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
+    """What `what` gives once it is true; the run must go on until then."""
+    end = time.monotonic() + timeout
+    while not (found := what()):
+        said = log_of(out)[-3000:]
+        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
+        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
+        time.sleep(0.1)
+    return found
+
+
+def pid_of(out: Path, name: str) -> int:
+    """Process of a worker by its name."""
+    return next(w["pid"] for w in events(out, "workers")[-1]["workers"] if w["name"] == name)
+
+
+def steps_logged(out: Path) -> int:
+    """The last step in metrics.jsonl."""
+    path = out / "metrics.jsonl"
+    return max(records(out), default=0) if path.exists() else 0
+
+
+def answers(out: Path, step: int) -> list[tuple[str, int]]:
+    """(group, number) of each answer of a step."""
+    lines = (out / f"trajectories/{step}.jsonl").read_text().splitlines()
+    return sorted((row["uid"], row["index"]) for row in map(json.loads, lines))
+
+
+def log_of(out: Path) -> str:
+    """What a run has printed."""
+    return (out.parent / f"{out.name}.log").read_text()
+
+
+def last_word(out: Path) -> str:
+    """The last line that the run itself printed."""
+    return next(line for line in reversed(log_of(out).splitlines()) if line.startswith("verl: "))

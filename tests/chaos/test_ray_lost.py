@@ -1,0 +1,91 @@
+"""Nodes that go: a bundle moves to another node, and a run that is cut off from its cluster ends with that said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.chaos import ray_plans
+from tests.chaos.ray_runs import LIMIT_S, events, last_word, log_of, started, steps_logged, until
+from tests.ray_cluster import cluster_of
+from tests.runs import TinyRun
+from verl.config import load
+
+ray = pytest.importorskip("ray")
+from tests import ray_stubs  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ALONE = ("trainer.nnodes=1", "data.max_response_length=12")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without work and three nodes of one core. The last tests take the head away."""
+    with cluster_of(4, head={"num_cpus": 0}, num_cpus=1) as running:
+        yield running
+
+
+def remove(cluster: Any, node_id: str) -> None:
+    """Kill a node at once, as a machine that loses its power."""
+    node = next(n for n in cluster.worker_nodes if n.node_id == node_id)
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
+    from verl.controller.ray.cluster import Cluster
+    from verl.controller.ray.placement import Pool
+    from verl.controller.ray.workers import Group, Worker, WorkerDied
+
+    ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
+    try:
+        joined = Cluster(load(["actor_rollout_ref.model.path=none"]), "cpu")
+        pool, other = Pool(joined, "sampling", 2, 1, 4, print), Pool(joined, "training", 1, 1, 4, print)
+        old = pool.node_of(0)
+
+        def start() -> int:
+            handle = ray.remote(ray_stubs.Rank).options(**pool.owner_options(0, 1)).remote()
+            return int(Group([Worker(handle, "sampler 0", old)]).call("pid")[0])
+
+        _, node = pool.again(0, start)
+        assert node == old, "nothing moves while the node lives"
+        remove(cluster, old)
+        with pytest.raises(
+            WorkerDied, match=r"sampling is lost and no other had 1 cpu devices free within 4 s"
+        ):
+            pool.again(0, start)
+        room = other.node_of(0)
+        other.release()
+        pid, node = pool.again(0, start)
+        assert pid and node == room == pool.node_of(0)
+        pool.release()
+        with pytest.raises(WorkerDied, match="was given back"):
+            pool.again(0, start)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kill", "words"),
+    [
+        (
+            "kill_raylet",
+            r"the Ray daemon of the driver's node \(.*; head {address}\) was lost in gen: its process ended",
+        ),
+        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 30 s"),
+    ],
+)
+def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tmp_path, kill, words) -> None:
+    """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
+    tiny, out, address = TinyRun(tmp_path / "tiny"), tmp_path / "out", cluster.address
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.6)
+    with started(tiny, out, address, *ALONE, "trainer.total_training_steps=9", **slow) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        getattr(cluster.head_node, kill)(check_alive=False)
+        assert run.wait(LIMIT_S) == 1
+    last = last_word(out)
+    assert re.search(words.format(address=re.escape(address)), last), log_of(out)[-3000:]
+    assert "the same command goes on from the newest checkpoint" in last
+    assert events(out, "worker_died")[0]["error"] in last
