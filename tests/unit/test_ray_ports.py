@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -85,3 +86,85 @@ def test_so_are_all_ports_of_a_run_of_two_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, (tmp_path / "log").read_text()[-3000:]
     assert any("TrainHost" in name for name, _ in seen) and any("SamplerHost" in name for name, _ in seen)
     assert not outside(sorted(seen))
+
+
+OPTIONS = textwrap.dedent(
+    """
+    import json, sys
+    from verl.config import load
+    from verl.controller.ray.cluster import Cluster, worker_environment
+    cluster = Cluster(load(sys.argv[1:]), "cpu")
+    import ray
+    @ray.remote(num_cpus=0)
+    def work_of_a_test():
+        return 1
+    ray.get(work_of_a_test.remote())
+    found = [ray.cluster_resources(), ray._private.worker._global_node.get_session_dir_path()]
+    import time
+    time.sleep(2)  # Ray reports what was done once a second
+    cluster.close()
+    print(json.dumps(found))
+    """
+)
+
+
+@pytest.mark.slow
+def test_options_of_ray_init_and_the_timeline_have_their_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # A socket's path has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
+        options = {"num_cpus": 3, "object_store_memory": 100 << 20, "_temp_dir": short}
+        words = [f"+ray_kwargs.ray_init.{name}={value}" for name, value in options.items()]
+        words.append(f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")
+        done = subprocess.run(
+            [sys.executable, "-c", OPTIONS, *words], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        resources, session = json.loads(done.stdout.splitlines()[-1])
+        assert resources["CPU"] == 3 and resources["object_store_memory"] == 100 << 20
+        assert Path(session).is_relative_to(short) and Path(session).is_dir()
+    timeline = json.loads((tmp_path / "timeline.json").read_text())
+    assert any("work_of_a_test" in str(entry["name"]) for entry in timeline)
+
+
+def test_an_option_that_ray_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.config import load
+    from verl.controller.ray.cluster import Cluster
+    from verl.errors import UserError
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=r"ray\.init refused .*\(port=6379\): .*port"):
+        Cluster(load(["+ray_kwargs.ray_init.port=6379"]), "cpu")
+
+
+@pytest.mark.slow
+def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits for the first one for ten minutes; the user does not."""
+    import socket
+
+    import ray
+
+    from tests.ray_cluster import cluster_of
+    from verl.config import load
+    from verl.controller.ray.hosts import TrainActor
+    from verl.controller.ray.workers import Group, Worker
+    from verl.errors import UserError
+
+    plain = json.loads(json.dumps(load(["trainer.device=cpu"]).to_dict(), default=str))
+    with cluster_of(1) as cluster, socket.create_server(("127.0.0.1", 0)) as taken:
+        ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
+        try:
+            handles = [TrainActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
+            group = Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
+            group.call("facts")
+            port, before = taken.getsockname()[1], time.monotonic()
+            with pytest.raises(UserError, match=rf"rank 0 of 2 cannot meet .* 127\.0\.0\.1:{port}: .*in use"):
+                group.call("join", "127.0.0.1", port, doing="joining the training ranks")
+            assert time.monotonic() - before < 60
+            group.kill()
+        finally:
+            ray.shutdown()
