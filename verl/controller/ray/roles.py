@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from verl.controller.ray.cluster import LOOPBACK, Cluster
 from verl.controller.ray.hosts import SamplerActor, TrainActor
-from verl.controller.ray.nodes import Agents
+from verl.controller.ray.nodes import Agents, packages_of, room_of
 from verl.controller.ray.placement import Pool
 from verl.controller.ray.profiling import for_workers, under_nsys, worker_profiler
 from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
 from verl.controller.ray.watch import Watch
-from verl.controller.ray.workers import Group, Worker, WorkerDied
+from verl.controller.ray.workers import Group, Worker, WorkerDied, kill
 from verl.controller.roles import Roles
 from verl.platform import stacks
 from verl.tracking.report import SILENT, Report
@@ -126,7 +126,18 @@ class _Builder:
         saves = self.config.trainer.save_freq > 0
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
         files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
-        self.agents.check(self.plain["actor_rollout_ref"]["model"]["path"], folder, files)
+        arr = self.plain["actor_rollout_ref"]
+        other = arr["ref"]["model"].get("path")
+        unsaid = self.agents.check(
+            arr["model"]["path"],
+            folder,
+            files,
+            others=[other] if other else [],
+            packages=packages_of(self.config),
+            room=room_of(self.config),
+        )
+        for text in unsaid:
+            self.report.notice(text)
 
     def _record(self, group: Group, hosts: list[Host]) -> None:
         """Which process is which, for whoever looks at a machine or a record afterwards."""
@@ -203,14 +214,13 @@ class _Builder:
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""
-        import ray
 
         if self.watch is not None:
             self.watch.stop()
         if self.agents is not None:
             self.agents.release()
         for worker in self.workers:
-            ray.kill(worker.handle)
+            kill(worker.handle)
         for pool in self.pools:
             pool.release()
         self.cluster.close()
@@ -236,10 +246,13 @@ class _Starter:
         return worker
 
     def __call__(self) -> tuple[Worker, str, dict[str, Any]]:
+        (worker, facts), node = self.pool.again(self.bundle, self._started)
+        return worker, node, facts
+
+    def _started(self) -> tuple[Worker, dict[str, Any]]:
         worker = self.create()
         group = Group([worker])
-        facts = group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
-        return worker, self.pool.node_of(self.bundle), facts
+        return worker, group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
 
 
 def device_kind(config: Config) -> str:

@@ -22,7 +22,7 @@ import ray
 from ray import exceptions as faults
 
 from verl.controller import wire
-from verl.controller.ray.workers import Worker, is_dead, reason, store_full
+from verl.controller.ray.workers import Worker, is_dead, kill, reason, store_full, within
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.platform.processes import Identity
@@ -80,7 +80,7 @@ class Host:
 
     def replace(self) -> None:
         """A fresh worker; the old one, which may be out of reach and alive, is ended first. Blocking."""
-        ray.kill(self.worker.handle)
+        kill(self.worker.handle)
         self.worker, self.node, facts = self.start()
         self.started(facts)
 
@@ -353,9 +353,9 @@ class SamplerPool(RolloutEngine):
                 host.poll.get_loop().call_soon_threadsafe(host.poll.cancel)
         # What an engine has outside of its process goes with `close`.
         closing = [host.worker.handle.close.remote() for host in self.hosts]
-        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        within(lambda: ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S), _CLOSE_S)
         for host in self.hosts:
-            ray.kill(host.worker.handle)
+            kill(host.worker.handle)
 
 
 def dead_among(calls: Mapping[Host, Any], timeout: float) -> list[tuple[Host, str]]:
