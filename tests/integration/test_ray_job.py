@@ -1,0 +1,141 @@
+"""`ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir .`: the code travels, and the run finishes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+from tests.ray_cluster import cluster_of
+from tests.runs import TinyRun, environment, records
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ROOT = Path(__file__).parents[2]
+WITNESS = """
+import os
+from pathlib import Path
+import verl
+Path(os.environ["VERL_WITNESS"], str(os.getpid())).write_text(verl.__file__)
+"""
+# What the job server does with a submitted job, without the server, which needs ray[default].
+MANAGER = textwrap.dedent(
+    """
+    import asyncio, json, sys, yaml, ray
+    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+    from ray._raylet import GcsClient
+    from ray.dashboard.modules.job.job_manager import JobManager
+
+    async def main(address, command, logs):
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        env = yaml.safe_load(open("verl/trainer/runtime_env.yaml")) | {"working_dir": "."}
+        env = upload_working_dir_if_needed(env, include_gitignore=True, scratch_dir=logs)
+        manager = JobManager(GcsClient(address=address), logs)
+        job = await manager.submit_job(entrypoint=command, runtime_env=env)
+        while not (await manager.get_job_status(job)).is_terminal():
+            await asyncio.sleep(0.5)
+        print((await manager.get_job_info(job)).message)
+        return (await manager.get_job_status(job)) != "SUCCEEDED"
+
+    sys.exit(asyncio.run(main(*sys.argv[1:])))
+    """
+)
+
+
+def parts(module: str) -> None:
+    """Skip where Ray was installed without what the module needs."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        pytest.skip(f"ray[default] is not installed: {error}")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with the code, as a user has it, and a plug-in that is nowhere else."""
+    folder = tmp_path / "source"
+    shutil.copytree(ROOT / "verl", folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "witness.py").write_text(WITNESS)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/large").write_bytes(bytes(1 << 20))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["job manager", "ray job submit"])
+def test_a_submitted_job_trains_with_the_code_it_brought(
+    tmp_path: Path, source: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts(
+        "ray.dashboard.optional_deps" if way == "ray job submit" else "ray.dashboard.modules.job.job_manager"
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    tiny, out, seen = TinyRun(tmp_path / "tiny"), tmp_path / "out", tmp_path / "seen"
+    seen.mkdir()
+    words = tiny.overrides(
+        out,
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+    )
+    variables = f"OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VERL_USE_EXTERNAL_MODULES=witness VERL_WITNESS={seen}"
+    job = ["python3", "-m", "verl.trainer.main_ppo", *words]
+    port = free_port()
+    head = {"include_dashboard": True, "dashboard_port": port} if way == "ray job submit" else {}
+    with cluster_of(2, head=head) as cluster:
+        if way == "ray job submit":
+            options = [
+                "--address",
+                f"http://127.0.0.1:{port}",
+                "--runtime-env",
+                "verl/trainer/runtime_env.yaml",
+            ]
+            line = [
+                "ray",
+                "job",
+                "submit",
+                *options,
+                "--working-dir",
+                ".",
+                "--",
+                "env",
+                *variables.split(),
+                *job,
+            ]
+        else:
+            line = [
+                sys.executable,
+                "-c",
+                MANAGER,
+                cluster.address,
+                f"{variables} {shlex.join(job)}",
+                str(tmp_path),
+            ]
+        done = subprocess.run(
+            line, cwd=source, env=environment(), capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert sorted(records(out))[-1] == 2 and (out / "global_step_2").is_dir()
+    used = {Path(file.read_text()) for file in seen.iterdir()}
+    assert len(list(seen.iterdir())) == 5, "the driver, two ranks and two samplers"
+    for file in used:
+        assert "working_dir_files" in file.parts, f"{file} is not what was sent along"
+        assert not (file.parents[1] / "checkpoints").exists(), "runs and models stay at home"
+    names = {
+        w["name"]
+        for e in map(json.loads, (out / "events.jsonl").open())
+        if e["event"] == "workers"
+        for w in e["workers"]
+    }
+    assert len(names) == 4
