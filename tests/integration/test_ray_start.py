@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,23 +16,34 @@ import psutil
 import pytest
 
 from tests.ranks import free_port
+from tests.runs import TinyRun, main_ppo, records
 
 pytest.importorskip("ray")
 SCRIPT = Path(__file__).parents[2] / "examples/ray_start.sh"
 MARK = "VERL_TEST_RAY_START"
+SHORT = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=1",
+    "trainer.test_freq=-1",
+)
 
 
-def start(
-    home: Path, mark: str, *, path: str | None = None, **settings: str
-) -> subprocess.CompletedProcess[str]:
+def begin(home: Path, mark: str, **settings: str) -> subprocess.Popen[str]:
     """The script with nothing set but these; Ray's command is the one beside this Python."""
     own = Path(sys.executable).parent
     dropped = ("RAY_", "MASTER_", "NNODES", "GPUS_", "NPUS_", "SOCKET_", "NODE_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-    env |= {"PATH": path or f"{own}{os.pathsep}{env['PATH']}", "HOME": str(home), MARK: mark, **settings}
-    return subprocess.run(
-        [shutil.which("bash") or "bash", str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300
-    )
+    env |= {"PATH": f"{own}{os.pathsep}{env['PATH']}", "HOME": str(home), MARK: mark, **settings}
+    command = [shutil.which("bash") or "bash", str(SCRIPT)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start(home: Path, mark: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """`begin`, to its end."""
+    run = begin(home, mark, **settings)
+    out, err = run.communicate(timeout=300)
+    return subprocess.CompletedProcess(run.args, run.returncode, out, err)
 
 
 def marked(environment: Mapping[str, str], mark: str) -> bool:
@@ -73,3 +86,39 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
     assert token.is_file() and not token.stat().st_mode & 0o077, "the token is its owner's alone"
     again = start(tmp_path, mark, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert again.returncode == 2 and f"port {port} of 127.0.0.1 is taken" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str) -> None:
+    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines."""
+    home, other, out = tmp_path / "home", tmp_path / "other", tmp_path / "out"
+    home.mkdir()
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NNODES": "2",
+        "WAIT_SECONDS": "120",
+    }
+    head = begin(home, mark, **common)
+    nobody = start(other, mark, **common, NODE_ADDR="127.0.0.2")
+    assert nobody.returncode == 2 and "no token here: copy ~/.ray/auth_token" in nobody.stderr, nobody.stderr
+    token, end = home / ".ray/auth_token", time.monotonic() + 60
+    while not (token.is_file() and token.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.1)
+    (other / ".ray").mkdir(parents=True)
+    shutil.copy(token, other / ".ray/auth_token")
+    worker = start(other, mark, **common, NODE_ADDR="127.0.0.2")
+    assert worker.returncode == 0, worker.stdout + worker.stderr
+    said, problem = head.communicate(timeout=200)
+    assert head.returncode == 0 and "2 of 2 nodes are here" in said, said + problem
+    address = f"127.0.0.1:{common['MASTER_PORT']}"
+    words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
+    refused = main_ppo(words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2 and "asks for its token" in refused.stderr, refused.stderr[-2000:]
+    done = main_ppo(words, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    workers = next(e["workers"] for e in events if e["event"] == "workers")
+    nodes = {w["node"] for w in workers if "training" in w["name"]}
+    assert len(nodes) == 2 and "127.0.0.2" in nodes, workers
+    assert max(records(out)) == 1

@@ -155,6 +155,18 @@ def test_what_differs_is_named_with_what_to_do(
     assert status == (1 if level == BAD else 0) and finding.name in sentence
 
 
+def test_shared_memory_that_is_too_small_for_the_weights_stops_a_run() -> None:
+    found = two(shm={"free": 3 * GIB, "total": 32 * GIB})
+    assert {f.level for f in judged(found, room=3 * GIB)} == {OK}
+    finding = worst(found, room=4 * GIB)
+    assert (
+        finding.level == BAD
+        and finding.name == "10.0.0.2"
+        and "a transfer of weights takes 4.0 GiB" in finding.found
+    )
+    assert "--shm-size" in finding.todo and "update_weights_bucket_megabytes" in finding.todo
+
+
 def test_a_clock_that_cannot_be_measured_so_well_is_not_blamed() -> None:
     assert not [f for f in judged(two(clock=3.0, clock_error=2.5)) if f.level != OK]
 

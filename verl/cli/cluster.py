@@ -30,6 +30,7 @@ def examine(
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
+    from verl.controller.ray.nodes import room_of
     from verl.controller.ray.survey import survey
 
     config = load(overrides)
@@ -47,19 +48,20 @@ def examine(
         say=say,
     )
     per_node = config.trainer.n_gpus_per_node if "trainer.n_gpus_per_node" in given else None
-    return list(judge(found, collect(model=model), nodes=asked, per_node=per_node))
+    return list(judge(found, collect(model=model), nodes=asked, per_node=per_node, room=room_of(config, model)))
 
 
 def judge(
-    found: Any, driver: dict[str, Any], *, nodes: int = 1, per_node: int | None = None
+    found: Any, driver: dict[str, Any], *, nodes: int = 1, per_node: int | None = None, room: int = 0
 ) -> Iterator[Finding]:
-    """What a survey means. `driver`: the facts of this process; `nodes`, `per_node`: what the run asks for."""
+    """What a survey means. `driver`: the facts of this process; `nodes`, `per_node`: what the run asks for; `room`:
+    bytes of shared memory that a transfer of its weights takes."""
     alive = [n for n in found.nodes if "problem" not in n]
     yield from _nodes(found, nodes, per_node)
     if alive:
         yield from _versions(alive, driver)
         yield from _limits(alive)
-        yield from _room(alive)
+        yield from _room(alive, room)
         yield from _model(alive)
         yield from _clock(alive)
         yield from _reach(found, alive)
@@ -205,7 +207,7 @@ def _limits(nodes: Nodes) -> Iterator[Finding]:
             yield Finding("limits", node["name"], text)
 
 
-def _room(nodes: Nodes) -> Iterator[Finding]:
+def _room(nodes: Nodes, room: int) -> Iterator[Finding]:
     """Disks, shared memory, memory."""
     for node in nodes:
         for what, disk in node["disks"].items():
@@ -217,7 +219,7 @@ def _room(nodes: Nodes) -> Iterator[Finding]:
                 yield Finding("room", node["name"], text, WARN, todo)
             else:
                 yield Finding("room", node["name"], text)
-        yield _shared(node)
+        yield _shared(node, room)
         available = node["memory_available"]
         if available is not None and node["memory"]:
             few = available < node["memory"] * 0.1
@@ -226,14 +228,22 @@ def _room(nodes: Nodes) -> Iterator[Finding]:
             yield Finding("room", node["name"], text, WARN if few else OK, todo)
 
 
-def _shared(node: dict[str, Any]) -> Finding:
+def _shared(node: dict[str, Any], room: int) -> Finding:
     shm, store = node["shm"], node["object_store"]
     if shm is None:
         return Finding("room", node["name"], "no /dev/shm: weights and batches go through the disk", WARN)
     text = f"/dev/shm: {_gib(shm['free'])} free of {_gib(shm['total'])}"
     text += f", Ray's object store {_gib(store)}" if store else ""
+    todo = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
+    if shm["free"] < room:
+        key = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+        return _bad(
+            "room",
+            node["name"],
+            f"{text}; a transfer of weights takes {_gib(room)}",
+            f"{todo}, or lower {key}",
+        )
     if shm["total"] < 256 << 20 or (store and store > shm["total"]):
-        todo = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
         return Finding("room", node["name"], text, WARN, todo)
     return Finding("room", node["name"], text)
 

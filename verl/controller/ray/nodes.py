@@ -65,16 +65,16 @@ def packages_of(config: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def room_of(config: Any) -> int:
+def room_of(config: Any, model: str | None = None) -> int:
     """Bytes of shared memory without which a transfer of weights fails on a node that samples.
 
     Two buckets, or a model of two bytes a weight if that is less; 0 where that is not known, and with LoRA, whose
-    adapters are small. Never too much: a transfer that needs more says so itself.
+    adapters are small. Never too much: a transfer that needs more says so itself. `model`: another than the run's.
     """
     arr = config.actor_rollout_ref
     if arr.model.lora_rank > 0 or arr.model.lora_adapter_path:
         return 0
-    weights = int(node_facts.model_files(arr.model.path).get("bytes", 0))
+    weights = int(node_facts.model_files(model or arr.model.path).get("bytes", 0))
     return int(min(2 * (arr.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20), weights // 2))
 
 
