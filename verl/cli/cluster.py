@@ -48,7 +48,9 @@ def examine(
         say=say,
     )
     per_node = config.trainer.n_gpus_per_node if "trainer.n_gpus_per_node" in given else None
-    return list(judge(found, collect(model=model), nodes=asked, per_node=per_node, room=room_of(config, model)))
+    return list(
+        judge(found, collect(model=model), nodes=asked, per_node=per_node, room=room_of(config, model))
+    )
 
 
 def judge(
