@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.chaos import ray_plans
-from tests.chaos.ray_runs import LIMIT_S, events, last_word, log_of, started, steps_logged, until
-from tests.ray_cluster import cluster_of
-from tests.runs import TinyRun
+from tests.chaos.ray_runs import (
+    LIMIT_S,
+    answers,
+    events,
+    last_word,
+    log_of,
+    pid_of,
+    started,
+    steps_logged,
+    until,
+)
+from tests.ray_cluster import STORE, cluster_of
+from tests.runs import TinyRun, records
 from verl.config import load
 
 ray = pytest.importorskip("ray")
@@ -65,6 +77,25 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
             pool.again(0, start)
     finally:
         ray.shutdown()
+
+
+def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tmp_path) -> None:
+    tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "out"
+    own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.3)
+    with started(tiny, out, cluster.address, *ALONE, *own, **slow) as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        time.sleep(1.0)  # 12 tokens take 4 s: step 2 is being sampled
+        raylet = psutil.Process(pid_of(out, "sampler 0")).ppid()
+        node = next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == raylet)
+        cluster.remove_node(node, allow_graceful=False)
+        assert run.wait(200) == 0, log_of(out)[-3000:]
+    died, again = events(out, "sampler_died"), events(out, "sampler_restarted")
+    assert len(died) == len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"] == 12
+    rows = answers(out, 2)
+    assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
+    assert records(out)[2]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
 
 
 @pytest.mark.parametrize(

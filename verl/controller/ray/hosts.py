@@ -8,12 +8,19 @@ from typing import Any
 
 import ray
 
+from verl.platform.limits import raise_open_files
 from verl.worker.sampler_host import SamplerHost
 from verl.worker.train_host import TrainHost
+
+OPEN_FILES = 65536
 
 
 class RayTrainHost(TrainHost):
     """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world: int):
+        raise_open_files(OPEN_FILES)
+        super().__init__(config, rank, world)
 
     def cost(self) -> dict[str, Any] | None:
         """`TrainingEngine.cost` as plain data."""
@@ -31,5 +38,13 @@ class RayTrainHost(TrainHost):
         threading.Event().wait()
 
 
+class RaySamplerHost(SamplerHost):
+    """A sampler that may open as many files as its node allows."""
+
+    def __init__(self, config: dict[str, Any], number: int):
+        raise_open_files(OPEN_FILES)
+        super().__init__(config, number)
+
+
 TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainHost)
-SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(SamplerHost)
+SamplerActor = ray.remote(max_restarts=0, max_concurrency=64)(RaySamplerHost)

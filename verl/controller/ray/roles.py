@@ -127,7 +127,7 @@ class _Builder:
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
         files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         arr = self.plain["actor_rollout_ref"]
-        other = arr["ref"]["model"].get("path")
+        other = arr["ref"]["model"].get("path") if wants_reference(self.config) else None
         unsaid = self.agents.check(
             arr["model"]["path"],
             folder,
