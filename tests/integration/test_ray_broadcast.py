@@ -23,9 +23,9 @@ def test_samplers_on_nodes_that_do_not_train(tmp_path: Path, monkeypatch: pytest
 
     tiny, relays, seen = TinyRun(tmp_path / "run"), ChannelSync._relays, []
 
-    def watched(self: ChannelSync, far: list[str], *rest: Any) -> list[Any]:
-        refs = relays(self, far, *rest)
-        seen.append((len(far), len(set(self._nodes)), rest[-1][0][-1]["timeout"]))
+    def watched(self: ChannelSync, routes: Any, *rest: Any) -> list[Any]:
+        refs = relays(self, routes, *rest)
+        seen.append((len(routes.relayed), len(set(self._nodes)), rest[-1][0][-1]["timeout"]))
         return refs
 
     monkeypatch.setattr(ChannelSync, "_relays", watched)
