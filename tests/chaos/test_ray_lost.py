@@ -107,6 +107,7 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tmp_path) 
         ),
         ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 30 s"),
     ],
+    ids=["daemon", "head"],
 )
 def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tmp_path, kill, words) -> None:
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
