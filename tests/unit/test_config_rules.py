@@ -790,3 +790,14 @@ def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
 def test_profilers_of_other_devices_are_what_the_machine_lacks(base, tool, words):
     found = problems(*base, f"global_profiler.tool={tool}", "global_profiler.steps=[2]")
     only(found, "machine", words, "set it to torch")
+
+
+def test_a_run_folder_inside_a_submitted_jobs_copy_is_said_to_be_lost(base, tmp_path, monkeypatch):
+    copy = tmp_path / "session_x/runtime_resources/working_dir_files/_ray_pkg_1"
+    copy.mkdir(parents=True)
+    assert "temporary copy" not in notices(*base)
+    monkeypatch.chdir(copy)
+    assert "trainer.default_local_dir=runs/a is inside Ray's temporary copy" in notices(
+        *base, "trainer.default_local_dir=runs/a"
+    )
+    assert "temporary copy" not in notices(*base, f"trainer.default_local_dir={tmp_path}/runs")

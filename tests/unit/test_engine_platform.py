@@ -162,3 +162,24 @@ def test_full_determinism_is_asked_for_and_a_step_goes_through(tmp_path, usual_k
         assert result.refused == ""
         kept.append(engine.log_probs(rows, temperature=1.0).log_probs)
     np.testing.assert_allclose(kept[0], kept[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_reserved_port_is_nobody_elses_until_it_is_listened_on():
+    import socket
+
+    from verl.platform.network import listen, reserve
+
+    port = reserve("127.0.0.1")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    early = socket.create_connection(("127.0.0.1", port), timeout=5)
+    with socket.socket(fileno=listen("127.0.0.1", port)) as server:
+        server.settimeout(5)
+        accepted, address = server.accept()
+        assert address == early.getsockname(), "who comes before the owner listens is not lost"
+    for one in (accepted, early):
+        one.close()
+    with socket.socket(fileno=listen("127.0.0.1", port)):
+        pass  # free again, and no longer reserved

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
+
+_reserved: dict[tuple[str, int], int] = {}
+
+
+def reserve(address: str) -> int:
+    """A port of this address that nobody else can take until `listen` is called with it."""
+    server = listen(address, 0)
+    with socket.socket(fileno=os.dup(server)) as looked_at:
+        port = int(looked_at.getsockname()[1])
+    _reserved[address, port] = server
+    return port
 
 
 def listen(address: str, port: int) -> int:
     """File descriptor of a socket that listens on this address alone; whoever gets it closes it. Port 0: any free."""
+    if (address, port) in _reserved:
+        return _reserved.pop((address, port))
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     server = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -7,7 +7,6 @@ values, see `verl.controller.transport`. Knows nothing of how it is called from 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,10 +41,10 @@ class TrainHost(Profiled):
         stacks.register()
 
     def free_port(self, address: str) -> int:
-        """A port nobody listens on at this address of this machine, for rank 0 to meet the others at."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+        """A port at this address of this machine, kept free for rank 0 to meet the others at."""
+        from verl.platform.network import reserve
+
+        return reserve(address)
 
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks. UserError if they do not come."""

@@ -52,6 +52,17 @@ def _devices(c: Check) -> None:
     if (c.world > 1 or c.rollout.nnodes > 0 or cluster) and importlib.util.find_spec("ray") is None:
         c.lacks(_sizes(c), "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
     _open_files(c)
+    _run_folder(c)
+
+
+def _run_folder(c: Check) -> None:
+    """A submitted job works in a copy of its directory that Ray makes and removes."""
+    folder, here = Path(c.trainer.default_local_dir).expanduser(), Path.cwd()
+    if not folder.is_absolute() and "working_dir_files" in here.parts:
+        c.notice(
+            f"trainer.default_local_dir={folder} is inside Ray's temporary copy of the job's directory and is lost with it: give "
+            "an absolute path on a disk that stays"
+        )
 
 
 def _processes(c: Check, kind: str, here: int) -> None:
