@@ -49,6 +49,19 @@ MANAGER = textwrap.dedent(
     sys.exit(asyncio.run(main(*sys.argv[1:])))
     """
 )
+# The simulated nodes share one folder of Ray's, and a node that unpacks a package there removes what another one unpacked,
+# with a driver in it: so every node has it before the job comes.
+UNPACK = textwrap.dedent(
+    """
+    import sys, yaml, ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    env = yaml.safe_load(open("verl/trainer/runtime_env.yaml")) | {"working_dir": "."}
+    ray.init(address=sys.argv[1], runtime_env=env, logging_level="ERROR", log_to_driver=False)
+    for node in ray.nodes():
+        ray.get(ray.remote(lambda: 0).options(scheduling_strategy=On(node["NodeID"], soft=False)).remote())
+    """
+)
 
 
 def parts(module: str) -> None:
@@ -94,6 +107,8 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
     port = free_port()
     head = {"include_dashboard": True, "dashboard_port": port} if way == "ray job submit" else {}
     with cluster_of(2, head=head) as cluster:
+        unpack = [sys.executable, "-c", UNPACK, cluster.address]
+        subprocess.run(unpack, cwd=source, env=environment(), check=True, timeout=120)
         if way == "ray job submit":
             options = [
                 "--address",

@@ -120,7 +120,10 @@ def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:
     assert nodes.room_of(load(words)) == size // 2
     assert nodes.room_of(load([*words, "actor_rollout_ref.model.lora_rank=4"])) == 0
     monkeypatch.setattr(nodes.node_facts, "model_files", lambda path: {"bytes": 16 << 30})
-    assert nodes.room_of(load([*words, f"{bucket}=1024"])) == 2 << 30
+    apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    assert nodes.room_of(load([*words, f"{bucket}=1024"])) == 32 << 20
+    assert nodes.room_of(load([*words, f"{bucket}=8"])) == 16 << 20
+    assert nodes.room_of(load([*words, *apart, f"{bucket}=1024"])) == 2 << 30
     monkeypatch.setattr(nodes.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
     text = nodes.facts(Wanted((), room=2 << 30))["shared memory"]
     assert "/dev/shm has 64 MiB free, a transfer of weights takes 2048 MiB" in text

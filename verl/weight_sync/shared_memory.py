@@ -23,13 +23,18 @@ from verl.weight_sync.segment import DONE, FAILED, RUNNING, Segment, path_of, sw
 TIMEOUT = 300.0
 """Seconds without any progress after which a side gives up."""
 
+HOST_BUCKET = 16 << 20
+"""Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
+buckets of 64 MiB and more measured a third slower, and two of them fit into a container's smallest /dev/shm."""
+
 _EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
 
 
 class BucketSender:
     """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
 
-    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket; two are in memory.
+    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket (in host memory at most HOST_BUCKET); two
+        are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
     timeout: seconds without progress after which `send` gives up.
     expected: the processes that are to come, by reader number: one that dies before it comes is not waited for.
@@ -53,7 +58,9 @@ class BucketSender:
         path_of(channel)
         self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
         self._device, self._expected = device, expected
-        self._bucket_bytes = buckets.bucket_size(bucket_bytes)
+        self._bucket_bytes = buckets.bucket_size(
+            bucket_bytes if device is not None else min(bucket_bytes, HOST_BUCKET)
+        )
         sweep()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:

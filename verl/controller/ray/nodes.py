@@ -26,6 +26,7 @@ from verl.controller.ray.cluster import Node, worker_environment
 from verl.controller.ray.workers import Worker, kill, reason
 from verl.errors import UserError
 from verl.platform import limits, stacks
+from verl.weight_sync.shared_memory import HOST_BUCKET
 
 _PACKAGES = ("verl", "torch", "transformers", "ray")
 _FILES, _ROOM, _ENOUGH = "open files (ulimit -n)", "shared memory", "enough"
@@ -74,8 +75,11 @@ def room_of(config: Any, model: str | None = None) -> int:
     arr = config.actor_rollout_ref
     if arr.model.lora_rank > 0 or arr.model.lora_adapter_path:
         return 0
+    bucket = int(arr.rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
+    if not arr.rollout.nnodes:  # no broadcast, whose buckets are as large as asked for
+        bucket = min(bucket, HOST_BUCKET)
     weights = int(node_facts.model_files(model or arr.model.path).get("bytes", 0))
-    return int(min(2 * (arr.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20), weights // 2))
+    return min(2 * bucket, weights // 2)
 
 
 def facts(wanted: Wanted) -> dict[str, str]:

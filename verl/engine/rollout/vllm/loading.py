@@ -88,12 +88,15 @@ class Loading:
     def _sink(self, channel: str, version: int, device: torch.device | None) -> SharedMemorySink:
         from verl.weight_sync.buckets import bucket_size
         from verl.weight_sync.device_handles import HandleSink
-        from verl.weight_sync.shared_memory import SharedMemorySink
+        from verl.weight_sync.shared_memory import HOST_BUCKET, SharedMemorySink
 
-        where = (channel, len(self.devices), bucket_size(self._bucket_bytes), version)
+        readers, wanted = len(self.devices), self._bucket_bytes
         if device is None:
-            return SharedMemorySink(*where, timeout=_LOAD_TIMEOUT)
-        return HandleSink(*where, timeout=_LOAD_TIMEOUT, device=device)
+            size = bucket_size(min(wanted, HOST_BUCKET))
+            return SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT)
+        return HandleSink(
+            channel, readers, bucket_size(wanted), version, timeout=_LOAD_TIMEOUT, device=device
+        )
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
