@@ -64,6 +64,22 @@ def test_what_goes_in_comes_out(
         assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("refused", [False, True])
+def test_large_tensors_are_put_together_in_memory_of_their_own(
+    dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if refused:  # a kernel without huge pages answers EINVAL
+        monkeypatch.setattr(buckets.mmap, "MADV_HUGEPAGE", -1)
+    given_ = [("a", make((129, 32768), dtype, 1)), ("b", make((128, 32769), dtype, 2))]
+    sink = Kept(1 << 20)
+    buckets.pack(given_, sink)
+    got = dict(buckets.unpack(sink.kept))  # kept past the next one: they are no views of a bucket
+    for name, tensor in given_:
+        assert got[name].dtype == dtype and got[name].shape == tensor.shape
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
 def test_tensors_that_fit_an_empty_bucket_are_not_cut() -> None:
     sink = Kept(1024)
     buckets.pack([("a", torch.ones(200)), ("b", torch.ones(200)), ("c", torch.ones(10))], sink)

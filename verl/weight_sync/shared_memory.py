@@ -25,7 +25,7 @@ TIMEOUT = 300.0
 
 HOST_BUCKET = 16 << 20
 """Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
-buckets of 64 MiB and more measured a third slower, and two of them fit into a container's smallest /dev/shm."""
+buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
 
 _EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
 
