@@ -68,6 +68,26 @@ TrainHost.update, TrainHost.save_optimizer, execute.update = update, save, one
 """
 
 
+DYING_VLLM = """
+import os, signal
+from pathlib import Path
+from verl.engine.rollout.vllm_engine import VLLMEngine
+
+_generate, calls, mark = VLLMEngine.generate, [0], Path("{mark}")
+
+async def generate(self, *args, **kwargs):
+    calls[0] += 1
+    if calls[0] == {call} and not mark.exists():
+        mark.touch()
+        for pid, _ in self._processes:
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+    return await _generate(self, *args, **kwargs)
+
+VLLMEngine.generate = generate
+"""
+
+
 def plan(folder: Path, name: str, text: str, **values: object) -> dict[str, str]:
     """Write the module; returns the environment that makes a run import it."""
     folder.mkdir(exist_ok=True)
