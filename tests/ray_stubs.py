@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from verl.controller import transport, wire
-from verl.engine.rollout.base import Completion
+from verl.engine.rollout.base import Completion, EngineDead
 from verl.errors import UserError
 from verl.trajectory import Trajectory
 
@@ -61,6 +61,7 @@ class Sampler:
         self.delay, self.grave = delay, grave
         self.done: list[wire.Answer] = []
         self.open: dict[str, Any] = {}
+        self.dead = False
 
     async def pid(self) -> int:
         return os.getpid()
@@ -77,6 +78,10 @@ class Sampler:
             if self.grave != "always":
                 open(self.grave, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
+        if "engine" in ask.sampling.stop and not os.path.exists(self.grave):
+            open(self.grave, "w").close()
+            self.dead = True
+            return
         if "bad" in ask.sampling.stop:
             self.done.append(wire.Answer(ask.id, error=("ValueError", "too long")))
             return
@@ -87,7 +92,9 @@ class Sampler:
 
     async def results(self, timeout: float) -> Any:
         end = time.monotonic() + timeout
-        while not self.done and time.monotonic() < end:
+        if self.dead:
+            raise EngineDead("its engine died (Core: killed)")
+        while not self.done and not self.dead and time.monotonic() < end:
             await asyncio.sleep(0.01)
         done, self.done = self.done, []
         return wire.encode_answers(done)
@@ -102,6 +109,9 @@ class Sampler:
         if self.grave != "always":
             with open(f"{self.grave}.closed", "a") as file:
                 file.write(f"{os.getpid()}\n")
+
+    async def sleep(self) -> None:
+        pass
 
     async def stats(self) -> dict[str, float]:
         return {"tokens": 2.0, "busy_s": float(self.delay)}

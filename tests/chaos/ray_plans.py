@@ -68,6 +68,35 @@ TrainHost.update, TrainHost.save_optimizer, execute.update = update, save, one
 """
 
 
+SLOW_RESTART = """
+import asyncio, os, signal, time
+from pathlib import Path
+from verl.worker.sampler_host import SamplerHost
+from verl.worker.train_host import TrainHost
+
+_start, _update = SamplerHost.start, TrainHost.update
+updating, killed, again = Path("{marks}/updating"), Path("{marks}/killed"), Path("{marks}/again")
+
+async def start(self):
+    if killed.exists():
+        if not again.exists():
+            again.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep({seconds})
+    return await _start(self)
+
+def update(self, *args):
+    if getattr(self, "calls", 0) == 1:
+        updating.touch()
+        while not killed.exists():
+            time.sleep(0.05)
+        time.sleep(2)
+    self.calls = getattr(self, "calls", 0) + 1
+    return _update(self, *args)
+
+SamplerHost.start, TrainHost.update = start, update
+"""
+
 DYING_VLLM = """
 import os, signal
 from pathlib import Path

@@ -21,6 +21,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
+from verl.controller.ray.workers import NoRoom, WorkerDied  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -164,7 +165,12 @@ def pool(cluster, tmp_path):
 
         members = [Host(i, lambda i=i: (start(i), "node", FACTS), start(i), "node") for i in range(hosts)]
         one = SamplerPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
-        one.refill = lambda host: seen.append(("refill", host.number))
+
+        def refill(host: Host) -> None:
+            seen.append(("refill", host.number))
+            host.reviving = False
+
+        one.refill = refill
         made.append(one)
         return one, seen
 
@@ -220,6 +226,124 @@ def test_a_host_that_dies_again_and_again_ends_the_run_by_name(pool) -> None:
     ) as caught:
         asyncio.run(run())
     assert caught.value.ends_the_run
+
+
+def test_a_dead_engine_in_a_living_host_is_a_dead_host(pool) -> None:
+    one, seen = pool()
+
+    async def run() -> list[Completion]:
+        return await asyncio.gather(ask(one, "a", None, "engine"), *(ask(one, name) for name in "bcd"))
+
+    assert len(asyncio.run(run())) == 4
+    assert [kind for kind, _ in seen] == ["sampler_died", "refill", "sampler_restarted"]
+    assert seen[0][1]["reason"] == "its engine died (Core: killed)"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_fresh_host_may_die_before_it_samples(pool, ends: bool) -> None:
+    """Once in its start, once (or for good) while it loads weights: these are deaths as any other."""
+    one, seen = pool(hosts=1)
+    host, starts, loads = one.hosts[0], [], []
+    start, refill = host.start, one.refill
+
+    def dying() -> Any:
+        starts.append(0)
+        if len(starts) == 1:
+            raise WorkerDied("sampler 0 died. The run ends", "sampler 0 died in starting a sampler again")
+        return start()
+
+    def loading(one_host: Any) -> str | None:
+        loads.append(0)
+        return "no value came for q_proj" if ends or len(loads) == 1 else refill(one_host)
+
+    host.start, one.refill = dying, loading
+
+    async def run() -> Completion:
+        return await ask(one, "a", None, "die")
+
+    if ends:
+        with pytest.raises(Exception, match=r"died 4 times .* the last time: no value came for q_proj"):
+            asyncio.run(run())
+        return
+    assert asyncio.run(run()).finish_reason == "stop"
+    died = [fields["reason"] for kind, fields in seen if kind == "sampler_died"]
+    assert died[1:] == ["sampler 0 died in starting a sampler again", "no value came for q_proj"]
+    assert [kind for kind, _ in seen].count("sampler_restarted") == 1
+
+
+def test_a_host_without_room_is_not_tried_again(pool) -> None:
+    one, _ = pool(hosts=1)
+
+    def nowhere() -> Any:
+        raise NoRoom("no other node had 1 cpu devices free")
+
+    one.hosts[0].start = nowhere
+    threading.Timer(2, lambda: one.end(RuntimeError("training worker 0 died"))).start()
+
+    async def run() -> Completion:
+        return await ask(one, "a", None, "die")
+
+    with pytest.raises(RuntimeError, match="training worker 0 died"):
+        asyncio.run(run())
+
+
+def test_a_full_object_store_ends_the_run(pool) -> None:
+    one, _ = pool(hosts=1)
+
+    def full(*_: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    real = one.hosts[0].worker.handle
+    one.hosts[0].worker.handle = SimpleNamespace(submit=SimpleNamespace(remote=full))
+
+    async def run() -> Completion:
+        return await asyncio.wait_for(ask(one, "a"), 10)
+
+    with pytest.raises(Exception, match="object_store_memory") as caught:
+        asyncio.run(run())
+    assert caught.value.ends_the_run
+    one.hosts[0].worker.handle = real
+
+
+def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch) -> None:
+    from verl.controller.ray import sampler_pool
+
+    one, _ = pool(hosts=1)
+    monkeypatch.setattr(sampler_pool.wire, "encode_asks", lambda asks: {"broken": np.zeros(1)})
+
+    async def run() -> Completion:
+        return await asyncio.wait_for(ask(one, "a"), 20)
+
+    with pytest.raises(Exception, match=r"^sampler 0 \(node here\): KeyError: 'lengths'$"):
+        asyncio.run(run())
+
+
+def test_a_host_that_does_not_answer_is_named(pool, monkeypatch) -> None:
+    from verl.controller.ray import sampler_pool
+
+    one, seen = pool()
+    pid = ray.get(one.hosts[1].worker.handle.pid.remote())
+    monkeypatch.setattr(sampler_pool, "_CALL_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert one.stats()["tokens"] == 2.0, "counters of the one that answers"
+        assert seen == [("sampler_silent", {"sampler": "sampler 1 (node here)", "call": "stats"})]
+        with pytest.raises(sampler_pool.SamplerLost, match=r"sampler 1 .* has not answered 'sleep' for 1 s"):
+            one.sleep()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_push_while_every_host_is_started_again_moves_nothing(pool) -> None:
+    """They take the version that is then the current one when they are there."""
+    from verl.controller.ray.sync import ChannelSync
+
+    one, _ = pool(hosts=1)
+    training = SimpleNamespace(lock=threading.RLock(), moved=True)
+    sync = ChannelSync(training, ["node"], one, 10.0)
+    one.hosts[0].reviving = True
+    assert sync.push(4).bytes == 0
+    assert (one.version, sync._version, training.moved) == (4, 4, False)
 
 
 def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None:

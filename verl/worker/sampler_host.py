@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from verl.config import Map
 from verl.controller import wire
 from verl.controller.transport import Payload
-from verl.engine.rollout.base import Completion, RolloutEngine
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
 from verl.profiling.profiler import Profiled, open_profiler
+
+T = TypeVar("T")
+_GATHER_S, _GATHER_MOST_S = 2e-4, 0.2
+"""For each answer under way, and at most: seconds in which finished ones are gathered before they leave."""
 
 
 class SamplerHost(Profiled):
@@ -34,6 +37,7 @@ class SamplerHost(Profiled):
         self._engine: RolloutEngine | None = None
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[wire.Answer] = []
+        self._death = ""
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         stacks.register()
@@ -97,8 +101,9 @@ class SamplerHost(Profiled):
             self._done.append(wire.Answer(ask.id, done))
         except Exception as error:  # it is the answer: the driver raises it where the request was made
             if self.engine.dead:
-                self._leave(error)
-            self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
+                self._note_death(error)
+            else:
+                self._done.append(wire.Answer(ask.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
     def _text(self, ask: wire.Ask, done: Completion) -> str | None:
@@ -108,28 +113,42 @@ class SamplerHost(Profiled):
         begun = ask.prompt_ids[len(ask.prompt_ids) - ask.sampling.start :]
         return self._decode(np.concatenate([begun, done.token_ids]))
 
-    def _leave(self, error: Exception) -> None:
-        """End this process: a host whose engine has died would fail every request it gets, and it gets the most."""
-        print(f"verl: sampler {self.number}: its engine died ({error}); ending", file=sys.stderr, flush=True)
-        os._exit(1)
+    def _note_death(self, error: Exception) -> EngineDead:
+        """The engine is dead: no request gets its error as an answer, the host is to be replaced."""
+        self._death = self._death or f"its engine died ({type(error).__name__}: {error})"
+        return EngineDead(self._death)
+
+    def _alive(self, call: Callable[[], T]) -> T:
+        """call(), and EngineDead for what it raises if the engine does not survive it."""
+        try:
+            return call()
+        except Exception as error:
+            if self.engine.dead:
+                raise self._note_death(error) from error
+            raise
 
     async def results(self, timeout: float) -> Payload:
-        """Finished answers, as soon as there are any; none after `timeout` seconds."""
+        """Finished answers, soon after the first of them; none after `timeout` seconds. EngineDead after the last."""
         if not self._done:
+            if self._death:
+                raise EngineDead(self._death)
             self._wakeup.clear()
             try:
                 await asyncio.wait_for(self._wakeup.wait(), timeout)
             except TimeoutError:
                 return wire.encode_answers([])
-        # Answers that end in the same pass of the model leave together.
-        await asyncio.sleep(0)
+        # Each of these calls costs the driver as much as many answers. Where many are under way none is waited for alone;
+        # where few are, only those that end in the same pass of the model leave together.
+        await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
+        if not self._done and self._death:
+            raise EngineDead(self._death)
         done, self._done = self._done, []
         return wire.encode_answers(done)
 
     async def alive(self) -> None:
-        """Answer, or end if the engine can answer nothing any more."""
+        """Answer; EngineDead if the engine can answer nothing any more."""
         if self.engine.dead:
-            self._leave(RuntimeError("found before a transfer of weights"))
+            raise self._note_death(RuntimeError("found before a transfer of weights"))
 
     async def abort(self, request_ids: list[str] | None) -> None:
         """Stop requests (None: all); their answers come through `results`."""
@@ -138,14 +157,9 @@ class SamplerHost(Profiled):
     async def receive_weights(
         self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
-        """See `RolloutEngine.receive_weights`."""
-        load = self.engine.receive_weights
-        try:
-            return await asyncio.to_thread(load, places, version, timeout=timeout, verify=verify)
-        except Exception as error:
-            if self.engine.dead:
-                self._leave(error)
-            raise
+        """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed."""
+        load = partial(self.engine.receive_weights, places, version, timeout=timeout, verify=verify)
+        return await asyncio.to_thread(self._alive, load)
 
     async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
         """See `RolloutEngine.try_channel`."""
@@ -172,15 +186,15 @@ class SamplerHost(Profiled):
 
     async def sleep(self) -> None:
         """Give memory back while the devices train."""
-        self.engine.sleep()
+        self._alive(self.engine.sleep)
 
     async def wake(self) -> None:
         """Undo `sleep`."""
-        self.engine.wake()
+        self._alive(self.engine.wake)
 
     async def stats(self) -> dict[str, float]:
         """The engine's counters since the last call."""
-        return self.engine.stats()
+        return self._alive(self.engine.stats)
 
     async def close(self) -> None:
         """Release everything."""

@@ -11,7 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.controller.ray.cluster import RESOURCE, Cluster, worker_environment
-from verl.controller.ray.workers import WorkerDied, within
+from verl.controller.ray.workers import NoRoom, WorkerDied, within
 from verl.errors import UserError
 
 _LOOK_S = 1.0
@@ -66,7 +66,7 @@ class Pool:
         """start() once more in the place of a worker that died; returns what it gave, and on which node. Blocking.
 
         A bundle of a lost node moves to a node that has room: Ray sees the loss after half a minute, and fails what was
-        sent there until then. WorkerDied as start() raises it on a node that lives, or when no node has room.
+        sent there until then. WorkerDied as start() raises it on a node that lives, NoRoom when no node has room.
         """
         while True:
             node = self._settled(bundle)
@@ -87,7 +87,7 @@ class Pool:
             if table["state"] == "CREATED" and node in _living():
                 return node
             if time.monotonic() >= end:
-                raise WorkerDied(
+                raise NoRoom(
                     f"a node of {self.name} is lost and no other had {self.per_node} {self.kind} devices free within "
                     f"{self._timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )

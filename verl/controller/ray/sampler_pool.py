@@ -22,9 +22,18 @@ import ray
 from ray import exceptions as faults
 
 from verl.controller import wire
-from verl.controller.ray.workers import Worker, is_dead, kill, reason, store_full, within
+from verl.controller.ray.workers import (
+    NoRoom,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+    is_dead,
+    kill,
+    reason,
+    store_full,
+    within,
+)
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.errors import UserError
 from verl.platform.processes import Identity
 
 _POLL_S = 10.0
@@ -80,7 +89,7 @@ class Host:
 
     def replace(self) -> None:
         """A fresh worker; the old one, which may be out of reach and alive, is ended first. Blocking."""
-        kill(self.worker.handle)
+        end_workers([self.worker])
         self.worker, self.node, facts = self.start()
         self.started(facts)
 
@@ -107,17 +116,19 @@ class Host:
 
 
 class SamplerPool(RolloutEngine):
-    """`refill(host)` gives a fresh host the current weights; blocking, called from a thread of its own."""
+    """`refill(host)` gives a fresh host the current weights and says `reviving = False`; it returns why, if the host died
+    again meanwhile. Blocking, called from a thread of its own."""
 
     def __init__(self, hosts: Sequence[Host], *, event: Callable[..., None]):
         self.hosts = list(hosts)
-        self.refill: Callable[[Host], None] | None = None
+        self.refill: Callable[[Host], str | None] | None = None
         self.event = event
         self._homes: dict[str, Host] = {}
         self._flushing = False
         self._version = 0
         self._closed = False
         self._ended: Exception | None = None
+        self._sending: set[asyncio.Task[None]] = set()
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -171,10 +182,25 @@ class SamplerPool(RolloutEngine):
                 continue
             queue, host.queue = host.queue, []
             try:
-                host.worker.handle.submit.remote(wire.encode_asks(queue))
+                sent = host.worker.handle.submit.remote(wire.encode_asks(queue))
             except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
-                self._fail(host, UserError(store_full(error)))
+                self.end(SamplerLost(store_full(error)))
+                assert self._ended is not None
+                for each in self.hosts:  # also those that nobody has asked for answers yet
+                    self._fail(each, self._ended)
+                return
+            task = asyncio.get_running_loop().create_task(self._sent(host, sent))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
             self._watch(host)
+
+    async def _sent(self, host: Host, call: Any) -> None:
+        """Notice requests that a living host could not take; what a dead one was sent is sent again."""
+        try:
+            await call
+        except Exception as error:
+            if not is_dead(error):
+                self._fail(host, SamplingError(f"{host.worker}: {reason(error)}"))
 
     def _watch(self, host: Host) -> None:
         loop = asyncio.get_running_loop()
@@ -186,9 +212,9 @@ class SamplerPool(RolloutEngine):
         while host.requests and not self._closed:
             try:
                 answers = wire.decode_answers(await host.worker.handle.results.remote(_POLL_S))
-            except faults.RayError as error:
+            except Exception as error:
                 if not is_dead(error):
-                    self._fail(host, error)
+                    self._fail(host, SamplingError(f"{host.worker}: {reason(error)}"))
                     return
                 if not await self._revive(host, reason(error)):
                     return
@@ -240,23 +266,18 @@ class SamplerPool(RolloutEngine):
     async def _revive(self, host: Host, why: str) -> bool:
         """A fresh host with the current weights takes over what the dead one owed. False when there will be none."""
         if host.claim():
-            self.note_death(host, why)
-            if host.deaths > MAX_RESTARTS:
-                self.end(SamplerLost(self._often(host, why)))
-                return False
             try:
-                await asyncio.to_thread(self._replace, host)
+                await asyncio.to_thread(self._replace, host, why, self.refill)
             except Exception as error:
                 # A node that is lost takes a training worker with it, which is what the user should hear of.
                 end = time.monotonic() + _OTHERS_S
                 while self._ended is None and time.monotonic() < end:
                     await asyncio.sleep(0.2)
                 text = f"{host.worker} died ({why}) and could not be started again: {error}"
-                self.end(self._ended or SamplerLost(text))
+                self.end(self._ended or (error if isinstance(error, SamplerLost) else SamplerLost(text)))
                 return False
-            owed = sum(not request.future.done() for request in host.requests.values())
-            self.event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
-            host.reviving = False
+            if self.refill is None:
+                host.reviving = False
         while host.reviving:  # a weight transfer has found it dead, too, and starts it
             if self._ended is not None:
                 return False
@@ -265,15 +286,31 @@ class SamplerPool(RolloutEngine):
         self._flush()
         return True
 
-    def _replace(self, host: Host) -> None:
-        host.replace()
-        if self.refill is not None:
-            self.refill(host)
+    def _replace(self, host: Host, why: str, refill: Callable[[Host], str | None] | None) -> None:
+        """A fresh worker in the place of a dead one, with its weights from `refill`; anew when that one dies. Blocking.
 
-    def note_death(self, host: Host, why: str) -> None:
-        """Count and record that a host is gone."""
-        host.deaths += 1
-        self.event("sampler_died", sampler=str(host.worker), reason=why, unfinished=len(host.requests))
+        SamplerLost after too many deaths; NoRoom, UserError, and what `refill` raises.
+        """
+        while True:
+            host.deaths += 1
+            self.event("sampler_died", sampler=str(host.worker), reason=why, unfinished=len(host.requests))
+            if self._ended is not None:
+                raise self._ended
+            if host.deaths > MAX_RESTARTS:
+                raise SamplerLost(self._often(host, why))
+            try:
+                host.replace()
+            except NoRoom:
+                raise
+            except (WorkerDied, WorkerFailed) as error:
+                why = getattr(error, "what", str(error))
+                continue
+            again = refill(host) if refill is not None else None
+            if again is None:
+                break
+            why = again
+        owed = sum(not request.future.done() for request in list(host.requests.values()))
+        self.event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
 
     def _often(self, host: Host, why: str) -> str:
         return (
@@ -292,11 +329,7 @@ class SamplerPool(RolloutEngine):
         """
         if not host.claim():
             return False
-        self.note_death(host, why)
-        if host.deaths > MAX_RESTARTS:
-            raise SamplerLost(self._often(host, why))
-        host.replace()
-        self.event("sampler_restarted", sampler=host.worker.name, asked_again=len(host.requests))
+        self._replace(host, why, None)
         return True
 
     # -- weights and memory ---------------------------------------------------------------------------------
@@ -309,7 +342,8 @@ class SamplerPool(RolloutEngine):
         """Every host holds this version now."""
         self._version = version
         for host in self.hosts:
-            host.deaths = 0
+            if not host.reviving:
+                host.deaths = 0
 
     @property
     def version(self) -> int:
@@ -324,13 +358,22 @@ class SamplerPool(RolloutEngine):
         """See `RolloutEngine.wake`."""
         self._everywhere("wake")
 
-    def _everywhere(self, method: str) -> list[Any]:
-        """A call on every host that lives; a dead one is found, and started again, where it is needed."""
-        refs = [getattr(host.worker.handle, method).remote() for host in self.hosts if not host.reviving]
+    def _everywhere(self, method: str, *, needed: bool = True) -> list[Any]:
+        """A call on every host that lives; a dead one is found, and started again, where it is needed.
+
+        SamplerLost for one that does not answer, if the call is `needed`; else it is recorded and left out.
+        """
+        hosts = [host for host in self.hosts if not host.reviving]
+        refs = [getattr(host.worker.handle, method).remote() for host in hosts]
         out = []
-        for ref in refs:
+        for host, ref in zip(hosts, refs, strict=True):
             try:
                 out.append(ray.get(ref, timeout=_CALL_S))
+            except faults.GetTimeoutError:
+                text = f"{host.worker} has not answered {method!r} for {_CALL_S:g} s: it hangs, or its node is overloaded"
+                if needed:
+                    raise SamplerLost(text) from None
+                self.event("sampler_silent", sampler=str(host.worker), call=method)
             except faults.RayError as error:
                 if not is_dead(error):
                     raise
@@ -339,7 +382,7 @@ class SamplerPool(RolloutEngine):
     def stats(self) -> dict[str, float]:
         """Counters added up over hosts; busy_s and cache_peak are the largest of all."""
         out: dict[str, float] = {}
-        for found in self._everywhere("stats"):
+        for found in self._everywhere("stats", needed=False):
             for name, value in found.items():
                 old = out.get(name, 0.0)
                 out[name] = max(old, value) if name in _TOGETHER else old + value
@@ -351,11 +394,15 @@ class SamplerPool(RolloutEngine):
         for host in self.hosts:
             if host.poll is not None and not host.poll.get_loop().is_closed():
                 host.poll.get_loop().call_soon_threadsafe(host.poll.cancel)
-        # What an engine has outside of its process goes with `close`.
-        closing = [host.worker.handle.close.remote() for host in self.hosts]
-        within(lambda: ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S), _CLOSE_S)
-        for host in self.hosts:
-            kill(host.worker.handle)
+        end_workers([host.worker for host in self.hosts])
+
+
+def end_workers(workers: Sequence[Worker]) -> None:
+    """End processes of hosts; what an engine has outside of its process goes with `close`, in a limited time."""
+    closing = [worker.handle.close.remote() for worker in workers]
+    within(lambda: ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S), _CLOSE_S)
+    for worker in workers:
+        kill(worker.handle)
 
 
 def dead_among(calls: Mapping[Host, Any], timeout: float) -> list[tuple[Host, str]]:

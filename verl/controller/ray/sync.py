@@ -59,8 +59,10 @@ class ChannelSync(WeightSync):
     def _to_all(self, version: int, verify: bool) -> int:
         """Transfers until every host has the weights but those that are being started again: they will `refill`."""
         pool, fresh = self._pool, set[Host]()
-        for _ in range(len(pool.hosts) + 1):
+        while True:  # a host that keeps dying ends it with SamplerLost
             hosts = [host for host in pool.hosts if host in fresh or not host.reviving]
+            if not hosts:
+                return 0
             # One that died in its sleep would be waited for until the transfer's time is up.
             dead = pool.find_dead(hosts)
             if not dead:
@@ -74,17 +76,19 @@ class ChannelSync(WeightSync):
                     host.reviving = False
                 replaced = pool.replace_dead(host, why)
                 fresh = fresh | {host} if replaced else fresh - {host}
-        raise WeightSyncError("weight sync: sampler hosts keep dying while they load weights")
 
-    def refill(self, host: Host) -> None:
-        """Give one fresh host the weights that the ranks hold now, under their version."""
+    def refill(self, host: Host) -> str | None:
+        """Give one fresh host the weights that the ranks hold now, under their version. Returns why it died, if it did.
+
+        The claim ends under the lock: a push that comes next counts the host in, and one that came before has not.
+        """
         with self._training.lock:
             version = self._version + int(self._training.moved)
             dead, _ = self._transfer([host], version, False)
-        if dead:
-            raise WeightSyncError(
-                f"weight sync: {host.worker} died again while it loaded weights: {dead[0][1]}"
-            )
+            if dead:
+                return dead[0][1]
+            host.reviving = False
+        return None
 
     def _transfer(
         self, hosts: Sequence[Host], version: int, verify: bool
@@ -103,11 +107,13 @@ class ChannelSync(WeightSync):
         }
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
-        except WorkerFailed:
+        except WorkerFailed as error:
             # One that still reads is left alone.
             dead = dead_among(receiving, _GRACE_S)
             if not dead:
-                raise
+                _, reading = ray.wait(list(receiving.values()), num_returns=len(receiving), timeout=0)
+                names = ", ".join(str(host.worker) for host, ref in receiving.items() if ref in reading)
+                raise WorkerFailed(f"{error}; still loading: {names or 'nobody'}") from error
             return dead, 0
         dead = _dead(receiving)
         if not dead:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
+from verl.engine.rollout.base import EngineDead
 from verl.errors import UserError
 
 _REACH_S = 25.0
@@ -20,10 +21,18 @@ _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a brok
 
 
 class WorkerDied(RuntimeError):
-    """A training worker is gone; the run cannot go on without it."""
+    """A worker is gone. Of a training worker: the run cannot go on without it. `what` is the message without that."""
 
     explained = True
     ends_the_run = True
+
+    def __init__(self, message: str, what: str = ""):
+        super().__init__(message)
+        self.what = what or message
+
+
+class NoRoom(WorkerDied):
+    """A node is lost, and no other has room for what was on it."""
 
 
 _lost: list[WorkerDied] = []
@@ -187,23 +196,22 @@ def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
             break
         except faults.RayError as other:
             error = other
-    return WorkerDied(
-        f"{worker} died in {doing}: {reason(error)}. The run ends; the same command goes on from the newest checkpoint"
-    )
+    what = f"{worker} died in {doing}: {reason(error)}"
+    return WorkerDied(f"{what}. The run ends; the same command goes on from the newest checkpoint", what)
 
 
 def is_dead(error: BaseException) -> bool:
-    """True for an error that says that the actor is gone, not that it raised something."""
-    return isinstance(
-        error,
-        (faults.RayActorError, faults.NodeDiedError, faults.OutOfMemoryError, faults.WorkerCrashedError),
-    )
+    """True for an error that says that the actor, or the engine in it, is gone, not that it raised something."""
+    gone = (faults.RayActorError, faults.NodeDiedError, faults.OutOfMemoryError, faults.WorkerCrashedError)
+    return isinstance(error, gone) or isinstance(getattr(error, "cause", None), EngineDead)
 
 
 def reason(error: BaseException) -> str:
     """Why, in one line: the worker's own error, or what Ray knows of its end."""
     cause = getattr(error, "cause", None)
     if cause is not None and isinstance(error, faults.RayTaskError):
+        if isinstance(cause, EngineDead):
+            return str(cause)
         return f"{type(cause).__name__}: {cause}"
     text = " ".join(str(error).split())
     if isinstance(error, (faults.ActorUnavailableError, faults.GetTimeoutError)):

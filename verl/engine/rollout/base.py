@@ -60,6 +60,10 @@ class Completion:
     text: str | None = None
 
 
+class EngineDead(RuntimeError):
+    """An engine can answer nothing any more; its host lives, says so, and is to be replaced."""
+
+
 class RolloutEngine(ABC):
     """One sampling engine. Calls are made on one event loop; `generate` may be awaited many times at once."""
 
