@@ -68,6 +68,23 @@ TrainHost.update, TrainHost.save_optimizer, execute.update = update, save, one
 """
 
 
+HANGING_START = """
+import time
+from verl.worker.sampler_host import SamplerHost
+
+_start = SamplerHost.start
+
+async def start(self):
+    if self.number == {number}:
+        hang_in_start()
+    return await _start(self)
+
+def hang_in_start():
+    time.sleep(600)
+
+SamplerHost.start = start
+"""
+
 SLOW_RESTART = """
 import asyncio, os, signal, time
 from pathlib import Path

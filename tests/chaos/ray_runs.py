@@ -51,6 +51,11 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in map(json.loads, lines) if e["event"] == kind]
 
 
+def reports(out: Path, phase: str) -> list[dict[str, Any]]:
+    """What the watchdog has said in a phase, so far."""
+    return [event for event in events(out, "watchdog") if event["phase"] == phase]
+
+
 def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
     """What `what` gives once it is true; the run must go on until then."""
     end = time.monotonic() + timeout

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import ray_plans
-from tests.chaos.ray_runs import LIMIT_S, answers, events, last_word, pid_of, started, steps_logged, until
+from tests.chaos.ray_runs import (
+    LIMIT_S,
+    answers,
+    events,
+    last_word,
+    pid_of,
+    reports,
+    started,
+    steps_logged,
+    until,
+)
 from tests.ray_cluster import cluster_of
 from tests.runs import TinyRun, records
 
@@ -76,9 +86,8 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(tiny, cluster, tmp_pat
     out = tmp_path / "out"
     hang = ray_plans.plan(tmp_path / "plug", "hanging_rank", ray_plans.HANGING_RANK, rank=1, call=2)
     with started(tiny, out, cluster.address, "trainer.watchdog_timeout=6", **hang) as run:
-        report = until(lambda: events(out, "watchdog"), run, out)[0]
+        report = until(lambda: reports(out, "update_actor"), run, out)[0]
         pids = [w["pid"] for w in events(out, "workers")[0]["workers"]]
-    assert report["phase"] == "update_actor"
     lines = report["extra"].splitlines()
     assert any("training worker 1" in line and "hang_here" in line for line in lines), report["extra"][:3000]
     assert any("training worker 0" in line and "waits for other ranks" in line for line in lines), lines[:5]
@@ -86,6 +95,18 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(tiny, cluster, tmp_pat
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
         time.sleep(0.2)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers go when their driver is killed"
+
+
+def test_the_watchdog_names_the_sampler_that_does_not_start(tiny, cluster, tmp_path) -> None:
+    out = tmp_path / "out"
+    hang = ray_plans.plan(tmp_path / "plug", "hanging_start", ray_plans.HANGING_START, number=1)
+    with started(tiny, out, cluster.address, "trainer.watchdog_timeout=6", **hang) as run:
+        stuck = lambda: [e for e in reports(out, "start") if "hang_in_start" in e["extra"]]  # noqa: E731
+        found = until(stuck, run, out)
+    first, *lines = found[0]["extra"].splitlines()
+    assert first.startswith("starting the samplers: waiting for sampler 1 (node ")
+    assert any("sampler 1" in line and "hang_in_start" in line for line in lines), lines
+    assert not any(line.startswith("sampler 0") for line in lines), lines
 
 
 def test_a_lost_node_ends_the_run_with_that_said(tiny, cluster, tmp_path) -> None:

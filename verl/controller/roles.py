@@ -19,7 +19,6 @@ class Roles:
     """What the loop talks to.
 
     devices  training and sampling devices together, for rates per device
-    stacks   says where every worker process stands, for the watchdog; None when there are none
     release  gives the workers back at the end of a run
     profiler of all processes that the roles run in; None when nothing is to be profiled
     """
@@ -29,7 +28,6 @@ class Roles:
     sampler: RolloutEngine
     weight_sync: WeightSync
     devices: int = 1
-    stacks: Callable[[], str] | None = None
     release: Callable[[], None] | None = None
     profiler: Profiler | None = None
 

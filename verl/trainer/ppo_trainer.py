@@ -69,7 +69,6 @@ class Parts:
     loop: Loop
     counters: Counters = field(default_factory=Counters)
     devices: int = 1
-    stacks: Callable[[], str] | None = None
     close: Callable[[], None] = lambda: None
     profiler: Profiler | None = None
 

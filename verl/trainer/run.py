@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.engine.rollout.base import SamplingParams
     from verl.rollout.background import Loop
+    from verl.tracking.report import Report
+    from verl.tracking.timer import Phases
     from verl.trainer.ppo_trainer import Parts
 
 EXIT_USER = 2
@@ -106,16 +108,27 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.background import BackgroundLoop
+    from verl.tracking.report import Report
+    from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop:
-        parts, total_steps = build_parts(config, tracking, loop)
+    phases, who = Phases(), [str]
+    watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
+    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
+        with phases("start", waits_for="data, models and workers"):
+            report = Report(
+                tracking.event,
+                tracking.notice,
+                phases.beat,
+                lambda: getattr(phases.current, "name", ""),
+                who.append,
+            )
+            parts, total_steps = build_parts(config, tracking, loop, phases, report)
         try:
             print(f"Total training steps: {total_steps}", flush=True)
             tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
-            limit, stacks = config.trainer.watchdog_timeout, parts.stacks
-            with Watchdog(parts.phases, limit, tracking.event, extra=stacks), interrupt.patient():
+            with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
             if config.trainer.max_staleness:
@@ -125,7 +138,9 @@ def _train(config: Config, tracking: Any) -> None:
             parts.close()
 
 
-def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
+def build_parts(
+    config: Config, tracking: Any, loop: Loop, phases: Phases, report: Report
+) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
     from verl.controller.choose import build_roles
     from verl.data.stream import open_stream
@@ -133,8 +148,6 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     from verl.platform.memory import tune_allocator
     from verl.reward import RewardRunner
     from verl.rollout.rollouts import Rollouts
-    from verl.tracking.report import Report
-    from verl.tracking.timer import Phases
     from verl.trainer.live_report import LiveReport
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
@@ -153,8 +166,6 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
-    phases = Phases()
-    report = Report(tracking.event, tracking.notice, phases.beat, lambda: getattr(phases.current, "name", ""))
     roles = build_roles(config, tokenizer, total_steps, report)
     rollouts = Rollouts(
         roles.sampler,
@@ -181,7 +192,6 @@ def build_parts(config: Config, tracking: Any, loop: Loop) -> tuple[Parts, int]:
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
         devices=roles.devices,
-        stacks=roles.stacks,
         close=roles.close,
         profiler=roles.profiler,
     )

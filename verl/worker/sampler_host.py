@@ -42,6 +42,10 @@ class SamplerHost(Profiled):
         self._running: set[asyncio.Task[None]] = set()
         stacks.register()
 
+    async def pid(self) -> int:
+        """Of this process, before anything is loaded."""
+        return os.getpid()
+
     async def start(self) -> dict[str, Any]:
         """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be.
 

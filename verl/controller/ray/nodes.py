@@ -218,6 +218,9 @@ class Agents:
         out: dict[str, str] = {}
         away: dict[str, list[Worker]] = {}
         for node, worker in workers:
+            if not worker.pid:
+                out[str(worker)] = "its process is not there yet"
+                continue
             if node == self._own:
                 out[str(worker)] = stacks.ask(worker.pid)
                 continue

@@ -54,6 +54,10 @@ class _Builder:
         self.agents: Agents | None = None
         self.watch: Watch | None = None
         self.workers: list[Worker] = []
+        self.ranks: list[tuple[str, Worker]] = []
+        self.hosts: list[Host] = []
+        self.groups: list[Group] = []
+        report.watch(self._stacks)
 
     def _absolute_paths(self) -> None:
         """A worker may start in another folder than the driver."""
@@ -78,10 +82,14 @@ class _Builder:
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
         self._check_nodes()
         group, nodes, devices = self._training_workers(trainer)
-        hosts = self._sampler_hosts(sampling, None if own else devices)
-        engines = Group([host.worker for host in hosts], self.report.beat)
+        hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
+        engines = self._group([host.worker for host in hosts])
+        building = group.start("build", total_steps)
+        # Before they load anything, so that one that hangs there can be asked where it stands.
+        for host, pid in zip(hosts, engines.call("pid", doing="starting the samplers"), strict=True):
+            host.worker.pid = pid
         starting = engines.start("start")
-        facts = group.call("build", total_steps, doing="loading the model")
+        facts = group.wait(building, "loading the model")
         for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
             host.started(fact)
         training = Training(
@@ -114,7 +122,6 @@ class _Builder:
                 [fact["device_id"] for fact in facts],
             ),
             devices=trainer.devices + (sampling.devices if own else 0),
-            stacks=lambda: self._stacks(group, nodes, pool),
             release=self.release,
             profiler=worker_profiler(config, training, pool),
         )
@@ -150,17 +157,24 @@ class _Builder:
         self.report.event("worker_died", error=str(error))
         pool.end(error)
 
-    def _stacks(self, group: Group, nodes: list[str], pool: SamplerPool) -> str:
+    def _stacks(self) -> str:
         """For the watchdog: who is waited for, what each of them does, and where it stands."""
-        waited = group.pending()
-        asked = [(nodes[i], group.workers[i]) for i in waited]
-        asked += [(host.node, host.worker) for host in pool.hosts if host.requests or not waited]
-        assert self.agents is not None
+        calling = [group.calling for group in self.groups if group.calling]
+        waited = [group.workers[i] for group in self.groups for i in group.pending()]
+        asked = [(node, worker) for node, worker in self.ranks if worker in waited]
+        asked += [(h.node, h.worker) for h in self.hosts if h.requests or not waited or h.worker in waited]
+        if self.agents is None:
+            return "\n".join(calling)
         found = self.agents.stacks(asked)
         lines = [f"{name} {stacks.summary(text)}" for name, text in found.items()]
         return "\n".join(
-            [group.calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
+            [*calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
         ).strip()
+
+    def _group(self, workers: list[Worker]) -> Group:
+        """Workers that the watchdog knows are called together."""
+        self.groups.append(Group(workers, self.report.beat))
+        return self.groups[-1]
 
     def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
         what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
@@ -180,11 +194,12 @@ class _Builder:
             handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
             workers.append(Worker(handle, f"training worker {rank}", addresses[nodes[rank]]))
         self.workers += workers
-        group = Group(workers, self.report.beat)
+        self.ranks = list(zip(nodes, workers, strict=True))
+        group = self._group(workers)
         for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
             worker.pid = fact["pid"]
         address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
-        port = Group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
+        port = self._group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
         group.call("join", address, port, doing="joining the training ranks")
         return group, nodes, group.call("device_ids", doing="starting the workers")
 

@@ -81,7 +81,7 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(slots=True)
 class Worker:
-    """An actor with what messages say of it."""
+    """An actor with what messages say of it. pid 0: its process is not there yet."""
 
     handle: Any
     name: str
