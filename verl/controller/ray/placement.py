@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -50,7 +51,7 @@ class Pool:
                 f"{name}: {nodes} × {per_node} {cluster.kind} devices are in the cluster but were not free within "
                 f"{timeout:g} s; another job holds them, or two pools ask for the same ones"
             )
-        self.threads = max(1, int(min(n.cpus for n in fit[:nodes]) or 1) // per_node)
+        self.threads = 1
 
     @property
     def devices(self) -> int:
@@ -129,6 +130,18 @@ class Pool:
         """Give the devices back; those of a cluster without a head go when this process ends."""
         self._released = True
         within(lambda: remove_placement_group(self.group))
+
+
+def share_cores(cluster: Cluster, pools: Sequence[Pool]) -> None:
+    """Set each pool's `threads`: the cores of a node by the devices that all pools have on it. Guests work by turns with
+    the owners of their devices, and have the same."""
+    cores = {node.id: int(node.cpus) for node in cluster.nodes()}
+    places = [(pool, pool.node_of(bundle)) for pool in pools for bundle in range(pool.nodes)]
+    crowd: Counter[str] = Counter()
+    for pool, node in places:
+        crowd[node] += pool.per_node
+    for pool in pools:
+        pool.threads = max(1, min(cores.get(node, 1) // crowd[node] for one, node in places if one is pool))
 
 
 def _living() -> set[str]:

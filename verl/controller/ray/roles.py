@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.elsewhere import for_elsewhere
 from verl.controller.ray.cluster import LOOPBACK, Cluster
 from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents, packages_of, room_of
-from verl.controller.ray.placement import Pool
+from verl.controller.ray.placement import Pool, share_cores
 from verl.controller.ray.profiling import for_workers, under_nsys, worker_profiler
 from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
@@ -48,8 +48,7 @@ class _Builder:
     def __init__(self, config: Config, report: Report):
         self.config, self.report = config, report
         self.cluster = Cluster(config, device_kind(config))
-        self.plain = for_workers(json.loads(json.dumps(config.to_dict(), default=str)))
-        self._absolute_paths()
+        self.plain = for_workers(for_elsewhere(config))
         self.pools: list[Pool] = []
         self.agents: Agents | None = None
         self.watch: Watch | None = None
@@ -58,17 +57,6 @@ class _Builder:
         self.hosts: list[Host] = []
         self.groups: list[Group] = []
         report.watch(self._stacks)
-
-    def _absolute_paths(self) -> None:
-        """A worker may start in another folder than the driver."""
-        arr = self.plain["actor_rollout_ref"]
-        for group, key in (
-            (arr["model"], "path"),
-            (arr["model"], "tokenizer_path"),
-            (arr["ref"]["model"], "path"),
-        ):
-            if group.get(key) and Path(group[key]).expanduser().exists():
-                group[key] = str(Path(group[key]).expanduser().absolute())
 
     def build(self, total_steps: int) -> Roles:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
@@ -80,6 +68,7 @@ class _Builder:
         if own:
             name = "actor_rollout_ref.rollout"
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
+        share_cores(self.cluster, self.pools)
         self._check_nodes()
         group, nodes, devices = self._training_workers(trainer)
         hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
