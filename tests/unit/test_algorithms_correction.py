@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import answer
+from verl.algorithms.agreement import high_percentile
 from verl.algorithms.correction import compute_offpolicy_metrics, sampler_metrics
 
 
@@ -130,6 +131,23 @@ def test_equal_sides_agree_fully() -> None:
     assert found["rollout_corr/ppl_ratio"] == 1.0
     constant = [answer("g", [1, 1], old_log_probs=[-1, -1], rollout_log_probs=[-1, -1])]
     assert math.isnan(sampler_metrics(constant)["training/rollout_actor_probs_pearson_corr"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 99, 101, 7001, 200_000])
+@pytest.mark.parametrize("kind", ["spread", "equal", "few", "periodic", "nan"])
+def test_a_percentile_found_from_the_top(count: int, kind: str) -> None:
+    """Where the sample misleads (values that repeat with its period) the answer is still numpy's."""
+    rng = np.random.default_rng(count)
+    values = {
+        "spread": np.abs(rng.standard_normal(count)),
+        "equal": np.full(count, 0.25),
+        "few": rng.integers(0, 3, count).astype(float),
+        "periodic": np.where(np.arange(count) % 61 == 0, 9.0, rng.random(count)),
+        "nan": np.where(np.arange(count) == count // 2, np.nan, rng.random(count)),
+    }[kind]
+    parts = np.array_split(values, min(3, count)) if kind != "periodic" else [values]
+    found = high_percentile(parts, 99)
+    assert found == pytest.approx(float(np.percentile(values, 99)), rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
