@@ -57,7 +57,7 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         pool, other = Pool(joined, "sampling", 2, 1, 4, print), Pool(joined, "training", 1, 1, 4, print)
         old = pool.node_of(0)
 
-        def start() -> int:
+        def start(_: str) -> int:
             handle = ray.remote(ray_stubs.Rank).options(**pool.owner_options(0, 1)).remote()
             return int(Group([Worker(handle, "sampler 0", old)]).call("pid")[0])
 
@@ -120,4 +120,4 @@ def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tmp_path, kill, word
     last = last_word(out)
     assert re.search(words.format(address=re.escape(address)), last), log_of(out)[-3000:]
     assert "the same command goes on from the newest checkpoint" in last
-    assert events(out, "worker_died")[0]["error"] in last
+    assert events(out, "cluster_lost")[0]["error"] in last

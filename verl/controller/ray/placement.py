@@ -63,8 +63,8 @@ class Pool:
         table = ray.util.placement_group_table(self.group)
         return str(table["bundles_to_node_id"][bundle])
 
-    def again(self, bundle: int, start: Callable[[], Started]) -> tuple[Started, str]:
-        """start() once more in the place of a worker that died; returns what it gave, and on which node. Blocking.
+    def again(self, bundle: int, start: Callable[[str], Started]) -> tuple[Started, str]:
+        """start(node id) once more in the place of a worker that died; returns what it gave, and the node. Blocking.
 
         A bundle of a lost node moves to a node that has room: Ray sees the loss after half a minute, and fails what was
         sent there until then. WorkerDied as start() raises it on a node that lives, NoRoom when no node has room.
@@ -72,7 +72,7 @@ class Pool:
         while True:
             node = self._settled(bundle)
             try:
-                return start(), node
+                return start(node), node
             except WorkerDied:
                 if self._released or node in _living():
                     raise

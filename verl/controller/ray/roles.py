@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.elsewhere import for_elsewhere
 from verl.controller.ray.cluster import LOOPBACK, Cluster
+from verl.controller.ray.daemons import ClusterLost
 from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents, packages_of, room_of
 from verl.controller.ray.placement import Pool, share_cores
@@ -143,7 +144,8 @@ class _Builder:
         )
 
     def _on_death(self, error: WorkerDied, pool: SamplerPool) -> None:
-        self.report.event("worker_died", error=str(error))
+        lost = isinstance(error, ClusterLost)
+        self.report.event("cluster_lost" if lost else "worker_died", error=str(error))
         pool.end(error)
 
     def _stacks(self) -> str:
@@ -210,7 +212,9 @@ class _Builder:
             nodes.append(pool.node_of(bundle))
             options = under_nsys(options, self.config)
             address = addresses[nodes[-1]]
-            starters.append(_Starter(self.plain, number, options, address, self.workers, pool, bundle))
+            starters.append(
+                _Starter(self.plain, number, options, address, self.workers, pool, bundle, self.cluster)
+            )
         return [
             Host(starter.number, starter, starter.create(), node)
             for starter, node in zip(starters, nodes, strict=True)
@@ -241,6 +245,7 @@ class _Starter:
     workers: list[Worker]
     pool: Pool
     bundle: int
+    cluster: Cluster
 
     def create(self) -> Worker:
         """The process; its engine is not there yet. It ends with the run."""
@@ -253,7 +258,8 @@ class _Starter:
         (worker, facts), node = self.pool.again(self.bundle, self._started)
         return worker, node, facts
 
-    def _started(self) -> tuple[Worker, dict[str, Any]]:
+    def _started(self, node: str) -> tuple[Worker, dict[str, Any]]:
+        self.address = next((n.address for n in self.cluster.nodes() if n.id == node), self.address)
         worker = self.create()
         group = Group([worker])
         return worker, group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
