@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,30 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         doctor(["--model", "x"])
     assert "belong to --cluster" in capsys.readouterr().err
+
+
+@pytest.fixture
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str, Any]]]:
+    """Puts a survey in the place of a look at a cluster; returns what each call of it was given."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setattr(node_facts, "collect", lambda *_, model=None: copy.deepcopy(FACTS) | {"model": model})
+    calls: list[dict[str, Any]] = []
+
+    def put(found: Found) -> list[dict[str, Any]]:
+        monkeypatch.setattr(
+            "verl.controller.ray.survey.survey", lambda config, **asked: calls.append(asked) or found
+        )
+        return calls
+
+    return put
+
+
+def test_the_plain_command_needs_no_model(
+    surveyed: Callable[[Found], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = surveyed(two())
+    assert doctor(["--cluster"]) == 0
+    assert asked[0]["model"] is None and "A run can start on this cluster." in capsys.readouterr().out
 
 
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
