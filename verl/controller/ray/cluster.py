@@ -122,22 +122,22 @@ class Cluster:
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: any with a core). UserError when they do not come.
+        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come.
 
         A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
         """
-        needed = devices if self.kind in RESOURCE else 1
         end = time.monotonic() + (0 if self.own else timeout)
         said = False
         while True:
             nodes = self.nodes()
-            fit = [n for n in nodes if n.devices >= needed]
+            fit = [n for n in nodes if n.devices >= devices]
             if len(fit) >= count:
                 return fit
             if time.monotonic() >= end:
                 have = ", ".join(str(n) for n in nodes) or "none"
                 raise UserError(
-                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices; the cluster has: "
+                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+                    f"{'' if self.kind in RESOURCE else ', a rank needs a core'}; the cluster has: "
                     f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
                     f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )
