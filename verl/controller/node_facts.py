@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli import probe
+from verl.platform.cores import cores
 
 PACKAGES = (
     "torch",
@@ -52,7 +53,7 @@ def collect(
         "torch_build": probe.torch_build(),
         "gpus": probe.nvidia_gpus(),
         "npus": probe.npus(),
-        "cores": probe.cores()[0],
+        "cores": cores()[0],
         "memory": total,
         "memory_available": available,
         "memory_limit": probe.memory_limit()[0],

@@ -14,6 +14,7 @@ import ray
 
 from verl.controller.ray.workers import joined, within
 from verl.errors import UserError
+from verl.platform.cores import usable
 from verl.platform.environment import DEFAULTS
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
@@ -76,7 +77,7 @@ class Cluster:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
-            defaults["num_cpus"] = max(os.cpu_count() or 1, processes)
+            defaults["num_cpus"] = max(usable(), processes)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             _knock(address)
