@@ -6,7 +6,7 @@
 #
 #   NNODES          nodes to wait for on the head (1)
 #   GPUS_PER_NODE   CUDA devices of a node; NPUS_PER_NODE: Ascend devices; neither: processors only
-#   MASTER_ADDR     address of the head
+#   MASTER_ADDR     address of the head, or a name that means it on every node
 #   MASTER_PORT     port of the head (6379)
 #   SOCKET_IFNAME   network interface between the nodes; Ray, gloo, NCCL and HCCL use it and no other
 #   NODE_ADDR       this node's address, where it is not the first of SOCKET_IFNAME
@@ -35,6 +35,29 @@ export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 umask 077
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
+
+address_of() {
+  python3 - "$1" <<'PYTHON'
+import socket, sys
+try:
+    print(socket.getaddrinfo(sys.argv[1], None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+except (OSError, UnicodeError):
+    sys.exit(1)
+PYTHON
+}
+head=$MASTER_ADDR
+MASTER_ADDR=$(address_of "$head") ||
+  fail "MASTER_ADDR=$head means no IPv4 address here; give the head's address, or a name that this node can resolve"
+case $head:$MASTER_ADDR in
+  127.*) ;;
+  *:127.*) # A machine's name often means the loopback on the machine itself.
+    [ "$NNODES" = 1 ] || fail "MASTER_ADDR=$head means $MASTER_ADDR here, which no other node reaches; give the head's address"
+    MASTER_ADDR=127.0.0.1 ;;
+esac
+if [ -n "${NODE_ADDR:-}" ]; then
+  node=$NODE_ADDR
+  NODE_ADDR=$(address_of "$node") || fail "NODE_ADDR=$node means no IPv4 address here; give this node's address"
+fi
 
 NODE_ADDR=${NODE_ADDR:-$(python3 - "$MASTER_ADDR" "$MASTER_PORT" "${SOCKET_IFNAME:-}" <<'PYTHON'
 import socket, sys

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -92,7 +94,7 @@ class TestRecipe:
         assert extras <= EXTRAS.keys() and "test" not in extras
 
     def test_files_that_are_named_exist(self, recipe: Path) -> None:
-        for name in re.findall(r"/opt/verl/(\S+)", recipe.read_text()):
+        for name in re.findall(r"/opt/verl/([\w./-]*\w)", recipe.read_text()):
             assert (ROOT / name).exists(), name
 
     def test_it_does_not_run_as_root_and_is_looked_at(self, recipe: Path) -> None:
@@ -117,3 +119,30 @@ def test_the_cuda_pins_are_those_of_vllm() -> None:
 def test_what_must_not_go_into_an_image_is_left_out() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv*", "checkpoints", "wandb"} <= set(ignored)
+
+
+def test_files_in_an_image_are_where_the_page_says() -> None:
+    page = (ROOT / "docs/images.md").read_text()
+    named = re.findall(r"/opt/verl/([\w./-]*\w)", page)
+    assert named and all((ROOT / name).is_file() for name in named), named
+    assert page.count("ray_start.sh") == page.count("/opt/verl/examples/ray_start.sh")
+
+
+@pytest.mark.parametrize("folder", ["ascend-toolkit", "cann", "cann-9.0.0", None])
+def test_the_npu_entry_finds_canns_variables(tmp_path: Path, folder: str | None) -> None:
+    if folder:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "set_env.sh").write_text('export FROM_CANN="$# yes"\n')
+    command = [
+        "bash",
+        str(ROOT / "docker/entrypoint.npu.sh"),
+        "bash",
+        "-c",
+        'echo "$FROM_CANN|$1"',
+        "x",
+        "a b",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "FROM_CANN"} | {"ASCEND_ROOT": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and done.stdout == ("0 yes|a b\n" if folder else "|a b\n")
+    assert ("no set_env.sh" in done.stderr) == (folder is None)

@@ -72,6 +72,21 @@ def test_a_pool_that_the_cluster_does_not_have_says_what_it_has(cluster) -> None
     assert "waiting for nodes: 4 of 5" in said[0]
     with pytest.raises(UserError, match="1 node of 3 npu"):
         Pool(joined("npu"), "training", 1, 3, 0, print)
+    with pytest.raises(
+        UserError, match=r"1 node of 64 cpu devices, a rank needs a core; the cluster has: .*2 dev"
+    ):
+        Pool(joined("cpu"), "training", 1, 64, 0, print)
+
+
+def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> None:
+    from verl.controller.ray.placement import Pool
+
+    first, second = (Pool(joined("cpu"), name, 4, 1, 60, print) for name in ("training", "sampling"))
+    assert [pool.devices for pool in (first, second)] == [4, 4]
+    with pytest.raises(UserError, match="another job holds them, or two pools ask for the same ones"):
+        Pool(joined("cpu"), "more", 1, 1, 2, print)
+    first.release()
+    second.release()
 
 
 # -- groups -----------------------------------------------------------------------------------------------------

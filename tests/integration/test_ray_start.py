@@ -68,6 +68,16 @@ def mark() -> Iterator[str]:
     [
         ({}, "MASTER_ADDR is not set"),
         ({"MASTER_ADDR": "127.0.0.1", "GPUS_PER_NODE": "1", "NPUS_PER_NODE": "1"}, "not both"),
+        (
+            {"MASTER_ADDR": "no-such-node.invalid"},
+            "MASTER_ADDR=no-such-node.invalid means no IPv4 address here",
+        ),
+        ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR=a..b means no IPv4 address here"),
+        (
+            {"MASTER_ADDR": "localhost", "NNODES": "2"},
+            "MASTER_ADDR=localhost means 127.0.0.1 here, which no other",
+        ),
+        ({"MASTER_ADDR": "127.0.0.1", "NODE_ADDR": "a..b"}, "NODE_ADDR=a..b means no IPv4 address here"),
         ({"MASTER_ADDR": "127.0.0.1", "SOCKET_IFNAME": "none7"}, "interface none7 has no IPv4 address"),
     ],
 )
@@ -77,9 +87,10 @@ def test_what_is_missing_is_named(tmp_path: Path, mark: str, settings: dict[str,
 
 
 @pytest.mark.slow
-def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_a_head_on_one_node(tmp_path: Path, mark: str, name: str) -> None:
     port = str(free_port())
-    done = start(tmp_path, mark, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    done = start(tmp_path, mark, MASTER_ADDR=name, MASTER_PORT=port)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 nodes are here" in done.stdout and f"RAY_ADDRESS=127.0.0.1:{port}" in done.stdout
     token = tmp_path / ".ray/auth_token"

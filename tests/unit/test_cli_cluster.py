@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from tests.tiny import tiny_model
 from verl.cli import cluster as nodes
 from verl.cli.doctor import BAD, NOTE, OK, WARN, Finding
 from verl.cli.doctor import main as doctor
+from verl.config import load
 from verl.controller import node_facts
+from verl.controller.demand import Demand, demands, placeable
 from verl.errors import UserError
 
 GIB = 1 << 30
@@ -69,19 +74,22 @@ def two(**changes: Any) -> Found:
     return Found([first, second])
 
 
-def judged(found: Found, **asked: Any) -> list[Finding]:
-    return list(nodes.judge(found, copy.deepcopy(FACTS), **asked))
+def judged(found: Found, *pools: tuple[int, int], **asked: Any) -> list[Finding]:
+    """Findings for pools of (nodes, devices a node): of the trainer, of the sampler."""
+    keys = ("trainer", "actor_rollout_ref.rollout")
+    demand = [Demand(key, *pool) for key, pool in zip(keys, pools, strict=False)]
+    return list(nodes.judge(found, copy.deepcopy(FACTS), pools=demand, **asked))
 
 
-def worst(found: Found, **asked: Any) -> Finding:
+def worst(found: Found, *pools: tuple[int, int], **asked: Any) -> Finding:
     """The one finding that is not fine."""
-    notable = [f for f in judged(found, **asked) if f.level in (BAD, WARN)]
+    notable = [f for f in judged(found, *pools, **asked) if f.level in (BAD, WARN)]
     assert len(notable) == 1, notable
     return notable[0]
 
 
 def test_nodes_that_are_alike_are_fine() -> None:
-    findings = judged(two(), nodes=2, per_node=8)
+    findings = judged(two(), (2, 8))
     assert {f.level for f in findings} == {OK}
     assert nodes.verdict(findings) == (0, "A run can start on this cluster.")
 
@@ -141,14 +149,14 @@ def test_nodes_that_are_alike_are_fine() -> None:
         ({"memory_available": GIB}, WARN, "1.0 GiB of 64.0 GiB", "leave the node out"),
         ({"clock": -3.0}, WARN, "3.0 s behind", "chrony"),
         ({"resolves_to": "127.0.1.1"}, WARN, "means 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
-        ({"devices": 4}, BAD, "asks for 8", "n_gpus_per_node"),
+        ({"devices": 4}, BAD, "asks for 2 nodes of 8", "trainer.n_gpus_per_node"),
         ({"problem": "no module"}, BAD, "no worker runs there: no module", "install the same code"),
     ],
 )
 def test_what_differs_is_named_with_what_to_do(
     changes: dict[str, Any], level: str, text: str, todo: str
 ) -> None:
-    finding = worst(two(**changes), nodes=2, per_node=8)
+    finding = worst(two(**changes), (2, 8))
     assert finding.level == level and text in finding.found and todo in finding.todo
     assert ("10.0.0.2" in finding.found + finding.name) and finding.base == (level == BAD)
     status, sentence = nodes.verdict([finding])
@@ -165,6 +173,126 @@ def test_shared_memory_that_is_too_small_for_the_weights_stops_a_run() -> None:
         and "a transfer of weights takes 4.0 GiB" in finding.found
     )
     assert "--shm-size" in finding.todo and "update_weights_bucket_megabytes" in finding.todo
+
+
+GPU = "NVIDIA H100, 81559 MiB, 580.1"
+
+
+def of_gpus(*counts: int) -> Found:
+    """Nodes with so many GPUs; the driver is on the first."""
+    entries = []
+    for number, count in enumerate(counts):
+        name = f"10.0.0.{number + 1}"
+        entries.append(
+            copy.deepcopy(FACTS)
+            | {"name": name + " (driver)" * (number == 0), "address": name, "resolves_to": name}
+            | {"devices": count, "gpus": [GPU] * count}
+        )
+    return Found(entries, "cuda")
+
+
+def test_a_head_without_devices_is_left_alone() -> None:
+    """A run asks for as many nodes that are large enough, and compares no others."""
+    found = of_gpus(0, 8, 8)
+    found.nodes[0] |= {
+        "torch_build": "cpu",
+        "limits": {"nofile": [64, 64]},
+        "shm": None,
+        "model": {"path": "/m", "problem": "not there"},
+    }
+    for node in found.nodes[1:]:
+        node["packages"]["torch"] = "2.13.0+cu130"
+    found.folder = ["10.0.0.1 (driver)"]
+    findings = judged(found, (2, 8))
+    assert not [f for f in findings if f.level == BAD], findings
+    assert [f.name for f in findings if f.level == WARN] == ["torch"], "builds of one release"
+    assert next(f for f in findings if f.level == NOTE).found.endswith(
+        "the run leaves it alone: too few devices"
+    )
+    assert nodes.verdict(findings)[0] == 0
+    assert "asks for 3 nodes of 8" in next(f for f in judged(found, (3, 8)) if f.level == BAD).found
+    found.folder = None
+    found.nodes[0] = {"name": "10.0.0.1 (driver)", "devices": 0, "problem": "no module"}
+    assert nodes.verdict(judged(found, (2, 8)))[0] == 0
+
+
+def test_two_pools_may_share_a_node() -> None:
+    assert {f.level for f in judged(of_gpus(8), (1, 4), (1, 4))} == {OK}
+    finding = worst(of_gpus(8), (1, 8), (1, 4))
+    assert finding.level == BAD and finding.found.endswith(
+        "the run asks for 1 node of 8 (trainer) and 1 node of 4 (actor_rollout_ref.rollout); 10.0.0.1 (driver) has 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "pools", "fits"),
+    [
+        ([], [], True),
+        ([8], [(1, 4), (1, 4)], True),
+        ([8], [(1, 4), (1, 5)], False),
+        ([8, 4], [(1, 4), (1, 8)], True),
+        ([8, 4], [(1, 8), (1, 4)], True),
+        ([8, 4], [(2, 4), (1, 4)], True),
+        ([8, 4], [(2, 4), (2, 4)], False),
+        ([8, 12, 4], [(2, 4), (1, 8)], True),
+        ([8, 8, 8], [(2, 4), (2, 8)], False),
+        ([8, 8, 8], [(2, 4), (2, 4)], True),
+        ([16], [(2, 8)], False),
+    ],
+)
+def test_whether_pools_can_be_placed(devices: list[int], pools: list[tuple[int, int]], fits: bool) -> None:
+    """Against all ways of choosing different nodes for each pool."""
+    asked = [Demand("", *pool) for pool in pools]
+
+    def possible(left: list[int], rest: list[Demand]) -> bool:
+        return not rest or any(
+            all(left[node] >= rest[0].devices for node in chosen)
+            and possible([n - rest[0].devices * (i in chosen) for i, n in enumerate(left)], rest[1:])
+            for chosen in itertools.combinations(range(len(left)), rest[0].nodes)
+        )
+
+    assert placeable(devices, asked) == possible(devices, asked) == fits
+
+
+def test_what_a_run_asks_for() -> None:
+    def asked(*words: str) -> list[tuple[int, int]]:
+        given = {word.partition("=")[0] for word in words}
+        return [(pool.nodes, pool.devices) for pool in demands(load(list(words)), given)]
+
+    rollout = "actor_rollout_ref.rollout"
+    assert asked() == [(1, 1)] and asked("trainer.nnodes=2") == [(2, 1)]
+    assert asked("trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{rollout}.nnodes=1") == [(2, 8), (1, 8)]
+    assert asked(f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=4") == [(1, 1), (1, 4)]
+
+
+def test_a_hub_model_that_a_node_has_yet_to_fetch_is_only_mentioned() -> None:
+    good = {"path": "/c/snapshots/aa", "config": "c", "weights": "w", "bytes": GIB, "revision": "aa"}
+    found = two(model={"path": "a/b", "problem": "not on this disk", "to_fetch": True})
+    found.nodes[0]["model"] = good
+    assert not [f for f in judged(found) if f.level in (BAD, WARN)]
+    assert next(f for f in judged(found) if f.level == NOTE).name == "10.0.0.2"
+    found.nodes[1]["model"] = good | {"weights": "a part"}
+    assert {f.level for f in judged(found)} == {OK}, "the rest is fetched"
+    found.nodes[1]["model"] = good | {"path": "/c/snapshots/bb", "revision": "bb"}
+    assert worst(found).level == BAD and "another revision than 10.0.0.1" in worst(found).found
+
+
+def test_versions_that_matter_are_those_that_the_run_compares(
+    surveyed: Callable[[Found], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def level(name: str, *words: str) -> str:
+        surveyed(two(packages=FACTS["packages"] | {name: "0.1"}))
+        here = copy.deepcopy(FACTS)
+        here["packages"][name] = "0.2"
+        monkeypatch.setattr(node_facts, "collect", lambda *_, model=None: here)
+        asked = nodes.examine(list(words), model=None, megabytes=1, timeout=1, say=print)
+        return next(f.level for f in asked if f.name == name)
+
+    assert level("peft") == WARN
+    assert level("peft", "actor_rollout_ref.model.lora_rank=8") == BAD
+    assert level("peft", "actor_rollout_ref.model.lora_adapter_path=/a") == BAD
+    assert level("vllm") == BAD
+    assert level("vllm", "actor_rollout_ref.rollout.name=native") == WARN
 
 
 def test_a_clock_that_cannot_be_measured_so_well_is_not_blamed() -> None:
@@ -190,9 +318,9 @@ def test_models_of_the_nodes_are_compared() -> None:
     good = {"path": "/m", "config": "c1", "weights": "w1", "bytes": GIB}
     found = two(model=good | {"weights": "w2"})
     found.nodes[0]["model"] = good
-    assert "names or sizes of the weight files differ" in worst(found).found
+    assert "other names or sizes of the weight files than 10.0.0.1 (driver)" in worst(found).found
     found.nodes[1]["model"] = good | {"config": "c2"}
-    assert "config.json differ" in worst(found).found
+    assert "another config.json than" in worst(found).found
     found.nodes[1]["model"] = {"path": "/m", "problem": "/m: no such directory on this disk"}
     finding = worst(found)
     assert finding.level == BAD and finding.name == "10.0.0.2" and "same path on every node" in finding.todo
@@ -215,7 +343,10 @@ def test_network_folder_and_nodes_that_are_missing() -> None:
     found = two()
     found.folder = ["10.0.0.2"]
     assert worst(found).name == "run folder"
-    assert "asks for 3" in worst(two(), nodes=3).found
+    assert (
+        "asks for 3 nodes of 1 (trainer); 10.0.0.1 (driver) has 8, 10.0.0.2 has 8"
+        in worst(two(), (3, 1)).found
+    )
 
 
 def test_facts_of_this_node(tmp_path: Path) -> None:
@@ -247,6 +378,30 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
     assert "belong to --cluster" in capsys.readouterr().err
 
 
+@pytest.fixture
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str, Any]]]:
+    """Puts a survey in the place of a look at a cluster; returns what each call of it was given."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setattr(node_facts, "collect", lambda *_, model=None: copy.deepcopy(FACTS) | {"model": model})
+    calls: list[dict[str, Any]] = []
+
+    def put(found: Found) -> list[dict[str, Any]]:
+        monkeypatch.setattr(
+            "verl.controller.ray.survey.survey", lambda config, **asked: calls.append(asked) or found
+        )
+        return calls
+
+    return put
+
+
+def test_the_plain_command_needs_no_model(
+    surveyed: Callable[[Found], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = surveyed(two())
+    assert doctor(["--cluster"]) == 0
+    assert asked[0]["model"] is None and "A run can start on this cluster." in capsys.readouterr().out
+
+
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The command in a process of its own. Ray gives a driver's working folder to all workers: not that of this code."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}
@@ -263,6 +418,28 @@ def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def test_the_all_reduce_is_between_the_nodes_that_a_run_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from verl.controller.ray import survey
+
+    met: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(
+        survey, "_sum", lambda ranks, kind, *_: met.append((kind, [int(m.id) for m in ranks])) or []
+    )
+
+    def ranks(devices: list[int], *pools: Demand) -> tuple[str, list[int]]:
+        members = [survey._Node(str(n), str(n), "", {"devices": count}) for n, count in enumerate(devices)]
+        cluster, found = SimpleNamespace(kind="cuda"), survey.Survey("cuda")
+        survey._sums(cluster, survey._ranks(members, pools), found, 1, 1.0, lambda text: None)
+        return met.pop()
+
+    assert ranks([0, 8, 8], Demand("", 2, 8)) == ("cuda", [1, 2])
+    assert ranks([0, 8], Demand("", 1, 4)) == ("cuda", [1, 1])
+    assert ranks([0, 1], Demand("", 1, 1)) == ("cpu", [1, 1])
+    assert ranks([8, 4], Demand("", 1, 8), Demand("", 1, 4)) == ("cuda", [0, 1])
+    assert ranks([1, 1], Demand("", 2, 8)) == ("cuda", [0, 1]), "none fits, which is said elsewhere"
+
+
 @pytest.mark.slow
 def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
@@ -274,8 +451,10 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
     shutil.copytree(ROOT / "verl", other / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "verl/errors.py").open("a") as file:
         file.write("\n# another version\n")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    # The head has nothing to compute with: a run takes the other two.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
+        cluster.add_node(num_cpus=2)
         same = cluster.add_node(num_cpus=1)
         arguments = [
             "--model",
@@ -287,7 +466,7 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
         status, good = doctor_apart(tmp_path, *arguments)
         by_name = {f["name"]: f for f in good["findings"]}
         assert status == 0 and good["ok"], good
-        assert "2 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
+        assert "3 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
         assert (
             "over 2 ranks" in by_name["all-reduce (gloo)"]["found"] and "2 nodes" in by_name["model"]["found"]
         )
@@ -296,10 +475,9 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
         assert not list(tmp_path.glob(".verl-doctor-*"))
         cluster.remove_node(same)
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other)})
-        status, bad = doctor_apart(tmp_path, *arguments, "trainer.n_gpus_per_node=2")
+        status, bad = doctor_apart(tmp_path, *arguments)
         code = next(f for f in bad["findings"] if f["name"] == "this code")
         assert status == 1 and not bad["ok"] and code["level"] == BAD and str(other) in code["found"]
-        assert any("asks for 2" in f["found"] for f in bad["findings"] if f["area"] == "nodes")
     finally:
         cluster.shutdown()
 

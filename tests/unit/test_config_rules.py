@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from verl.config import load
 from verl.config.check import check
+from verl.config.layout import Sizes, rank_problems
 
 ARR = "actor_rollout_ref"
 MODEL = {
@@ -208,6 +210,79 @@ REFUSED = [
 )
 def test_refused(base, overrides, parts):
     only(problems(*base, *overrides), "configuration", *parts)
+
+
+# (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse
+LAYOUTS = [
+    (
+        {"ulysses": 2, "tensor": 4},
+        {"num_attention_heads": 8},
+        "ulysses × tensor",
+        "= 8 does not divide the 4 ranks; lower one of them",
+    ),
+    ({"tensor": 2}, {"num_key_value_heads": 1}, "tensor", "1 key-value heads; use one of 1"),
+    ({"tensor": 2}, {"num_attention_heads": 3}, "tensor", "3 attention heads; use one of 1, 3"),
+    ({"tensor": 2}, {"intermediate_size": 33}, "tensor", "33 intermediate_size; use one of 1, 3, 11, 33"),
+    ({"tensor": 2}, {"num_experts": 8}, "tensor", "the model has experts, which are not cut so; set 1"),
+    ({"ulysses": 2}, {"num_attention_heads": 3}, "ulysses", "3 attention heads; use one of 1, 3"),
+    ({"ulysses": 2, "tensor": 2}, {"num_attention_heads": 2}, "ulysses", "use one of 1"),
+    ({"ulysses": 2}, {"layer_types": ["linear_attention", "full_attention"]}, "ulysses", "linear_attention"),
+    ({"shard": 3}, {}, "shard", "does not divide the 4 ranks; use one of 1, 2, 4"),
+    ({"shard": 2, "tensor": 4}, {}, None, ""),
+    ({"shard": 4, "tensor": 2}, {}, None, "all of them"),
+    ({"ulysses": 2, "tensor": 2, "shard": 2}, {"num_key_value_heads": 2, "intermediate_size": 64}, None, ""),
+]
+
+
+@pytest.mark.parametrize("entry", ["ppo", "sft"])
+@pytest.mark.parametrize(("sizes", "changes", "named", "text"), LAYOUTS)
+def test_layouts_are_checked_as_the_ranks_do(base, tmp_path, monkeypatch, entry, sizes, changes, named, text):
+    role, engine = ("engine", "engine") if entry == "sft" else (f"{ARR}.actor", f"{ARR}.actor.fsdp_config")
+    keys = {
+        "ulysses": f"{role}.ulysses_sequence_parallel_size",
+        "tensor": f"{engine}.tensor_parallel_size",
+        "shard": f"{engine}.fsdp_size",
+    }
+    write_model(tmp_path / "model", **changes)
+    if entry == "ppo":
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        argv = [*base, "trainer.n_gpus_per_node=4"]
+    else:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "user", "content": "1"}]] * 16)
+        argv = [f"data.train_files={rows}", f"model.path={tmp_path / 'model'}", "data.train_batch_size=4"]
+        argv += ["trainer.device=cpu"]
+    found = problems(*argv, *(f"{keys[name]}={size}" for name, size in sizes.items()), entry=entry)
+    if named is None:
+        assert found == []
+    else:
+        words = [f"{keys[name]}={sizes[name]}" for name in named.split(" × ")]
+        only(found, "configuration", " × ".join(words) + ": ", text)
+
+
+def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.ref.fsdp_config.fsdp_size=3"]
+    assert problems(*argv) == []
+    argv.append(f"{ARR}.actor.use_kl_loss=True")
+    only(
+        problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks"
+    )
+
+
+def test_sizes_without_a_problem_can_be_laid_out():
+    for ranks, sequence, tensor, shard in itertools.product(
+        range(1, 13), (1, 2, 3), (1, 2, 3, 4), range(-1, 13)
+    ):
+        if not list(rank_problems(Sizes(sequence, tensor, shard), ranks)):
+            parts = ranks // tensor
+            assert ranks % (sequence * tensor) == 0
+            assert shard <= 0 or shard >= parts or parts % shard == 0, (ranks, tensor, shard)
+    (problem,) = rank_problems(Sizes(1, 3, 3), 12)
+    assert problem == (
+        "fsdp_config.fsdp_size=3",
+        "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
+    )
 
 
 # (overrides, parts that must be among the problems): combinations that more than one rule refuses

@@ -162,7 +162,7 @@ def complaint(path: str, role_cfg: dict[str, Any]) -> str:
 def test_sizes_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None:
     path = str(tiny_model(tmp_path / "m", num_attention_heads=3, num_key_value_heads=3))
     for size, role_cfg, word in (
-        (3, role(fsdp={"fsdp_size": 2}), "fsdp_size=2 does not divide the 3"),
+        (3, role(fsdp={"fsdp_size": 2}), "fsdp_size=2: does not divide the 3 ranks"),
         (2, role(ulysses_sequence_parallel_size=2), "3 attention heads"),
         (2, role(fsdp={"mixed_precision": {"reduce_dtype": "int8"}}), "reduce_dtype"),
     ):

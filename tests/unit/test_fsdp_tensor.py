@@ -79,10 +79,13 @@ def test_checkpoints_go_to_one_device_and_back(tmp_path: Path) -> None:
 def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:
     experts = str(tiny_model(tmp_path / "experts", "qwen3_moe"))
     odd = str(tiny_model(tmp_path / "odd", num_attention_heads=3, num_key_value_heads=3))
+    grouped = str(tiny_model(tmp_path / "grouped", num_attention_heads=4, num_key_value_heads=1))
     for path, size, role_cfg, word in (
+        (grouped, 2, cut(2), "does not divide the model's 1 key-value heads; use one of 1"),
+        (grouped, 2, cut(2, ulysses_sequence_parallel_size=2), "= 4 does not divide the 2 ranks"),
         (experts, 2, cut(2), "cannot be cut"),
-        (odd, 2, cut(2), "num_attention_heads of 3"),
-        (odd, 2, cut(3), "tensor_parallel_size=3 does not divide the 2"),
+        (odd, 2, cut(2), "tensor_parallel_size=2: does not divide the model's 3 attention heads"),
+        (odd, 2, cut(3), "tensor_parallel_size=3: does not divide the 2 ranks"),
     ):
         messages = ranks.run(complaint, size, path, role_cfg)
         assert all(word in message for message in messages), messages

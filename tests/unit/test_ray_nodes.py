@@ -119,6 +119,7 @@ def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     assert nodes.room_of(load(words)) == size // 2
     assert nodes.room_of(load([*words, "actor_rollout_ref.model.lora_rank=4"])) == 0
+    assert nodes.room_of(load(["actor_rollout_ref.rollout.name=native"])) == 0, "no model is known"
     monkeypatch.setattr(nodes.node_facts, "model_files", lambda path: {"bytes": 16 << 30})
     apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
     assert nodes.room_of(load([*words, f"{bucket}=1024"])) == 32 << 20

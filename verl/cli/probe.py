@@ -18,6 +18,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from verl.platform import cores
+
 GIB = 1 << 30
 
 
@@ -127,19 +129,9 @@ def cpu() -> tuple[str, list[str]]:
     return (name.group(1) if name else platform.machine()), [flag for flag in wanted if flag in have]
 
 
-def cores() -> tuple[int, float | None]:
-    """(cores this process may use, the container's quota in cores or None)."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for place in _cgroups():
-        parts = _text(place / "cpu.max").split()
-        if len(parts) == 2 and parts[0] != "max":
-            return usable, int(parts[0]) / int(parts[1])
-    return usable, None
-
-
 def memory() -> tuple[int | None, int | None]:
     """(total, available) bytes of the machine."""
-    text = _text(Path("/proc/meminfo"))
+    text = cores.read(Path("/proc/meminfo"))
     found = {
         k: int(v) * 1024 for k, v in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
     }
@@ -151,12 +143,12 @@ def memory() -> tuple[int | None, int | None]:
 def memory_limit() -> tuple[int | None, int | None]:
     """(limit, used) bytes of the control group; the tightest limit on the way up counts; None without one."""
     tightest: tuple[int | None, int | None] = (None, None)
-    for place in _cgroups():
+    for place in cores.cgroups("memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _text(place / limit_name), _text(place / used_name)
+            limit, used = cores.read(place / limit_name), cores.read(place / used_name)
             # Version 1 writes "no limit" as a number near 2**63.
             if (
                 limit.isdecimal()
@@ -165,25 +157,6 @@ def memory_limit() -> tuple[int | None, int | None]:
             ):
                 tightest = (int(limit), int(used) if used.isdecimal() else None)
     return tightest
-
-
-def _cgroups() -> list[Path]:
-    """This process's control group and its parents, as folders; both versions."""
-    places = []
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup") / controllers
-            inner = root / path.lstrip("/")
-            places += [p for p in (inner, *inner.parents) if p.is_relative_to(root)]
-    return [place for place in places if place.is_dir()]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def disk_free(path: Path) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli import probe
+from verl.platform.cores import cores
 
 PACKAGES = (
     "torch",
@@ -52,7 +53,7 @@ def collect(
         "torch_build": probe.torch_build(),
         "gpus": probe.nvidia_gpus(),
         "npus": probe.npus(),
-        "cores": probe.cores()[0],
+        "cores": cores()[0],
         "memory": total,
         "memory_available": available,
         "memory_limit": probe.memory_limit()[0],
@@ -138,13 +139,14 @@ def _user() -> int:
 
 def model_files(path: str) -> dict[str, Any]:
     """Where a model is on this disk: {"path", "config": hash of config.json, "weights": hash of the weight files'
-    names and sizes, "bytes"}, or {"path", "problem"} where it is not."""
+    names and sizes, "bytes", "revision" of a hub's model, or None}, or {"path", "problem", "to_fetch": would a run
+    fetch it} where it is not."""
     from verl.config.model_facts import ModelTrouble, find
 
     try:
         folder = find(path)
     except ModelTrouble as trouble:
-        return {"path": path, "problem": str(trouble)}
+        return {"path": path, "problem": str(trouble), "to_fetch": trouble.download}
     config = folder / "config.json"
     if not config.is_file():
         return {"path": str(folder), "problem": "no config.json in this directory"}
@@ -155,4 +157,5 @@ def model_files(path: str) -> dict[str, Any]:
         "config": hashlib.sha256(config.read_bytes()).hexdigest()[:16],
         "weights": hashlib.sha256(listing.encode()).hexdigest()[:16],
         "bytes": sum(size for _, size in sizes),
+        "revision": folder.name if folder.parent.name == "snapshots" else None,
     }

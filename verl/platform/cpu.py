@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from verl.platform.base import Platform
+from verl.platform.cores import thread_limit
 from verl.platform.memory import trim
 
 
@@ -65,7 +66,10 @@ class CpuPlatform(Platform):
         trim()
 
     def prepare(self) -> None:
-        """Send float32 products to oneDNN where that is exact; see `onednn_float32`."""
+        """No more threads than the container's quota; float32 products to oneDNN where that is exact."""
+        limit = thread_limit()
+        if limit is not None and limit < torch.get_num_threads():
+            torch.set_num_threads(limit)
         onednn_float32()
 
     def describe(self) -> str:

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.platform.cores import usable
 from verl.reward.outcome import Outcome, failed
 from verl.reward.process import Task, Verdict, WorkerProcess
 from verl.reward.rate import RateGate
@@ -100,9 +101,7 @@ class Pool:
         self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
         self._init = spec.init()
         self._max = workers
-        self._cpus = max(
-            1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        self._cpus = usable()
         self._name = name
         self._gate = gate
         self._ids = itertools.count()

@@ -109,8 +109,3 @@ def nearest(name: str, options: Sequence[str]) -> str:
     """Text that names the most similar option, or ""."""
     found = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
     return f"; nearest: {found[0]}" if found else ""
-
-
-def divisors(number: int) -> str:
-    """The divisors of a number, as text."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.rules.context import Check, divisors
+from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.rules.context import Check
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -143,22 +144,21 @@ def _training_layout(c: Check) -> None:
     """Rules 11 and 12: sequence parallel, shard groups, Megatron's sizes."""
     if c.ppo:
         actor = c.cfg.actor_rollout_ref.actor
-        _ranks(
-            c, f"{_ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size, heads=True
-        )
-        _ranks(c, f"{_ACTOR}.fsdp_config.fsdp_size", actor.fsdp_config.fsdp_size)
-        cut = actor.fsdp_config.tensor_parallel_size
-        _ranks(c, f"{_ACTOR}.fsdp_config.tensor_parallel_size", cut, heads=True)
+        _ranks(c, _sizes(actor, f"{_ACTOR}."), own_model=True)
         _reference_layout(c, actor, c.cfg.actor_rollout_ref.ref)
         if actor.strategy == "megatron":
             _megatron(c, f"{_ACTOR}.megatron", actor.megatron)
     elif c.cfg.entry == "sft":
         engine = c.cfg.engine
-        _ranks(c, "engine.ulysses_sequence_parallel_size", engine.ulysses_sequence_parallel_size, heads=True)
-        _ranks(c, "engine.fsdp_size", engine.fsdp_size)
-        _ranks(c, "engine.tensor_parallel_size", engine.tensor_parallel_size, heads=True)
+        split, cut = engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
+        _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
         if engine.strategy == "megatron":
             _megatron(c, "engine", engine)
+
+
+def _sizes(role: Any, keys: str) -> Sizes:
+    parallel = role.fsdp_config
+    return Sizes(role.ulysses_sequence_parallel_size, parallel.tensor_parallel_size, parallel.fsdp_size, keys)
 
 
 def _reference_layout(c: Check, actor: Any, ref: Any) -> None:
@@ -172,14 +172,24 @@ def _reference_layout(c: Check, actor: Any, ref: Any) -> None:
             f"{theirs} devices share a sequence of the reference and {ours} one of the actor, which gets the same rows: "
             f"{theirs} must divide {ours}; leave it as the actor's",
         )
+    wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
+    adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path
+    if not wanted or (adapted and not ref.model.path):  # then it is the actor's base
+        return
+    keys = "actor_rollout_ref.ref."
+    if _sizes(ref, "") != _sizes(actor, "") or ref.model.path:
+        _ranks(c, _sizes(ref, keys), own_model=not ref.model.path)
 
 
-def _ranks(c: Check, key: str, size: int, heads: bool = False) -> None:
-    if size > 1 and c.world % size:
-        c.refuse(f"{key}={size}", f"does not divide the {c.world} ranks; use one of {divisors(c.world)}")
-    if heads and c.facts is not None and c.facts.heads and c.facts.heads % size:
-        message = f"does not divide the model's {c.facts.heads} attention heads; use one of {divisors(c.facts.heads)}"
-        c.refuse(f"{key}={size}", message)
+def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
+    """Do they fit the ranks, and the run's model if it is the role's own?"""
+    for key, message in rank_problems(sizes, c.world):
+        c.refuse(key, message)
+    if own_model and c.facts is not None:
+        model = {key: c.facts.text.get(key) for key in MODEL_KEYS}
+        model |= {"num_attention_heads": c.facts.heads, "experts": c.facts.experts}
+        for key, message in model_problems(sizes, model):
+            c.refuse(key, message)
 
 
 def _megatron(c: Check, key: str, m: Any) -> None:

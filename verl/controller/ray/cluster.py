@@ -14,6 +14,7 @@ import ray
 
 from verl.controller.ray.workers import joined, within
 from verl.errors import UserError
+from verl.platform.cores import usable
 from verl.platform.environment import DEFAULTS
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
@@ -76,7 +77,7 @@ class Cluster:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
-            defaults["num_cpus"] = max(os.cpu_count() or 1, processes)
+            defaults["num_cpus"] = max(usable(), processes)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             _knock(address)
@@ -122,22 +123,22 @@ class Cluster:
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: any with a core). UserError when they do not come.
+        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come.
 
         A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
         """
-        needed = devices if self.kind in RESOURCE else 1
         end = time.monotonic() + (0 if self.own else timeout)
         said = False
         while True:
             nodes = self.nodes()
-            fit = [n for n in nodes if n.devices >= needed]
+            fit = [n for n in nodes if n.devices >= devices]
             if len(fit) >= count:
                 return fit
             if time.monotonic() >= end:
                 have = ", ".join(str(n) for n in nodes) or "none"
                 raise UserError(
-                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices; the cluster has: "
+                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+                    f"{'' if self.kind in RESOURCE else ', a rank needs a core'}; the cluster has: "
                     f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
                     f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )

@@ -78,7 +78,10 @@ def room_of(config: Any, model: str | None = None) -> int:
     bucket = int(arr.rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
     if not arr.rollout.nnodes:  # no broadcast, whose buckets are as large as asked for
         bucket = min(bucket, HOST_BUCKET)
-    weights = int(node_facts.model_files(model or arr.model.path).get("bytes", 0))
+    path = model or arr.model.path
+    if not path:
+        return 0
+    weights = int(node_facts.model_files(path).get("bytes", 0))
     return min(2 * bucket, weights // 2)
 
 

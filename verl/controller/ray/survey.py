@@ -7,9 +7,10 @@ Returns plain data; what it means is said by `verl.cli.cluster`.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import ray
 from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.controller.demand import Demand, placeable
 from verl.controller.ray.cluster import RESOURCE, Cluster, worker_environment
 from verl.controller.ray.workers import reason
 from verl.worker.prober import Prober
@@ -53,7 +55,7 @@ class _Node:
 def survey(
     config: Any,
     *,
-    nodes: int = 1,
+    pools: Sequence[Demand] = (),
     model: str | None = None,
     folder: Path | None = None,
     megabytes: int = 64,
@@ -62,13 +64,13 @@ def survey(
 ) -> Survey:
     """Start Ray here or join a cluster, as a run with this configuration would, and look at it.
 
-    `nodes`: how many to wait for, at most `timeout` seconds, which holds for every later step too. `folder`: a run
-    folder that all nodes should see. UserError when there is no cluster, or its version is refused.
+    `pools`: what the run asks for; nodes that hold it are waited for, at most `timeout` seconds, which holds for every
+    later step too. `folder`: a run folder that all nodes should see. UserError when there is no cluster, or its version is refused.
     """
     cluster = Cluster(config, config.trainer.device)
     try:
         found = Survey(cluster.settle_kind())
-        _await(cluster, nodes, timeout, say)
+        _await(cluster, pools, timeout, say)
         members = _members(cluster)
         say(f"asking {len(members)} nodes …")
         _facts(members, found, model, timeout)
@@ -77,7 +79,8 @@ def survey(
         _reach(working, found, timeout)
         if folder is not None and len(working) > 1:
             found.folder = _seen(working, folder, timeout)
-        _sums(cluster, working, found, megabytes << 20, timeout, say)
+        if working:
+            _sums(cluster, _ranks(working, pools), found, megabytes << 20, timeout, say)
         for member in working:
             ray.kill(member.prober)
         return found
@@ -87,12 +90,17 @@ def survey(
             ray.shutdown()
 
 
-def _await(cluster: Cluster, nodes: int, timeout: float, say: Callable[[str], None]) -> None:
+def _await(cluster: Cluster, pools: Sequence[Demand], timeout: float, say: Callable[[str], None]) -> None:
     """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
-    end = time.monotonic() + (0 if cluster.own else timeout)
-    if len(cluster.nodes()) < nodes and not cluster.own:
-        say(f"waiting for {nodes} nodes (at most {timeout:g} s) …")
-    while len(cluster.nodes()) < nodes and time.monotonic() < end:
+
+    def complete() -> bool:
+        return placeable([node.devices for node in cluster.nodes()], pools)
+
+    if cluster.own or complete():
+        return
+    say(f"waiting for {' and '.join(map(str, pools))} (at most {timeout:g} s) …")
+    end = time.monotonic() + timeout
+    while not complete() and time.monotonic() < end:
         time.sleep(1.0)
 
 
@@ -101,12 +109,14 @@ def _members(cluster: Cluster) -> list[_Node]:
     said = {n["NodeID"]: n for n in ray.nodes()}
     nodes = cluster.nodes()
     shared = {n.address for n in nodes if sum(m.address == n.address for m in nodes) > 1}
+    # A Ray of our own is told of as many cores as the run has processes.
+    inflated = cluster.own and cluster.kind == "cpu"
     out = []
     for place, node in enumerate(nodes):
         name = f"{node.address}#{node.id[:6]}" if node.address in shared else node.address
         entry: dict[str, Any] = {
             "name": f"{name} (driver)" if place == 0 else name,
-            "devices": node.devices,
+            "devices": min(node.devices, os.cpu_count() or 1) if inflated else node.devices,
             "object_store": said[node.id]["Resources"].get("object_store_memory"),
             "temporary": _temporary(said[node.id]),
         }
@@ -214,20 +224,24 @@ def _seen(members: list[_Node], folder: Path, timeout: float) -> list[str]:
         token.unlink()
 
 
+def _ranks(members: list[_Node], pools: Sequence[Demand]) -> list[_Node]:
+    """One rank for each node that the run may use, two for a single one."""
+    least = min((pool.devices for pool in pools), default=0)
+    fit = [m for m in members if m.entry["devices"] >= least] or members
+    return fit if len(fit) > 1 else fit * 2
+
+
 def _sums(
     cluster: Cluster,
-    members: list[_Node],
+    ranks: list[_Node],
     found: Survey,
     count: int,
     timeout: float,
     say: Callable[[str], None],
 ) -> None:
-    """An all-reduce over one rank a node, on devices where the nodes have free ones; two ranks of a single node."""
-    if not members:
-        return
-    ranks = members if len(members) > 1 else members * 2
+    """An all-reduce over the ranks, on devices where their nodes have free ones."""
     resource = RESOURCE.get(cluster.kind)
-    if resource is not None and all(ranks.count(m) <= m.entry["devices"] for m in members):
+    if resource is not None and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
         say(f"all-reduce over {len(ranks)} ranks with a {cluster.kind} device each …")
         options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
         results = _sum(ranks, cluster.kind, count, timeout, options)

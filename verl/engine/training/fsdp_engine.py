@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from verl.config.adapter_files import ADAPTER_FOLDER
+from verl.config.layout import MODEL_KEYS, Sizes, model_problems
 from verl.engine import attention
 from verl.engine.adapters import PlainView
 from verl.engine.packed_attention import Segment
@@ -90,6 +91,7 @@ class FSDPEngine(PackedEngine):
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         tensor = self.layout.tensor
         self._tensor = None if tensor is None else TensorParallel(self.module, tensor)
+        self._refuse_sizes(Sizes(split, products))
         self._sequence = self._sequence_parallel()
         settings = LoraSettings.of(model_cfg, model_path) if trainable else None
         if settings is not None and tensor is not None:
@@ -119,6 +121,11 @@ class FSDPEngine(PackedEngine):
         return model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
 
     # -- building --------------------------------------------------------------------------------------------
+
+    def _refuse_sizes(self, sizes: Sizes) -> None:
+        config = self.config.get_text_config()
+        for text, problem in model_problems(sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}):
+            raise UserError(f"{text}: {problem}")
 
     def _sequence_parallel(self) -> SequenceParallel | None:
         if self.layout.sequence is None:

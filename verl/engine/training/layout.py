@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl.config.layout import Sizes, rank_problems
 from verl.engine.training import process_group
 from verl.errors import UserError
 
@@ -76,21 +77,16 @@ def _short(ranks: list[int]) -> str:
 def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
     """The layout of the default process group. UserError for sizes that do not divide its ranks.
 
-    fsdp_size: ranks that share one copy of the weights; ≤ 0 or more than there are: all.
+    fsdp_size: ranks that share one copy of the weights; ≤ 0 or as many as there are: all.
     """
     if not dist.is_initialized():
         raise RuntimeError("the ranks have not met: call process_group.init_process_group first")
     size, rank = dist.get_world_size(), dist.get_rank()
     both = tensor_size * sequence_size
-    if size % both:
-        parts = f"ulysses_sequence_parallel_size={sequence_size}"
-        if tensor_size > 1:
-            parts += f" × fsdp_config.tensor_parallel_size={tensor_size}"
-        raise UserError(f"{parts} does not divide the {size} training ranks")
+    for text, problem in rank_problems(Sizes(sequence_size, tensor_size, fsdp_size), size):
+        raise UserError(f"{text}: {problem}")
     cut = size // tensor_size
     shard = cut if fsdp_size <= 0 or fsdp_size >= cut else fsdp_size
-    if cut % shard:
-        raise UserError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {cut} training ranks")
     shape, names = ((shard,), ("shard",)) if shard == cut else ((cut // shard, shard), ("replicate", "shard"))
     tensor = None
     if tensor_size > 1:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.layout import ATTENTION_LAYERS
 from verl.engine import adapters, attention
 from verl.engine.packed_attention import PackedPlan, Segment
 from verl.engine.training import overrides
@@ -153,7 +154,7 @@ def is_recurrent(module: PreTrainedModel) -> bool:
     """True if some layer carries a state along the row, so that two sequences must not share one."""
     kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or ())
     if kinds:
-        return bool(kinds - {"full_attention", "sliding_attention", "attention"})
+        return bool(kinds - ATTENTION_LAYERS)
     words = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
     return any(w in type(m).__name__.lower() for m in module.modules() for w in words)
 

@@ -48,11 +48,6 @@ class TensorParallel:
                 _PARTIAL,
             ):
                 raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
-        config = module.config.get_text_config()
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            value = getattr(config, key, None)
-            if value is not None and value % self._size:
-                raise UserError(f"{asked} does not divide the model's {key} of {value}")
 
     def _style(self, name: str) -> str | None:
         return next((style for pattern, style in self._plan if pattern.fullmatch(name)), None)

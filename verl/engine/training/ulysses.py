@@ -19,7 +19,6 @@ from verl.engine.attention import AttentionPlan
 from verl.engine.packed_attention import PackedPlan, Segment
 from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.packing import Pack
-from verl.errors import UserError
 
 
 @dataclass(slots=True)
@@ -36,14 +35,10 @@ class Share:
 
 
 class SequenceParallel:
-    """The ranks of `group` share each pack. `heads` and `kv_heads` are the model's."""
+    """The ranks of `group`, whose number divides `heads`, share each pack."""
 
     def __init__(self, group: dist.ProcessGroup, heads: int):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        if heads % self.size:
-            raise UserError(
-                f"ulysses_sequence_parallel_size={self.size} does not divide the model's {heads} attention heads"
-            )
         self._heads = heads
 
     def share(self, batch: Pack) -> Share:

@@ -17,6 +17,7 @@ from verl.engine.rollout.vllm.adapter import Vllm
 from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cache_bytes, cpu_binding
 from verl.engine.rollout.vllm.worker import start_time
 from verl.errors import UserError
+from verl.platform.cores import thread_limit
 
 Process = tuple[int, str]
 """A process: its id and when it started."""
@@ -102,8 +103,14 @@ def cpu_arguments(settings: EngineSettings, model_config: Any, arguments: dict[s
 def environment(cpu: bool, ranks: int) -> Iterator[None]:
     """Variables that vLLM's processes must be born with; taken back afterwards."""
     wanted: dict[str, str] = {}
-    if cpu and ranks > 1:
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = cpu_binding(ranks, allowed_cpus())
+    bind = "VLLM_CPU_OMP_THREADS_BIND"
+    limit = thread_limit() if cpu and bind not in os.environ else None
+    if limit is not None:
+        # A quota is of time, not of certain cores: vLLM would start a thread on each core that it sees.
+        wanted["OMP_NUM_THREADS"] = str(max(1, limit // ranks))
+        wanted[bind] = "nobind"
+    elif cpu and ranks > 1:
+        wanted[bind] = cpu_binding(ranks, allowed_cpus())
     added = [name for name in wanted if name not in os.environ]
     for name in added:
         os.environ[name] = wanted[name]

@@ -1,0 +1,97 @@
+"""Which parallel sizes fit the ranks and the model: what `--check` says before a start, and an engine on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_HEADS = "num_attention_heads"
+_COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
+MODEL_KEYS = (*_COUNTS, "layer_types")
+"""What a model's configuration has to say for `model_problems`."""
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Kinds of layers that carry no state along a row."""
+_WORDS = {_HEADS: "attention heads", "num_key_value_heads": "key-value heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the ranks of a role share its work. `role`, `engine`: what its keys begin with.
+
+    sequence  ranks that share a sequence
+    tensor    ranks that share products
+    shard     ranks that share one copy of the weights; ≤ 0: all
+    """
+
+    sequence: int = 1
+    tensor: int = 1
+    shard: int = -1
+    role: str = ""
+    engine: str = "fsdp_config."
+
+    @property
+    def sequence_text(self) -> str:
+        return f"{self.role}ulysses_sequence_parallel_size={self.sequence}"
+
+    @property
+    def tensor_text(self) -> str:
+        return f"{self.role}{self.engine}tensor_parallel_size={self.tensor}"
+
+    @property
+    def shard_text(self) -> str:
+        return f"{self.role}{self.engine}fsdp_size={self.shard}"
+
+
+def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
+    """(key=value, what is wrong and what would be right) for sizes that do not divide the ranks."""
+    alone = True
+    for text, size in ((sizes.sequence_text, sizes.sequence), (sizes.tensor_text, sizes.tensor)):
+        if ranks % size:
+            alone = False
+            yield text, f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
+    both = sizes.sequence * sizes.tensor
+    if alone and ranks % both:
+        text = f"{sizes.sequence_text} × {sizes.tensor_text}"
+        yield text, f"= {both} does not divide the {ranks} ranks; lower one of them"
+    if sizes.shard <= 0:
+        return
+    if ranks % sizes.shard:
+        yield sizes.shard_text, f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
+        return
+    parts = max(1, ranks // sizes.tensor)
+    if sizes.shard < parts and parts % sizes.shard:
+        rest = f"the {parts} ranks that remain beside {sizes.tensor_text}"
+        yield sizes.shard_text, f"does not divide {rest}; use one of {divisors(parts)}"
+
+
+def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same for sizes that do not divide the model's, or that its layers rule out.
+
+    `model`: `MODEL_KEYS` as far as they are known, and "experts", how many a layer has.
+    """
+    known = {key: model[key] for key in _COUNTS if isinstance(model.get(key), int) and model[key]}
+    heads = known.get(_HEADS)
+    for key, count in known.items():
+        if count % sizes.tensor:
+            what = f"the model's {count} {_WORDS.get(key, key)}"
+            yield sizes.tensor_text, f"does not divide {what}; use one of {divisors(count)}"
+    if sizes.tensor > 1 and (model.get("experts") or 0) > 1:
+        yield sizes.tensor_text, "the model has experts, which are not cut so; set 1"
+    if sizes.sequence == 1:
+        return
+    if heads and heads % sizes.sequence:
+        message = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
+        yield sizes.sequence_text, message
+    elif heads and heads % sizes.tensor == 0 and heads // sizes.tensor % sizes.sequence:
+        message = f"does not divide the {heads // sizes.tensor} attention heads that {sizes.tensor_text} leaves a rank"
+        yield sizes.sequence_text, f"{message}; use one of {divisors(heads // sizes.tensor)}"
+    states = sorted(set(model.get("layer_types") or ()) - ATTENTION_LAYERS)
+    if states:
+        text = f"the model has layers ({', '.join(states)}) that carry a state along the row, which cannot be split"
+        yield sizes.sequence_text, f"{text}; set 1"
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number, as text."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
