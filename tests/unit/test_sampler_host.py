@@ -11,7 +11,7 @@ import pytest
 from tests.tiny import SPECIAL, tiny_tokenizer
 from verl.controller import wire
 from verl.data.tokenizer import text_of
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
 from verl.rollout.requests import Requests
 from verl.worker.sampler_host import SamplerHost
 
@@ -165,3 +165,95 @@ def test_an_answer_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> None
 
     given, kept = asyncio.run(go())
     assert given.text == byte_tokenizer.decode([72, 73, 74]) and kept.text is None
+
+
+class Dying(Given):
+    """Answers the first request, then dies; loads fail, with the engine if `fatal`."""
+
+    gone, fatal = False, True
+
+    @property
+    def dead(self):
+        return self.gone
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+        if request_id == "first":
+            return await super().generate(prompt_ids, sampling, request_id=request_id)
+        self.gone = True
+        raise RuntimeError("core stopped")
+
+    def receive_weights(self, places, version, *, timeout, verify):
+        self.gone = self.fatal
+        raise ValueError("no value came for q_proj")
+
+    def stats(self):
+        return {}
+
+
+def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any) -> None:
+    host = _host(byte_tokenizer, Dying({"first": np.array([72])}))
+
+    async def go() -> None:
+        asks = [wire.Ask(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ("first", "b", "c")]
+        await host.alive()
+        await host.submit(wire.encode_asks(asks))
+        (answer,) = wire.decode_answers(await host.results(5.0))
+        assert (answer.id, answer.error) == ("first", None), "no request has the engine's death for an answer"
+        for call in (host.results(5.0), host.results(5.0), host.alive()):
+            with pytest.raises(EngineDead, match=r"its engine died \(RuntimeError: core stopped\)"):
+                await call
+        assert await host.stats() == {}
+
+    asyncio.run(go())
+
+
+def test_a_death_while_answers_are_waited_for_ends_the_wait(byte_tokenizer: Any) -> None:
+    host = _host(byte_tokenizer, Dying({}))
+
+    async def go() -> None:
+        waiting = asyncio.create_task(host.results(30.0))
+        await asyncio.sleep(0.05)
+        await host.submit(wire.encode_asks([wire.Ask("b", np.arange(2), SamplingParams(max_tokens=4))]))
+        with pytest.raises(EngineDead, match="core stopped"):
+            await asyncio.wait_for(waiting, 5)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_a_load_that_fails_says_whether_the_engine_survived(byte_tokenizer: Any, fatal: bool) -> None:
+    engine = Dying({})
+    engine.fatal = fatal
+    host = _host(byte_tokenizer, engine)
+
+    async def go() -> None:
+        kind = EngineDead if fatal else ValueError
+        with pytest.raises(kind, match="no value came for q_proj"):
+            await host.receive_weights([("channel", 0)], 3, 5.0, False)
+        if not fatal:
+            await host.alive()
+
+    asyncio.run(go())
+
+
+def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> None:
+    """400 answers that end one by one leave in a few calls, a single one at once."""
+
+    class Slow(Given):
+        async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+            await asyncio.sleep(int(request_id) * 1e-3)
+            return await super().generate(prompt_ids, sampling, request_id=request_id)
+
+    ids = {str(i): np.array([72]) for i in range(400)}
+    host = _host(byte_tokenizer, Slow(ids))
+
+    async def go() -> list[int]:
+        asks = [wire.Ask(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
+        await host.submit(wire.encode_asks(asks))
+        sizes: list[int] = []
+        while sum(sizes) < 400:
+            sizes.append(len(wire.decode_answers(await host.results(5.0))))
+        return sizes
+
+    sizes = asyncio.run(go())
+    assert sum(sizes) == 400 and len(sizes) < 100
