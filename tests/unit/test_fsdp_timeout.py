@@ -155,3 +155,22 @@ def test_an_engine_says_what_it_waited_for(tmp_path: Path, where: str, words: st
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^no memory$"), process_group.waiting("anything"):
         raise RuntimeError("no memory")
+
+
+def alone_under_torchrun(flag: str) -> str:
+    process_group.init_from_environment(detect("cpu"), LIMIT)
+    message = ""
+    if dist.get_rank() == 0:
+        try:
+            with process_group.waiting("a test"):
+                dist.all_reduce(torch.zeros(1))
+        except process_group.RanksApart as error:
+            message = str(error)
+    end_together(flag)
+    return message
+
+
+def test_ranks_of_torchrun_name_no_key_that_they_do_not_have(tmp_path: Path) -> None:
+    message = ranks.run(alone_under_torchrun, 2, str(tmp_path / "flag"), join=False)[0]
+    assert message.startswith("training rank 0 of 2 waited 1.5 s in a test for other ranks")
+    assert "nccl_timeout" not in message and "raise the limit" not in message

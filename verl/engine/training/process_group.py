@@ -28,6 +28,7 @@ DEFAULT_TIMEOUT = 600.0
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 # Of the default group; torch keeps one of those in a process, too.
 _limit = timedelta(seconds=DEFAULT_TIMEOUT)
+_limit_key = ""
 
 
 class RanksApart(RuntimeError):
@@ -47,7 +48,7 @@ def init_process_group(
     `timeout` in seconds holds for the meeting and for every collective of every group. UserError if the port is taken
     or the ranks do not meet.
     """
-    global _limit
+    global _limit, _limit_key
     if _is_loopback(master_addr):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
     limit = timedelta(seconds=timeout)
@@ -70,17 +71,17 @@ def init_process_group(
     dist.init_process_group(
         backend_of(platform), store=store, rank=rank, world_size=world_size, timeout=limit
     )
-    _limit = limit
+    _limit, _limit_key = limit, "actor_rollout_ref.nccl_timeout"
 
 
 def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) -> None:
-    """Join the ranks that torchrun started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-    global _limit
+    """Join the ranks that torchrun started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). No key sets the timeout."""
+    global _limit, _limit_key
     if _is_loopback(os.environ.get("MASTER_ADDR", "")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend_of(platform), init_method="env://", timeout=limit)
-    _limit = limit
+    _limit, _limit_key = limit, ""
 
 
 def split(parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
@@ -128,10 +129,12 @@ def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None
         if not _LATE.search(str(error)) or not dist.is_initialized():
             raise
         where = "" if groups is None else f" ({groups()})"
+        key, otherwise = (
+            (f" ({_limit_key})", ", or raise the limit if they are only slow") if _limit_key else ("", "")
+        )
         raise RanksApart(
-            f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s "
-            f"(actor_rollout_ref.nccl_timeout) in {what}{where} for other ranks, which did not come: look at where "
-            f"they stand, or raise the limit if they are only slow. {error}"
+            f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s{key} in "
+            f"{what}{where} for other ranks, which did not come: look at where they stand{otherwise}. {error}"
         ) from error
 
 
