@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,8 @@ class Cluster:
         if ray.is_initialized():
             return
         options = {key: value for key, value in given.items() if value is not None}
-        address = options.get("address") or os.environ.get("RAY_ADDRESS")
-        self.own = address in (None, "", "local")
+        address = address_of(given)
+        self.own = not address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         defaults: dict[str, Any] = {"namespace": "verl", "logging_level": logging.WARNING}
         if self.own:
@@ -78,6 +78,10 @@ class Cluster:
             options.pop("address", None)
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
+            # It tells how to switch off what this run has asked for.
+            logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
+                logging.ERROR
+            )
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             _knock(address)
@@ -158,6 +162,12 @@ class Cluster:
         if self.own:
             ray.shutdown()
             _clustered(True)
+
+
+def address_of(ray_init: Mapping[str, Any]) -> str:
+    """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
+    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
+    return "" if address == "local" else str(address)
 
 
 def _knock(address: str | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.elsewhere import for_elsewhere
-from verl.controller.ray.cluster import LOOPBACK, Cluster
+from verl.controller.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.controller.ray.daemons import ClusterLost
 from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents, packages_of, room_of
@@ -48,6 +50,9 @@ class _Builder:
 
     def __init__(self, config: Config, report: Report):
         self.config, self.report = config, report
+        self.began = time.monotonic()
+        address = address_of(config.ray_kwargs.ray_init)
+        self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
         self.cluster = Cluster(config, device_kind(config))
         self.plain = for_workers(for_elsewhere(config))
         self.pools: list[Pool] = []
@@ -71,9 +76,13 @@ class _Builder:
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
         share_cores(self.cluster, self.pools)
         self._check_nodes()
+        self._say(
+            f"starting {trainer.devices} training workers on {trainer.nodes} node{'s' * (trainer.nodes > 1)}"
+        )
         group, nodes, devices = self._training_workers(trainer)
         hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
         engines = self._group([host.worker for host in hosts])
+        self._say(f"loading the model, starting {len(hosts)} sampler{'s' * (len(hosts) > 1)}")
         building = group.start("build", total_steps)
         # Before they load anything, so that one that hangs there can be asked where it stands.
         for host, pid in zip(hosts, engines.call("pid", doing="starting the samplers"), strict=True):
@@ -95,6 +104,7 @@ class _Builder:
             balance=config.trainer.balance_batch,
         )
         self._record(group, hosts)
+        self._say("all workers are ready")
         pool = SamplerPool(hosts, event=self.report.event)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
         words = (
@@ -115,6 +125,10 @@ class _Builder:
             release=self.release,
             profiler=worker_profiler(config, training, pool),
         )
+
+    def _say(self, what: str) -> None:
+        """A start takes half a minute and more: what it is doing, for whoever looks at the terminal."""
+        print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
 
     def _check_nodes(self) -> None:
         """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
