@@ -119,7 +119,7 @@ def test_a_resume_without_lora_or_on_another_base_is_explained(
     out = tmp_path / "run"
     assert zygote.run(tiny.overrides(out, *LORA, *SHORT, "trainer.total_training_steps=1")).status == 0
     for more, said in (
-        ([], "set model.lora_rank=8 to go on"),
+        ([], "set actor_rollout_ref.model.lora_rank=8 (sft: model.lora_rank) to go on"),
         (
             [*LORA, f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'other', seed=9)}"],
             "is not the model that",

@@ -117,6 +117,22 @@ def test_export_takes_the_newest_or_the_named_step(
     assert run("export", str(root / "global_step_5"), str(tmp_path / "c"), capsys=capsys)[0] == 0
 
 
+def test_export_says_when_there_is_only_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verl.checkpoint import save
+
+    def actor(folder: Path) -> None:
+        (folder / "lora_adapter").mkdir()
+        (folder / "lora_adapter/adapter_config.json").write_text("{}")
+
+    save(tmp_path / "run", 3, {"actor": actor}, loop_state={})
+    status, out, err = run("export", str(tmp_path / "run"), str(tmp_path / "out"), capsys=capsys)
+    assert status == 0 and "step 3" in out and "an adapter without the model" in err
+    sealed(tmp_path / "whole", 1)
+    assert run("export", str(tmp_path / "whole"), str(tmp_path / "out2"), capsys=capsys)[2] == ""
+
+
 def test_export_passes_over_damage_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "run"
     sealed(root, 5)

@@ -44,9 +44,11 @@ def test_patterns_that_match_nothing(named):
     wrong = problems(*named, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[qproj,fc1]")
     assert len(wrong) == 1 and wrong[0].startswith("configuration")
     assert "nearest: q_proj; its modules are down_proj, k_proj, q_proj" in wrong[0]
-    half = [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,up_prj]"]
+    typo = problems(*named, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,k_prj]")
+    assert len(typo) == 1 and "k_prj matches no module of the model; nearest: k_proj" in typo[0]
+    half = [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,Wqkv_fused]"]
     assert problems(*named, *half) == []
-    assert "up_prj matches no module of the model" in notices(*named, *half)
+    assert "Wqkv_fused matches no module of the model" in notices(*named, *half)
     assert "LoRA needs modules" in problems(*named, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]")[0]
 
 

@@ -107,7 +107,7 @@ def test_checkpoints_move_between_numbers_of_ranks(tmp_path: Path, arch: str) ->
     alone.save_weights(tmp_path / "one/actor")
     alone.save_optimizer(tmp_path / "one/optim")
     for adapter, merged, refused in ranks.run(read, 2, path, str(tmp_path / "one/actor")):
-        assert "set model.lora_rank=4 to go on" in refused
+        assert "set actor_rollout_ref.model.lora_rank=4 (sft: model.lora_rank) to go on" in refused
         assert adapter.keys() == written[0].keys()
         assert all(torch.equal(adapter[n], t) for n, t in written[0].items())
         for name, tensor in alone.named_weights():

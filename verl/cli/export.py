@@ -85,4 +85,10 @@ def main(argv: list[str]) -> int:
     checkpoint = find_checkpoint(args.run.expanduser(), args.step)
     out = copy_model(checkpoint, args.out.expanduser())
     print(f"{out}  (step {checkpoint.step})")
+    if not (out / "config.json").is_file():
+        print(
+            f"verl export: the checkpoint holds an adapter without the model (save_lora_only): load {out}/lora_adapter with "
+            "peft over the model it was trained on",
+            file=sys.stderr,
+        )
     return 0

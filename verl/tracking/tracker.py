@@ -242,7 +242,7 @@ class Tracking:
         if self._status is not None:
             return
         self._status = status
-        if status == "finished" and self._validations:
+        if status == "finished" and self._validations and self._validations[-1][0] >= self._step:
             console.say(f"Final validation metrics: {_shown(self._validations[-1][1])}")
         with self._events_lock:
             self._folder.events.append(

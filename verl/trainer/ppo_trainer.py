@@ -230,6 +230,8 @@ class PPOTrainer:
         parts.loop.run(parts.rollouts.pause())
         # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
         sync = parts.weight_sync.push(step, verify=trainer.verify_weight_sync)
+        if sync.verified:
+            parts.tracking.event("weights_verified", version=step, bytes=sync.bytes)
         if self._sampler_rests:
             parts.sampler.wake()
         parts.loop.run(parts.rollouts.resume())

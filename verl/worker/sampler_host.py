@@ -119,7 +119,8 @@ class SamplerHost(Profiled):
 
     def _note_death(self, error: Exception) -> EngineDead:
         """The engine is dead: no request gets its error as an answer, the host is to be replaced."""
-        self._death = self._death or f"its engine died ({type(error).__name__}: {error})"
+        kind = "" if isinstance(error, EngineDead) else f"{type(error).__name__}: "
+        self._death = self._death or f"its engine died ({kind}{error})"
         return EngineDead(self._death)
 
     def _alive(self, call: Callable[[], T]) -> T:

@@ -105,15 +105,13 @@ def _patterns(c: Check) -> None:
     ends = sorted({m.rpartition(".")[2] for m in modules})
     close = [n for t in missing for n in difflib.get_close_matches(t.rpartition(".")[2], ends, 1, 0.5)]
     nearest = f"; nearest: {', '.join(dict.fromkeys(close))}" if close else ""
-    if len(missing) == len(targets):
+    if close or len(missing) == len(targets):
         c.refuse(
             f"{c.model_key}.target_modules=[{', '.join(targets)}]",
-            f"matches no module of the model{nearest}; its modules are {', '.join(ends)}",
+            f"{', '.join(missing)} matches no module of the model{nearest}; its modules are {', '.join(ends)}",
         )
-    else:
-        c.notice(
-            f"{c.model_key}.target_modules: {', '.join(missing)} matches no module of the model{nearest}"
-        )
+    else:  # lists that are made for several architectures
+        c.notice(f"{c.model_key}.target_modules: {', '.join(missing)} matches no module of the model")
 
 
 def _vllm(c: Check, rank: int) -> None:

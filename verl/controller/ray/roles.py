@@ -105,7 +105,7 @@ class _Builder:
         )
         self._record(group, hosts)
         self._say("all workers are ready")
-        pool = SamplerPool(hosts, event=self.report.event)
+        pool = SamplerPool(hosts, event=self._of_sampler)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
         words = (
             f"{len(group)} ranks on {trainer.nodes} nodes, each {facts[0]['device']}; {len(hosts)} samplers"
@@ -127,7 +127,7 @@ class _Builder:
         )
 
     def _say(self, what: str) -> None:
-        """A start takes half a minute and more: what it is doing, for whoever looks at the terminal."""
+        """What happens outside of the loop, for whoever looks at the terminal, and after how many seconds."""
         print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
 
     def _check_nodes(self) -> None:
@@ -156,6 +156,17 @@ class _Builder:
         self.report.event(
             "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
         )
+
+    def _of_sampler(self, kind: str, **fields: Any) -> None:
+        """An event of the pool, for the record and for whoever looks at the terminal."""
+        self.report.event(kind, **fields)
+        if kind == "sampler_died":
+            self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")
+        elif kind == "sampler_restarted":
+            again = f"{fields['asked_again']} answers are asked for again"
+            self._say(
+                f"{fields['sampler']} (node {fields['node']}, process {fields['pid']}) is there again; {again}"
+            )
 
     def _on_death(self, error: WorkerDied, pool: SamplerPool) -> None:
         lost = isinstance(error, ClusterLost)

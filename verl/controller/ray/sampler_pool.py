@@ -310,7 +310,8 @@ class SamplerPool(RolloutEngine):
                 break
             why = again
         owed = sum(not request.future.done() for request in list(host.requests.values()))
-        self.event("sampler_restarted", sampler=host.worker.name, asked_again=owed)
+        where = {"node": host.worker.node, "pid": host.worker.pid}
+        self.event("sampler_restarted", sampler=host.worker.name, asked_again=owed, **where)
 
     def _often(self, host: Host, why: str) -> str:
         return (

@@ -61,7 +61,10 @@ class Completion:
 
 
 class EngineDead(RuntimeError):
-    """An engine can answer nothing any more; its host lives, says so, and is to be replaced."""
+    """An engine can answer nothing any more. A host of its own says so and is replaced; in one process the run ends."""
+
+    explained = True
+    ends_the_run = True
 
 
 class RolloutEngine(ABC):

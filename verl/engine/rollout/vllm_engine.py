@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.adapter import vllm
 from verl.engine.rollout.vllm.adapter_folder import AdapterFolder
@@ -214,6 +214,11 @@ class VLLMEngine(RolloutEngine):
             completion = live.completion(output)
             prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
+        except Exception as error:
+            if not getattr(self._engine, "errored", False):
+                raise
+            what = f"vLLM's own process ended ({type(error).__name__}): killed, out of memory, or crashed"
+            raise EngineDead(f"{what}; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
             self._counters.end(completion, prefilled)

@@ -187,7 +187,8 @@ def refuse_adapter_checkpoint(directory: Path) -> None:
         rank = read_adapter_config(Path(directory) / ADAPTER_FOLDER).get("r")
         raise UserError(
             f"{directory}: the checkpoint was trained with LoRA (rank {rank}), this run trains all weights: set "
-            f"model.lora_rank={rank} to go on, or start anew from its merged weights with model.path={directory}"
+            f"actor_rollout_ref.model.lora_rank={rank} (sft: model.lora_rank) to go on, or start anew from its merged "
+            f"weights with actor_rollout_ref.model.path={directory}"
         )
 
 
