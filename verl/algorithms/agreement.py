@@ -140,13 +140,18 @@ def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
     place = percent / 100 * (count - 1)
     sample = np.concatenate([part[::_SAMPLE] for part in parts])
     bound = np.percentile(sample, 0.98 * percent) if len(sample) * (100 - percent) >= 1000 else -math.inf
-    top = np.concatenate([part[part >= bound] for part in parts])
-    first = math.floor(place) - (count - len(top))
-    if first < 0:
+    top = np.concatenate([part[part > bound] for part in parts])
+    equal = sum(int(np.count_nonzero(part == bound)) for part in parts)
+    above, low = (
+        count - len(top),
+        math.floor(place),
+    )  # sorted: …, the equal ones, from `above` on those of `top`
+    if low < above - equal:
         return float(np.percentile(np.concatenate(list(parts)), percent))
-    found = np.partition(top, [first, min(first + 1, len(top) - 1)])
-    low, high = found[first], found[min(first + 1, len(top) - 1)]
-    return float(low + (place - math.floor(place)) * (high - low))
+    wanted = (low, min(low + 1, count - 1))
+    found = np.partition(top, [k - above for k in wanted if k >= above]) if wanted[1] >= above else top
+    first, second = (float(found[k - above]) if k >= above else float(bound) for k in wanted)
+    return first + (place - low) * (second - first)
 
 
 def _mean(values: np.ndarray) -> float:
