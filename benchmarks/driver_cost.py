@@ -122,7 +122,8 @@ class Step:
         _time(parts, "advantages", lambda: self._advantages(batch))
         _time(parts, "update", lambda: self.actor.update(batch, step=number))
         _time(parts, "metrics", lambda: self._metrics(number, batch))
-        _time(parts, "dump", lambda: self._dump(number, batch))
+        rows = _time(parts, "dump", lambda: self._dump(number, batch))
+        _time(parts, "dump_write", lambda: [json.dumps(row) for row in rows])  # a run does this in a thread
         return parts, {"tokens": int(batch.lengths.sum()), "texts_decoded": self.decoded}
 
     def _prompts(self, number: int) -> list[Any]:
@@ -159,13 +160,11 @@ class Step:
         )
         step_metrics(batch, facts, Counters())
 
-    def _dump(self, number: int, batch: Any) -> None:
+    def _dump(self, number: int, batch: Any) -> list[Any]:
         from verl.tracking import answers
 
         texts = answers.TokenTexts(self.tokenizer)
-        rows = answers.report_rows(number, answers.sampled(list(batch)), texts, self.tokenizer)
-        for row in rows:
-            json.dumps(row)
+        return answers.report_rows(number, answers.sampled(list(batch)), texts, self.tokenizer)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

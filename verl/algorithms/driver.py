@@ -154,7 +154,7 @@ def _estimate_answers(rows: Batch, estimator: Algorithm, algorithm: Any) -> None
     )
     for t, value in zip(rows, found.float().numpy(), strict=True):
         t.advantages = np.where(t.response_mask, value, np.float32(0))
-        t.returns = t.advantages.copy()
+        t.returns = t.advantages
 
 
 def _outcome(t: Trajectory) -> float:
