@@ -101,7 +101,7 @@ def test_the_watchdog_names_the_sampler_that_does_not_start(tiny, cluster, tmp_p
     out = tmp_path / "out"
     hang = ray_plans.plan(tmp_path / "plug", "hanging_start", ray_plans.HANGING_START, number=1)
     with started(tiny, out, cluster.address, "trainer.watchdog_timeout=6", **hang) as run:
-        stuck = lambda: [e for e in reports(out, "start") if "hang_in_start" in e["extra"]]  # noqa: E731
+        stuck = lambda: [e for e in reports(out, "start-up") if "hang_in_start" in e["extra"]]  # noqa: E731
         found = until(stuck, run, out)
     first, *lines = found[0]["extra"].splitlines()
     assert first.startswith("starting the samplers: waiting for sampler 1 (node ")

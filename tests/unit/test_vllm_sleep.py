@@ -203,6 +203,9 @@ def test_without_free_cache_engine_nothing_of_vllm_sleeps(made: Any) -> None:
     assert vllm.calls == ["load beside a cache", "generate"]
 
 
+RESULT = SimpleNamespace(verified=False)
+
+
 def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     from verl.trainer.ppo_trainer import PPOTrainer
 
@@ -214,7 +217,7 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     parts = SimpleNamespace(
         loop=SimpleNamespace(run=lambda value: value),
         rollouts=SimpleNamespace(pause=note("pause"), resume=note("resume")),
-        weight_sync=SimpleNamespace(push=note("push", "result")),
+        weight_sync=SimpleNamespace(push=note("push", RESULT)),
         sampler=SimpleNamespace(wake=note("wake")),
     )
     for rests, order in ((True, ["pause", "push", "wake", "resume"]), (False, ["pause", "push", "resume"])):
@@ -226,4 +229,4 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
             actor_rollout_ref=SimpleNamespace(rollout=rollout),
         )
         calls.clear()
-        assert trainer._push(1) == "result" and calls == order
+        assert trainer._push(1) is RESULT and calls == order

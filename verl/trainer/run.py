@@ -116,7 +116,7 @@ def _train(config: Config, tracking: Any) -> None:
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
-        with phases("start", waits_for="data, models and workers"):
+        with phases("start-up", waits_for="data, models and workers"):
             report = Report(
                 tracking.event,
                 tracking.notice,
