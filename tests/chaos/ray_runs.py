@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,24 @@ def answers(out: Path, step: int) -> list[tuple[str, int]]:
     """(group, number) of each answer of a step."""
     lines = (out / f"trajectories/{step}.jsonl").read_text().splitlines()
     return sorted((row["uid"], row["index"]) for row in map(json.loads, lines))
+
+
+def nothing_lost(out: Path, steps: Sequence[int]) -> None:
+    """Each of these steps has every answer of every group once, sampled with the weights that were then current."""
+    found = records(out)
+    for step in steps:
+        rows = answers(out, step)
+        assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
+        assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
+
+
+def replaced_once(out: Path) -> dict[str, Any]:
+    """One sampler died and was replaced, and was asked again for what it owed; returns the event of its death."""
+    died, again = events(out, "sampler_died"), events(out, "sampler_restarted")
+    assert len(died) == 1 and died[0]["unfinished"] > 0, died
+    assert len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"]
+    assert not events(out, "rollout_failure")
+    return died[0]
 
 
 def log_of(out: Path) -> str:

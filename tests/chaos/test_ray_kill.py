@@ -13,10 +13,11 @@ import pytest
 from tests.chaos import ray_plans
 from tests.chaos.ray_runs import (
     LIMIT_S,
-    answers,
     events,
     last_word,
+    nothing_lost,
     pid_of,
+    replaced_once,
     reports,
     started,
     steps_logged,
@@ -50,16 +51,9 @@ def test_a_sampler_killed_in_a_step_is_replaced_and_nothing_is_lost_or_doubled(
         time.sleep(1.0)  # 24 tokens take 3 s: step 2 is being sampled
         os.kill(pid_of(out, "sampler 1"), signal.SIGKILL)
         assert run.wait(300) == 0, (tmp_path / "out.log").read_text()[-3000:]
-    died, again = events(out, "sampler_died"), events(out, "sampler_restarted")
-    assert len(died) == 1 and "sampler 1" in died[0]["sampler"] and died[0]["unfinished"] > 0
-    assert len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"]
-    assert not events(out, "rollout_failure")
-    found = records(out)
-    assert sorted(found) == [1, 2]
-    for step in (1, 2):
-        rows = answers(out, step)
-        assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
-        assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
+    assert "sampler 1" in replaced_once(out)["sampler"]
+    assert sorted(records(out)) == [1, 2]
+    nothing_lost(out, [1, 2])
 
 
 def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_exact(

@@ -34,6 +34,9 @@ def test_what_exists_here_is_absolute_whatever_key_names_it(
     assert model["custom_chat_template"] == str(tmp_path / "template.jinja")
     assert plain["data"]["train_files"] == [str(tmp_path / "t.parquet"), "other.parquet"]
     assert plain["data"]["val_files"] is None
+    assert plain["global_profiler"]["save_path"] == str(tmp_path / "outputs/profile"), (
+        "a folder that workers make"
+    )
     # Nothing else is changed, and no relative path of something that is here is left.
     there, here = Map.of(plain), config.to_dict()
     for path, known in walk(type(config)):

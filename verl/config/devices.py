@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,8 @@ def _torch_has_cuda() -> bool:
         return True
     found = re.search(r"^cuda\b.*=\s*(.+)$", text, re.M)
     return not (found and found[1].strip() == "None")
+
+
+def ray_address(config: Any) -> str:
+    """Which Ray was asked for: HOST:PORT of a cluster, "local" for one of the run's own, "" if nothing was said."""
+    return str(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
+from verl.config.devices import ray_address
 from verl.controller.roles import Roles
 from verl.errors import UserError
 from verl.tracking.report import Report
@@ -15,7 +15,7 @@ def wants_ray(config: Any) -> bool:
     """True for more than one device, and where a cluster's address is given."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
-    return many or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+    return many or bool(ray_address(config))
 
 
 def build_roles(config: Any, tokenizer: Any, total_steps: int, report: Report) -> Roles:

@@ -27,6 +27,12 @@ HOST_BUCKET = 16 << 20
 """Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
 buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
 
+
+def host_bucket(wanted: int) -> int:
+    """Bytes that a bucket in host memory gets where `wanted` were asked for."""
+    return buckets.bucket_size(min(wanted, HOST_BUCKET))
+
+
 _EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
 
 
@@ -58,8 +64,8 @@ class BucketSender:
         path_of(channel)
         self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
         self._device, self._expected = device, expected
-        self._bucket_bytes = buckets.bucket_size(
-            bucket_bytes if device is not None else min(bucket_bytes, HOST_BUCKET)
+        self._bucket_bytes = (
+            host_bucket(bucket_bytes) if device is None else buckets.bucket_size(bucket_bytes)
         )
         sweep()
 

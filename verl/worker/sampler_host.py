@@ -123,7 +123,7 @@ class SamplerHost(Profiled):
         self._death = self._death or f"its engine died ({kind}{error})"
         return EngineDead(self._death)
 
-    def _alive(self, call: Callable[[], T]) -> T:
+    def _survived(self, call: Callable[[], T]) -> T:
         """call(), and EngineDead for what it raises if the engine does not survive it."""
         try:
             return call()
@@ -164,7 +164,7 @@ class SamplerHost(Profiled):
     ) -> dict[str, str]:
         """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed."""
         load = partial(self.engine.receive_weights, places, version, timeout=timeout, verify=verify)
-        return await asyncio.to_thread(self._alive, load)
+        return await asyncio.to_thread(self._survived, load)
 
     async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
         """See `RolloutEngine.try_channel`."""
@@ -191,15 +191,15 @@ class SamplerHost(Profiled):
 
     async def sleep(self) -> None:
         """Give memory back while the devices train."""
-        self._alive(self.engine.sleep)
+        self._survived(self.engine.sleep)
 
     async def wake(self) -> None:
         """Undo `sleep`."""
-        self._alive(self.engine.wake)
+        self._survived(self.engine.wake)
 
     async def stats(self) -> dict[str, float]:
         """The engine's counters since the last call."""
-        return self._alive(self.engine.stats)
+        return self._survived(self.engine.stats)
 
     async def close(self) -> None:
         """Release everything."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
+from verl.config.devices import ray_address
 from verl.config.rules.context import Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
 
@@ -153,7 +153,7 @@ def _staleness(c: Check) -> None:
             "trainer.max_staleness > 0 without algorithm.rollout_correction.rollout_is: stale answers are trained on "
             "uncorrected (rollout_is=token corrects)"
         )
-    address = c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")
+    address = ray_address(c.cfg)
     if c.rollout.nnodes > 0:
         return
     if c.world == 1 and not address and c.rollout.name == "native":

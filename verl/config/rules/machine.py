@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 from verl.config import release
+from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.rules.context import Check
@@ -28,7 +29,7 @@ def check(c: Check) -> None:
 
 def _devices(c: Check) -> None:
     wanted, found = c.trainer.device, c.devices
-    cluster = c.ppo and bool(c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+    cluster = c.ppo and bool(ray_address(c.cfg))
     kind = found.best if wanted == "auto" else wanted
     here = found.count(kind)
     if kind == "cuda" and here and not found.cuda_build:

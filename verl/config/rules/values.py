@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from verl.config import release
+from verl.config.devices import ray_address
 from verl.config.fields import Field, leaves
 from verl.config.rules.context import Check, nearest
 from verl.config.tables import REFUSED_VALUES
@@ -72,8 +73,7 @@ def _several(c: Check) -> bool:
     """More than one device, or a cluster: weights are sharded and sent."""
     if not c.ppo:
         return c.world > 1
-    address = c.cfg.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS")
-    return c.world > 1 or c.rollout.nnodes > 0 or bool(address)
+    return c.world > 1 or c.rollout.nnodes > 0 or bool(ray_address(c.cfg))
 
 
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:

@@ -6,12 +6,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from verl.config.devices import ray_address
 from verl.controller.ray.workers import joined, within
 from verl.errors import UserError
 from verl.platform.cores import usable
@@ -60,16 +61,15 @@ class Cluster:
         self._timeline = config.ray_kwargs.timeline_json_file
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
-        self._connect(dict(config.ray_kwargs.ray_init), processes)
+        self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
         self.loopback = self.own
 
-    def _connect(self, given: dict[str, Any], processes: int) -> None:
+    def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
         _check_version()
         joined()
         if ray.is_initialized():
             return
         options = {key: value for key, value in given.items() if value is not None}
-        address = address_of(given)
         self.own = not address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         defaults: dict[str, Any] = {"namespace": "verl", "logging_level": logging.WARNING}
@@ -164,10 +164,10 @@ class Cluster:
             _clustered(True)
 
 
-def address_of(ray_init: Mapping[str, Any]) -> str:
+def address_of(config: Any) -> str:
     """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
-    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
-    return "" if address == "local" else str(address)
+    address = ray_address(config)
+    return "" if address == "local" else address
 
 
 def _knock(address: str | None) -> None:

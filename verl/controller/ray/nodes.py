@@ -26,7 +26,7 @@ from verl.controller.ray.cluster import Node, worker_environment
 from verl.controller.ray.workers import Worker, kill, reason
 from verl.errors import UserError
 from verl.platform import limits, stacks
-from verl.weight_sync.shared_memory import HOST_BUCKET
+from verl.weight_sync.shared_memory import host_bucket
 
 _PACKAGES = ("verl", "torch", "transformers", "ray")
 _FILES, _ROOM, _ENOUGH = "open files (ulimit -n)", "shared memory", "enough"
@@ -77,7 +77,7 @@ def room_of(config: Any, model: str | None = None) -> int:
         return 0
     bucket = int(arr.rollout.checkpoint_engine.update_weights_bucket_megabytes) << 20
     if not arr.rollout.nnodes:  # no broadcast, whose buckets are as large as asked for
-        bucket = min(bucket, HOST_BUCKET)
+        bucket = host_bucket(bucket)
     path = model or arr.model.path
     if not path:
         return 0

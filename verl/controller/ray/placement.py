@@ -51,7 +51,7 @@ class Pool:
                 f"{name}: {nodes} × {per_node} {cluster.kind} devices are in the cluster but were not free within "
                 f"{timeout:g} s; another job holds them, or two pools ask for the same ones"
             )
-        self.threads = 1
+        self.threads = 1  # of each process, until `share_cores` knows all pools
 
     @property
     def devices(self) -> int:

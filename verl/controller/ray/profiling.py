@@ -78,15 +78,6 @@ def worker_profiler(config: Any, training: Training, pool: SamplerPool) -> Worke
     return WorkerProfiler(training, pool, plan)
 
 
-def for_workers(plain: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that workers get: `save_path` from the driver's folder, not from wherever a worker starts."""
-    profiler = plain.get("global_profiler") or {}
-    if profiler.get("save_path"):
-        folder = Path(profiler["save_path"]).expanduser().absolute()
-        return plain | {"global_profiler": profiler | {"save_path": str(folder)}}
-    return plain
-
-
 def under_nsys(options: dict[str, Any], config: Any) -> dict[str, Any]:
     """Options of an actor that Ray is to start under nsys, if that is the tool."""
     nsight = nsight_options(config)

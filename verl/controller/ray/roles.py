@@ -14,7 +14,7 @@ from verl.controller.ray.daemons import ClusterLost
 from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents, packages_of, room_of
 from verl.controller.ray.placement import Pool, share_cores
-from verl.controller.ray.profiling import for_workers, under_nsys, worker_profiler
+from verl.controller.ray.profiling import under_nsys, worker_profiler
 from verl.controller.ray.sampler_pool import Host, SamplerPool
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
@@ -51,10 +51,10 @@ class _Builder:
     def __init__(self, config: Config, report: Report):
         self.config, self.report = config, report
         self.began = time.monotonic()
-        address = address_of(config.ray_kwargs.ray_init)
+        address = address_of(config)
         self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
         self.cluster = Cluster(config, device_kind(config))
-        self.plain = for_workers(for_elsewhere(config))
+        self.plain = for_elsewhere(config)
         self.pools: list[Pool] = []
         self.agents: Agents | None = None
         self.watch: Watch | None = None

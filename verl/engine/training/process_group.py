@@ -129,9 +129,8 @@ def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None
         if not _LATE.search(str(error)) or not dist.is_initialized():
             raise
         where = "" if groups is None else f" ({groups()})"
-        key, otherwise = (
-            (f" ({_limit_key})", ", or raise the limit if they are only slow") if _limit_key else ("", "")
-        )
+        key = f" ({_limit_key})" if _limit_key else ""
+        otherwise = ", or raise the limit if they are only slow" if _limit_key else ""
         raise RanksApart(
             f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s{key} in "
             f"{what}{where} for other ranks, which did not come: look at where they stand{otherwise}. {error}"

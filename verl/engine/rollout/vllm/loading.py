@@ -88,15 +88,12 @@ class Loading:
     def _sink(self, channel: str, version: int, device: torch.device | None) -> SharedMemorySink:
         from verl.weight_sync.buckets import bucket_size
         from verl.weight_sync.device_handles import HandleSink
-        from verl.weight_sync.shared_memory import HOST_BUCKET, SharedMemorySink
+        from verl.weight_sync.shared_memory import SharedMemorySink, host_bucket
 
-        readers, wanted = len(self.devices), self._bucket_bytes
+        readers, wanted, options = len(self.devices), self._bucket_bytes, {"timeout": _LOAD_TIMEOUT}
         if device is None:
-            size = bucket_size(min(wanted, HOST_BUCKET))
-            return SharedMemorySink(channel, readers, size, version, timeout=_LOAD_TIMEOUT)
-        return HandleSink(
-            channel, readers, bucket_size(wanted), version, timeout=_LOAD_TIMEOUT, device=device
-        )
+            return SharedMemorySink(channel, readers, host_bucket(wanted), version, **options)
+        return HandleSink(channel, readers, bucket_size(wanted), version, device=device, **options)
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
