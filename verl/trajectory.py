@@ -81,7 +81,7 @@ class Trajectory:
     @property
     def policy_tokens(self) -> int:
         """Number of tokens the policy wrote, K."""
-        return int(self.response_mask.sum())
+        return int(np.count_nonzero(self.response_mask))
 
     @property
     def uid(self) -> str:

@@ -21,7 +21,7 @@ Pair = tuple[np.ndarray, "np.ndarray | None"]
 
 class Agreement:
     """Sums over policy tokens of old (the trainer's log-prob) and mu (the sampler's); e = old − mu, p and q their
-    probabilities. All float64."""
+    probabilities. Computed in float64."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -53,12 +53,12 @@ class Agreement:
     def _add(self, pairs: list[Pair], both: bool) -> None:
         starts = np.cumsum([0, *(len(old) for old, _ in pairs)])
         sizes = np.diff(starts)
-        old = np.concatenate([old for old, _ in pairs])
+        old = np.concatenate([old for old, _ in pairs], dtype=np.float64)
         self.tokens += len(old)
         self._old += (np.add.reduceat(old, starts[:-1]) / sizes).tolist()
         if not both:
             return
-        mu = np.concatenate([mu for _, mu in pairs if mu is not None])
+        mu = np.concatenate([mu for _, mu in pairs if mu is not None], dtype=np.float64)
         error = old - mu
         self._mu += (np.add.reduceat(mu, starts[:-1]) / sizes).tolist()
         self._errors += np.add.reduceat(error, starts[:-1]).tolist()
@@ -66,8 +66,11 @@ class Agreement:
         with np.errstate(over="ignore"):
             self._sums["e"] += float(error.sum())
             self._sums["abs_e"] += float(self._logs[-1].sum())
-            self._sums["expm1_e"] += float(np.expm1(error).sum())
-            self._sums["chi2"] += float(np.expm1(2 * np.clip(error, -LIMIT, LIMIT)).sum())
+            expm1 = np.expm1(error)
+            self._sums["expm1_e"] += float(expm1.sum())
+            if self._logs[-1].max() > LIMIT:
+                expm1 = np.expm1(np.clip(error, -LIMIT, LIMIT))
+            self._sums["chi2"] += float(expm1 @ (expm1 + 2))  # expm1(2e)
         self._add_probabilities(np.exp(old), np.exp(mu))
 
     def _add_probabilities(self, ours: np.ndarray, theirs: np.ndarray) -> None:

@@ -59,9 +59,9 @@ def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
 
 
 def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
-    """The row's values of policy tokens, float64."""
+    """The row's values of policy tokens."""
     mask = np.asarray(row.response_mask, bool)
-    return np.asarray(values if mask.all() else values[mask], dtype=np.float64)
+    return values if mask.all() else values[mask]
 
 
 def correct(

@@ -58,8 +58,8 @@ def compute_advantages(
     metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
-        t.advantages, t.returns = (np.zeros(t.length, np.float32) for _ in range(2))
-        t.token_rewards = (token_rewards(t) if has_outcome(t) else t.advantages).astype(np.float32)
+        t.advantages = t.returns = np.zeros(t.length, np.float32)
+        t.token_rewards = token_rewards(t).astype(np.float32) if has_outcome(t) else t.advantages.copy()
     # What is not trained on may have a reward all the same: an answer left alone in its group.
     scored = Batch([t for t in batch if has_outcome(t)], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)

@@ -80,14 +80,15 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     not write moves to the nearest policy token before it (else the first after it). Without a policy token
     all are 0. ValueError if token_scores has another length.
     """
-    written = np.flatnonzero(trajectory.response_mask)
+    mask = trajectory.response_mask
     rewards = np.zeros(trajectory.length, dtype=np.float64)
-    if not len(written):
+    if not np.any(mask):
         return rewards
     scores = trajectory.extra.get("token_scores")
     if scores is None:
-        rewards[written[-1]] = trajectory.score
+        rewards[-1 - np.argmax(mask[::-1])] = trajectory.score
         return rewards
+    written = np.flatnonzero(mask)
     given = np.asarray(scores, dtype=np.float64)
     if given.shape != rewards.shape:
         raise ValueError(
