@@ -33,6 +33,12 @@ def test_workers_write_profiles_of_the_chosen_steps(tmp_path: Path) -> None:
         with gzip.open(tmp_path / "profiles" / name, "rt") as file:
             names = {event.get("name") for event in json.load(file)["traceEvents"]}
         assert {"aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"} & names
+        phases = (
+            {"old_log_prob", "update_actor", "update_weights"}
+            if name.startswith("actor")
+            else {"update_weights"}
+        )
+        assert phases <= names, "the phases of this worker are ranges"
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
     files = next(event["files"] for event in events if event["event"] == "profile")
     assert len(files) == 4

@@ -8,12 +8,15 @@ The loop of a run calls both for every step; on a cluster, each worker has one a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from verl.profiling.plan import ProfilePlan, plan_for
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tool(Protocol):
@@ -97,6 +100,24 @@ class Profiled:
     def close_profile(self) -> list[str]:
         """The run ends; returns the files of a profile that was cut short."""
         return self.profiler.close() if self.profiler is not None else []
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Mark a stretch of a step in this worker's profile, if there is one now."""
+        return self.profiler.span(name) if self.profiler is not None else nullcontext()
+
+
+def spanned(name: str) -> Callable[[F], F]:
+    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return method(self, *args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
 
 
 def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) -> StepProfiler | None:

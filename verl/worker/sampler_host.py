@@ -163,7 +163,11 @@ class SamplerHost(Profiled):
         self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
         """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed."""
-        load = partial(self.engine.receive_weights, places, version, timeout=timeout, verify=verify)
+
+        def load() -> dict[str, str]:
+            with self.span("update_weights"):
+                return self.engine.receive_weights(places, version, timeout=timeout, verify=verify)
+
         return await asyncio.to_thread(self._survived, load)
 
     async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:

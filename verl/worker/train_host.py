@@ -21,7 +21,7 @@ from verl.engine.training.base import StepResult, TrainingEngine
 from verl.platform import stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.profiling.profiler import Profiled, open_profiler
+from verl.profiling.profiler import Profiled, open_profiler, spanned
 from verl.trajectory import Trajectory
 from verl.weight_sync.base import SyncResult
 
@@ -91,6 +91,7 @@ class TrainHost(Profiled):
         """This rank's answers of the step; the calls that follow are about them."""
         self._rows = transport.decode(payload)
 
+    @spanned("old_log_prob")
     def old_log_probs(self, temperature: float) -> Payload:
         """Fill and return `old_log_probs` and `entropy`."""
         engine = self._trained()
@@ -102,6 +103,7 @@ class TrainHost(Profiled):
         transport.fill(self._rows, columns)
         return columns
 
+    @spanned("ref")
     def reference_log_probs(self, temperature: float) -> Payload:
         """Fill and return `ref_log_probs`."""
         if self.reference is None:
@@ -115,6 +117,7 @@ class TrainHost(Profiled):
         transport.fill(self._rows, columns)
         return columns
 
+    @spanned("update_actor")
     def update(
         self, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]], temperature: float
     ) -> dict[str, Any]:
@@ -155,6 +158,7 @@ class TrainHost(Profiled):
 
     # -- weights and state ------------------------------------------------------------------------------------
 
+    @spanned("update_weights")
     def send_weights(
         self,
         channel: str | None,
@@ -234,10 +238,12 @@ class TrainHost(Profiled):
         device = self.platform.device() if on_device else None
         return offer(channel, len(readers), device, timeout, readers)
 
+    @spanned("save_checkpoint")
     def save_weights(self, directory: str) -> None:
         """Hugging Face directory of the policy, written by all ranks."""
         self._trained().save_weights(Path(directory))
 
+    @spanned("save_checkpoint")
     def save_optimizer(self, directory: str) -> None:
         """Optimizer and schedule, written by all ranks."""
         self._trained().save_optimizer(Path(directory))
