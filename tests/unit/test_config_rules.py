@@ -121,6 +121,9 @@ REFUSED = [
     ([f"{ARR}.rollout.temperature=0"], ["set 1.0"]),
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
     ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
+    ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
+    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16"]),
+    ([f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype=bf61"], ["nearest: bf16"]),
     ([f"{ARR}.rollout.top_p=0"], ["above 0 and at most 1"]),
     ([f"{ARR}.rollout.top_p=1.1"], ["at most 1"]),
     # 7

@@ -6,7 +6,8 @@ import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
-from verl.controller.local import build_roles, sampler_dtype
+from verl.config.dtypes import sampler_dtype
+from verl.controller.local import build_roles
 from verl.errors import UserError
 
 
@@ -37,9 +38,9 @@ def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
     ],
 )
 def test_the_samplers_data_type_is_its_own_or_the_trainers(wanted, trainer, expected) -> None:
-    assert sampler_dtype(wanted, trainer) == expected
+    assert sampler_dtype("native", wanted, trainer) == expected
 
 
 def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.dtype=float16"):
-        sampler_dtype("float16", "torch.float32")
+        sampler_dtype("native", "float16", "torch.float32")

@@ -227,11 +227,12 @@ def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path) -> None:
     done = main_ppo(
         run.overrides(
             tmp_path / "out", "trainer.total_training_steps=3", "trainer.save_freq=-1", "global_profiler.tool=torch",
-            "global_profiler.steps=[2,3]", "global_profiler.profile_continuous_steps=True",
+            "global_profiler.steps=[2,3,9]", "global_profiler.profile_continuous_steps=True",
             f"global_profiler.save_path={tmp_path / 'profiles'}",
         )
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "global_profiler.steps=[9]: the run ends with step 3" in done.stderr + done.stdout
     name = "actor-rollout.rank0.step2-3.torch"
     assert sorted(p.name for p in (tmp_path / "profiles").iterdir()) == [f"{name}.json.gz", f"{name}.txt"]
     names = [event.get("name") for event in opened(str(tmp_path / "profiles" / f"{name}.json.gz"))]

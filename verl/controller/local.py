@@ -15,14 +15,14 @@ from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.streamed import StreamedSync
 from verl.worker import build
 from verl.worker.actor import Actor
-from verl.worker.build import end_token_ids, sampler_dtype
+from verl.worker.build import end_token_ids
 from verl.worker.reference import Reference
 
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.weight_sync.base import WeightSync
 
-__all__ = ["Roles", "build_roles", "end_token_ids", "sampler_dtype"]
+__all__ = ["Roles", "build_roles", "end_token_ids"]
 
 
 def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:

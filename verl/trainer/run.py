@@ -112,6 +112,7 @@ def _train(config: Config, tracking: Any) -> None:
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
+    from verl.trainer.profiled import announce
 
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
@@ -126,7 +127,7 @@ def _train(config: Config, tracking: Any) -> None:
             )
             parts, total_steps = build_parts(config, tracking, loop, phases, report)
         try:
-            print(f"Total training steps: {total_steps}", flush=True)
+            announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
             with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()

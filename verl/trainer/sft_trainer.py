@@ -25,7 +25,7 @@ from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import broken
-from verl.trainer.profiled import profiled
+from verl.trainer.profiled import announce, profiled
 from verl.trainer.resume import refuse_other_data
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
@@ -90,7 +90,7 @@ class SFTTrainer:
         self.engine.schedule(self.total_steps)
         self.step = self._resume()
         if self.ranks.lead:
-            print(f"Total training steps: {self.total_steps}", flush=True)
+            announce(self.config, self.total_steps, tracking.notice)
         tracking.start_progress(self.total_steps, done=self.step)
         self.phases = Phases()
         kind = RefusedSteps if self.ranks.lead else CountedRefusals

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.config.dtypes import sampler_dtype
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainingEngine
-from verl.engine.training.settings import DTYPES
-from verl.errors import UserError
 from verl.platform import Platform
 
 
@@ -120,7 +119,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         or config.data.max_prompt_length + config.data.max_response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
-        dtype=sampler_dtype(rollout.dtype, trainer_dtype),
+        dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
     )
@@ -179,15 +178,3 @@ def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> 
         ids = getattr(source, "eos_token_id", None)
         found += ids if isinstance(ids, list) else [ids] if ids is not None else []
     return sorted(set(found))
-
-
-def sampler_dtype(wanted: str | None, trainer: str) -> str:
-    """rollout.dtype under torch's name, or the trainer's. UserError for one the embedded sampler does not have."""
-    name = str(wanted or trainer).removeprefix("torch.")
-    known = {key: value for key, value in DTYPES.items() if value != "float16"}
-    if name not in known:
-        raise UserError(
-            f"actor_rollout_ref.rollout.dtype={wanted}: the native engine computes in float32 or bfloat16; set it to one "
-            "of them, or leave it null for the trainer's"
-        )
-    return known[name]

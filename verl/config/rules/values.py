@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config import release
 from verl.config.devices import ray_address
+from verl.config.dtypes import FLOATS, SAMPLED, float_name, not_sampled
 from verl.config.fields import Field, leaves
 from verl.config.rules.context import Check, nearest
 from verl.config.tables import REFUSED_VALUES
@@ -35,6 +36,8 @@ def check(c: Check) -> None:
             mended[path] = _inside(known)
         if "options" in known.about:
             _names(c, path, value, known)
+        if path.endswith("dtype"):
+            _dtype(c, path, value)
     if mended:
         c.mend(mended)
     _unread(c)
@@ -42,6 +45,14 @@ def check(c: Check) -> None:
         value = c.cfg.select(feature.key)
         if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
             c.refuse(f"{feature.key}={value}", f"not in this release ({feature.what}); {feature.instead}")
+
+
+def _dtype(c: Check, path: str, value: Any) -> None:
+    name = float_name(value)
+    if name is None:
+        c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(str(value), list(FLOATS))}")
+    elif path == f"{c.rollout_key}.dtype" and name not in SAMPLED.get(c.rollout.name, (name,)):
+        c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
 def _unread(c: Check) -> None:

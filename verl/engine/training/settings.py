@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.config.dtypes import FLOATS, float_name
 from verl.engine.training.packing import MicroBatching
 
 if TYPE_CHECKING:
@@ -63,17 +64,7 @@ def named_dtype(name: str, key: str) -> torch.dtype:
 
     from verl.errors import UserError
 
-    dtype = DTYPES.get(str(name).removeprefix("torch."))
+    dtype = float_name(name)
     if dtype is None:
-        raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(DTYPES)}")
+        raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(FLOATS)}")
     return getattr(torch, dtype)
-
-
-DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.errors import UserError
-
-_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-_DTYPES |= {"float16": "float16", "fp16": "float16", "half": "float16"}
+from verl.config.dtypes import sampler_dtype
 
 
 def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str, Any]:
@@ -24,7 +21,7 @@ def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str
         "notice": _say,
         "tensor_parallel_size": rollout.tensor_model_parallel_size or 1,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "dtype": sampler_dtype(rollout.dtype, trainer_dtype),
+        "dtype": sampler_dtype("vllm", rollout.dtype, trainer_dtype),
         "max_model_len": rollout.max_model_len
         or config.data.max_prompt_length + config.data.max_response_length,
         "max_num_seqs": rollout.max_num_seqs,
@@ -47,17 +44,6 @@ def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str
         "seed": rollout.seed if rollout.seed is not None else config.trainer.seed,
         "engine_kwargs": dict(rollout.engine_kwargs.vllm),
     }
-
-
-def sampler_dtype(wanted: str | None, trainer: str) -> str:
-    """rollout.dtype under torch's name, or the trainer's."""
-    name = str(wanted or trainer).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UserError(
-            f"actor_rollout_ref.rollout.dtype={wanted}: vLLM computes in float32, bfloat16 or float16; set it to one of "
-            "them, or leave it null for the trainer's"
-        )
-    return _DTYPES[name]
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
