@@ -495,3 +495,20 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UserError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         doctor(["--cluster"])
+
+
+def test_nodes_are_waited_for_no_longer_than_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from verl.controller.ray import survey
+
+    asked: dict[str, Any] = {}
+
+    def look(config: Any, **options: Any) -> None:
+        asked.update(options)
+        raise UserError("seen enough")
+
+    monkeypatch.setattr(survey, "survey", look)
+    for words, seconds in (([], 7.0), (["trainer.ray_wait_register_center_timeout=3"], 3.0)):
+        with pytest.raises(UserError, match="seen enough"):
+            doctor(["--cluster", "--timeout", "7", *words])
+        assert (asked["patience"], asked["timeout"]) == (seconds, 7.0)

@@ -55,6 +55,7 @@ def examine(
         folder=Path(config.trainer.default_local_dir) if named else None,
         megabytes=megabytes,
         timeout=timeout,
+        patience=min(timeout, config.trainer.ray_wait_register_center_timeout),
         say=say,
     )
     other_engine = "actor_rollout_ref.rollout.name" in given

@@ -8,6 +8,7 @@ from typing import Any
 from verl.config.devices import ray_address
 from verl.controller.roles import Roles
 from verl.errors import UserError
+from verl.platform.network import knock
 from verl.tracking.report import Report
 
 
@@ -16,6 +17,23 @@ def wants_ray(config: Any) -> bool:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
     return many or bool(ray_address(config))
+
+
+def check_cluster(config: Any) -> None:
+    """UserError if a cluster's address was given and nobody listens there; Ray itself would try for five minutes."""
+    address = ray_address(config)
+    try:
+        knock(address)
+    except ConnectionError as error:
+        raise no_cluster(address, error) from error
+
+
+def no_cluster(address: str, error: Exception) -> UserError:
+    """What to say when a cluster does not answer."""
+    return UserError(
+        f"no Ray cluster answers at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {error}. Start one "
+        "with examples/ray_start.sh, or unset the address to use this machine alone"
+    )
 
 
 def build_roles(config: Any, tokenizer: Any, total_steps: int, report: Report) -> Roles:

@@ -1,9 +1,10 @@
-"""Sockets that listen where they were told to, and nowhere else."""
+"""Sockets that listen where they were told to and nowhere else, and whether somebody else listens."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 
 _reserved: dict[tuple[str, int], int] = {}
 
@@ -39,3 +40,19 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def knock(address: str, patience: float = 5.0) -> None:
+    """ConnectionError if nobody listens at HOST:PORT within `patience` seconds; anything else is not tried."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=patience).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ConnectionError(str(error)) from error
+        time.sleep(0.5)

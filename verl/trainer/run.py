@@ -142,8 +142,9 @@ def _train(config: Config, tracking: Any) -> None:
 def build_parts(
     config: Config, tracking: Any, loop: Loop, phases: Phases, report: Report
 ) -> tuple[Parts, int]:
-    """Everything the loop drives, in the order that finds a user's mistakes soonest: data before the model."""
-    from verl.controller.choose import build_roles
+    """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
+    before models."""
+    from verl.controller.choose import build_roles, check_cluster
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
     from verl.platform.memory import tune_allocator
@@ -153,6 +154,7 @@ def build_parts(
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
 
+    check_cluster(config)
     tune_allocator()
     quiet_libraries()
     model = config.actor_rollout_ref.model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +12,17 @@ from typing import Any
 import ray
 
 from verl.config.devices import ray_address
+from verl.controller.choose import no_cluster
 from verl.controller.ray.workers import joined, within
 from verl.errors import UserError
 from verl.platform.cores import usable
 from verl.platform.environment import DEFAULTS
+from verl.platform.network import knock
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 """Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
 _LEAST = (2, 54)
-_KNOCK_S = 5.0
 _TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
@@ -84,7 +84,7 @@ class Cluster:
             )
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
-            _knock(address)
+            knock(address)
             ray.init(**(defaults | options))
         except (ConnectionError, TimeoutError) as error:
             if "InvalidAuthToken" in f"{error}{error.__cause__}":
@@ -92,10 +92,7 @@ class Cluster:
                     f"the Ray cluster at {address} asks for its token: export RAY_AUTH_MODE=token, and have the token in "
                     "~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
                 ) from error
-            raise UserError(
-                f"no Ray cluster answers at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {error}. Start one "
-                "with examples/ray_start.sh, or unset the address to use this machine alone"
-            ) from error
+            raise no_cluster(address, error) from error
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             self.own = False
             words = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
@@ -168,22 +165,6 @@ def address_of(config: Any) -> str:
     """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
     address = ray_address(config)
     return "" if address == "local" else address
-
-
-def _knock(address: str | None) -> None:
-    """ConnectionError if nobody listens at HOST:PORT; Ray itself would try for five minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return
-    end = time.monotonic() + _KNOCK_S
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= end:
-                raise ConnectionError(str(error)) from error
-        time.sleep(0.5)
 
 
 def _clustered(wanted: bool) -> None:

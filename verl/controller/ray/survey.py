@@ -60,17 +60,18 @@ def survey(
     folder: Path | None = None,
     megabytes: int = 64,
     timeout: float = 120.0,
+    patience: float = 120.0,
     say: Callable[[str], None] = print,
 ) -> Survey:
     """Start Ray here or join a cluster, as a run with this configuration would, and look at it.
 
-    `pools`: what the run asks for; nodes that hold it are waited for, at most `timeout` seconds, which holds for every
-    later step too. `folder`: a run folder that all nodes should see. UserError when there is no cluster, or its version is refused.
+    `pools`: what the run asks for; nodes that hold it are waited for, at most `patience` seconds. `timeout`: of every
+    later step. `folder`: a run folder that all nodes should see. UserError when there is no cluster, or its version is refused.
     """
     cluster = Cluster(config, config.trainer.device)
     try:
         found = Survey(cluster.settle_kind())
-        _await(cluster, pools, timeout, say)
+        _await(cluster, pools, patience, say)
         members = _members(cluster)
         say(f"asking {len(members)} nodes …")
         _facts(members, found, model, timeout)
@@ -90,7 +91,7 @@ def survey(
             ray.shutdown()
 
 
-def _await(cluster: Cluster, pools: Sequence[Demand], timeout: float, say: Callable[[str], None]) -> None:
+def _await(cluster: Cluster, pools: Sequence[Demand], patience: float, say: Callable[[str], None]) -> None:
     """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
 
     def complete() -> bool:
@@ -98,8 +99,8 @@ def _await(cluster: Cluster, pools: Sequence[Demand], timeout: float, say: Calla
 
     if cluster.own or complete():
         return
-    say(f"waiting for {' and '.join(map(str, pools))} (at most {timeout:g} s) …")
-    end = time.monotonic() + timeout
+    say(f"waiting for {' and '.join(map(str, pools))} (at most {patience:g} s) …")
+    end = time.monotonic() + patience
     while not complete() and time.monotonic() < end:
         time.sleep(1.0)
 
