@@ -185,7 +185,7 @@ def test_a_stop_leaves_a_folder_to_go_on_with(tiny, zygote, tmp_path, number) ->
     until(lambda: "\nstep:3 " in run.stdout or run.ended)
     run.kill(number)
     assert run.wait(20) == 130, run.stderr
-    assert "run the same command again to go on" in run.stderr and "Traceback" not in run.stderr, run.stderr
+    assert "Run the same command again to go on" in run.stderr and "Traceback" not in run.stderr, run.stderr
     last = sealed_steps(out)[-1]
     assert str(last) in run.stderr.splitlines()[-1], "says from which step"
     for name in ("metrics.jsonl", "events.jsonl"):

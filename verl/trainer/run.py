@@ -59,7 +59,10 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
             )
             if not getattr(error, "explained", False):
                 traceback.print_exc()
-            return _stopped(tracking, "failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+            words = [f"{type(error).__name__}: {str(error).rstrip('.')}"]
+            if further := _further(config, tracking.run_dir):
+                words.append(further)
+            return _stopped(tracking, "failed", ". ".join(words), EXIT_FAILED)
         except BaseException:
             # Not only KeyboardInterrupt: libraries wrap one that comes in the middle of their work.
             if not interrupt.noted():
@@ -71,13 +74,21 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
 
 def _interrupted(config: Any, run_dir: Path) -> str:
     """How to go on after an interruption."""
+    further = _further(config, run_dir)
+    if further is None:
+        return "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
+    return f"interrupted. {further}"
+
+
+def _further(config: Any, run_dir: Path) -> str | None:
+    """How to go on from the newest checkpoint, if there is one."""
     from verl.checkpoint.layouts import newest_by_name
 
     saved = newest_by_name(run_dir)
     if saved is None:
-        return "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
+        return None
     how = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""
-    return f"interrupted: run the same command again{how} to go on from {saved}"
+    return f"Run the same command again{how} to go on from {saved}"
 
 
 def import_plugins(config: Any) -> None:

@@ -303,7 +303,7 @@ class SamplerPool(RolloutEngine):
             except NoRoom:
                 raise
             except (WorkerDied, WorkerFailed) as error:
-                why = getattr(error, "what", str(error))
+                why = str(error)
                 continue
             again = refill(host) if refill is not None else None
             if again is None:

@@ -21,14 +21,10 @@ _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a brok
 
 
 class WorkerDied(RuntimeError):
-    """A worker is gone. Of a training worker: the run cannot go on without it. `what` is the message without that."""
+    """A worker is gone. Of a training worker: the run cannot go on without it."""
 
     explained = True
     ends_the_run = True
-
-    def __init__(self, message: str, what: str = ""):
-        super().__init__(message)
-        self.what = what or message
 
 
 class NoRoom(WorkerDied):
@@ -196,8 +192,7 @@ def died(worker: Worker, doing: str, error: BaseException) -> WorkerDied:
             break
         except faults.RayError as other:
             error = other
-    what = f"{worker} died in {doing}: {reason(error)}"
-    return WorkerDied(f"{what}. The run ends; the same command goes on from the newest checkpoint", what)
+    return WorkerDied(f"{worker} died in {doing}: {reason(error)}")
 
 
 def is_dead(error: BaseException) -> bool:
