@@ -62,6 +62,16 @@ def test_a_seed_decides_an_answer_whatever_else_is_sampled(engine: Any) -> None:
     assert other.token_ids.tolist() != alone.token_ids.tolist()
 
 
+def test_more_prompts_than_a_step_of_the_engine_holds(engine: Any) -> None:
+    """8 × 120 tokens with 512 a step; each answer is its seed's all the same."""
+    prompts = [[3 + (i * 37 + j) % 200 for j in range(120)] for i in range(8)]
+    crowd = sample(engine, prompts, ignore_eos=True)
+    assert all(len(done.token_ids) == 24 for done in crowd)
+    for i in (4, 7):
+        alone = sample(engine, [prompts[i]], seed=1000 * i, ignore_eos=True)[0]
+        assert alone.token_ids.tolist() == crowd[i].token_ids.tolist()
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -216,6 +226,16 @@ def test_the_batch_call(engine: Any) -> None:
     assert {f["finish_reason"] for f in found} <= {"stop", "length"}
     assert engine.generate(texts, sampling_params=params) == found
     assert engine.generate(texts, {"max_tokens": 10}) != engine.generate(texts, {"max_tokens": 10})
+    stop = {"stop": found[0]["text"][4:6]}
+    for more, end in (
+        (stop, found[0]["text"].index(stop["stop"])),
+        (stop | {"include_stop_str_in_output": True}, None),
+    ):
+        cut = engine.generate(texts, sampling_params=params | more)[0]
+        assert cut["finish_reason"] == "stop" and stop["stop"] in engine.tokenizer.decode(cut["token_ids"])
+        assert cut["text"] == (
+            found[0]["text"][:end] if end is not None else engine.tokenizer.decode(cut["token_ids"])
+        )
     ids = engine.tokenizer("Another")["input_ids"]
     assert engine.generate([ids], params)[0]["token_ids"] != []
     chat = [[{"role": "user", "content": "hello"}]]

@@ -12,6 +12,7 @@ from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.vllm.arguments import (
+    BatchSampling,
     EngineSettings,
     batch_sampling,
     cache_bytes,
@@ -153,12 +154,29 @@ def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
         cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
     )
     assert "enable_sleep_mode" not in cpu
+    assert not cpu["enable_chunked_prefill"] and cpu["max_num_batched_tokens"] == 8192
     device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
     assert not device["enforce_eager"] and device["enable_sleep_mode"] and "block_size" not in device
     two = engine_arguments(settings(tensor_parallel_size=2), KNOWN, cpu=True, sleeps=False)
     assert two["distributed_executor_backend"] == "mp" and two["tensor_parallel_size"] == 2
     own = engine_arguments(settings(engine_kwargs={"block_size": 64}), KNOWN, cpu=True, sleeps=False)
     assert own["block_size"] == 64
+
+
+def test_prompts_are_taken_whole_on_a_cpu() -> None:
+    """Cut ones would end vLLM: requests have seeds, whose generators a CPU cannot turn back."""
+    said: list[str] = []
+    for given, tokens in (
+        ({"max_num_batched_tokens": 50}, 100),
+        ({"engine_kwargs": {"enable_chunked_prefill": True}}, 8192),
+    ):
+        found = engine_arguments(settings(**given), KNOWN, cpu=True, sleeps=False, notice=said.append)
+        assert found["enable_chunked_prefill"] is False and found["max_num_batched_tokens"] == tokens
+    assert len(said) == 1 and "max_num_batched_tokens=100 instead of 50" in said[0]
+    own_length = EngineSettings("model", max_num_batched_tokens=50)
+    assert engine_arguments(own_length, KNOWN, cpu=True, sleeps=False)["max_num_batched_tokens"] is None
+    device = engine_arguments(settings(max_num_batched_tokens=50), KNOWN, cpu=False, sleeps=False)
+    assert device["enable_chunked_prefill"] and device["max_num_batched_tokens"] == 50
 
 
 def test_every_problem_is_said_at_once() -> None:
@@ -209,11 +227,11 @@ def test_an_answer_that_goes_on_has_draws_of_its_own() -> None:
 
 
 def test_the_batch_calls_dict() -> None:
-    sampling, n, seed = batch_sampling(
-        {"max_tokens": 3, "stop": "x", "n": 2, "seed": 0, "stop_token_ids": [1]}
-    )
-    assert (sampling.max_tokens, sampling.stop, sampling.stop_token_ids, n, seed) == (3, ("x",), (1,), 2, 0)
-    assert batch_sampling(None)[0].max_tokens == 512 and batch_sampling({})[2] is None
+    given = {"max_tokens": 3, "stop": "x", "n": 2, "seed": 0, "stop_token_ids": [1]}
+    plain = SamplingParams(max_tokens=3, stop=("x",), stop_token_ids=(1,))
+    assert batch_sampling(given) == BatchSampling(plain, 2, 0, keep_stop=False)
+    assert batch_sampling(given | {"include_stop_str_in_output": True}).keep_stop
+    assert batch_sampling(None).sampling.max_tokens == 512 and batch_sampling({}).seed is None
     with pytest.raises(ValueError, match="nearest: temperature"):
         batch_sampling({"temprature": 1})
     with pytest.raises(ValueError, match="n=-1"):

@@ -113,12 +113,28 @@ def engine_arguments(
             # One process less, with its own import and its busy waiting, than the default on a CPU.
             arguments["distributed_executor_backend"] = _UNIPROC
     arguments |= translated.arguments
+    if cpu:
+        arguments |= _whole_prompts(s, notice)
     lacking = sorted(set(arguments) - set(known)) if known else []
     if lacking:
         raise UserError(
             f"the installed vLLM has no argument {', '.join(lacking)}; see docs/vllm.md for versions"
         )
     return arguments
+
+
+def _whole_prompts(s: EngineSettings, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Prompts are not cut in parts on a CPU: vLLM would turn the request's generator back after each part, which a CPU's
+    cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
+    if s.max_model_len is None:  # vLLM takes the model's own length then
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": None}
+    tokens = max(s.max_num_batched_tokens, s.max_model_len)
+    if tokens > s.max_num_batched_tokens:
+        notice(
+            f"max_num_batched_tokens={tokens} instead of {s.max_num_batched_tokens}: on a CPU vLLM takes a prompt whole, "
+            f"and max_model_len={s.max_model_len}"
+        )
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
 
 
 def lora_room(rank: int) -> int:
@@ -263,14 +279,28 @@ _BATCH_NAMES = (
     "repetition_penalty",
     "stop",
     "stop_token_ids",
+    "include_stop_str_in_output",
     "ignore_eos",
     "seed",
     "n",
 )
 
 
-def batch_sampling(given: Mapping[str, Any] | None) -> tuple[SamplingParams, int, int | None]:
-    """The dict of the batch call → sampling settings, answers per prompt, seed or None. ValueError for unknown names."""
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """What the dict of the batch call asks for: `sampling` of each answer, n answers per prompt, a seed or None.
+
+    keep_stop: a stop string that ended an answer stays in its text.
+    """
+
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+    keep_stop: bool = False
+
+
+def batch_sampling(given: Mapping[str, Any] | None) -> BatchSampling:
+    """The dict of the batch call, read. ValueError for unknown names."""
     values = dict(_BATCH_DEFAULTS) | dict(given or {})
     for name in values:
         if name not in _BATCH_NAMES:
@@ -284,7 +314,8 @@ def batch_sampling(given: Mapping[str, Any] | None) -> tuple[SamplingParams, int
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     values["stop_token_ids"] = tuple(values.pop("stop_token_ids", None) or ())
     values["max_tokens"] = int(values["max_tokens"] or 512)
-    return SamplingParams(**values), n, None if seed is None else int(seed)
+    keep_stop = bool(values.pop("include_stop_str_in_output", False))
+    return BatchSampling(SamplingParams(**values), n, None if seed is None else int(seed), keep_stop)
 
 
 def allowed_cpus() -> set[int]:

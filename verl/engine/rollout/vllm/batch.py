@@ -45,20 +45,23 @@ class BatchCall:
         self, engine: VLLMEngine, prompts: Prompts, sampling_params: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
         """See `VLLMEngine.generate`."""
-        sampling, n, seed = batch_sampling(sampling_params)
+        asked = batch_sampling(sampling_params)
         call, self._calls = self._calls, self._calls + 1
-        base = f"{self._seed}/call {call}" if seed is None else str(seed)
+        base = f"{self._seed}/call {call}" if asked.seed is None else str(asked.seed)
         rows = [self._ids(prompt) for prompt in as_list(prompts)]
 
         async def one(number: int, index: int) -> Completion:
             digest = hashlib.blake2b(f"{base}/{number}/{index}".encode(), digest_size=8).digest()
-            own = replace(sampling, seed=int.from_bytes(digest, "little") >> 1)
+            own = replace(asked.sampling, seed=int.from_bytes(digest, "little") >> 1)
             name = f"batch {call}/{number}#{index}"
             return await engine.sample(rows[number], own, request_id=name)
 
-        places = [(number, index) for number in range(len(rows)) for index in range(n)]
+        places = [(number, index) for number in range(len(rows)) for index in range(asked.n)]
         done = await asyncio.gather(*(one(*place) for place in places))
-        return [self._answer(place, completion) for place, completion in zip(places, done, strict=True)]
+        stops = () if asked.keep_stop else asked.sampling.stop
+        return [
+            self._answer(place, completion, stops) for place, completion in zip(places, done, strict=True)
+        ]
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -68,16 +71,23 @@ class BatchCall:
             return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
         return [int(i) for i in prompt]
 
-    def _answer(self, place: tuple[int, int], completion: Completion) -> dict[str, Any]:
+    def _answer(self, place: tuple[int, int], completion: Completion, stops: Sequence[str]) -> dict[str, Any]:
         ids = completion.token_ids.tolist()
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return {
-            "text": self._tokenizer.decode(ids, skip_special_tokens=True),
+            "text": without_stop(text, stops) if completion.finish_reason == "stop" else text,
             "token_ids": ids,
             "log_probs": completion.log_probs.tolist(),
             "finish_reason": completion.finish_reason,
             "prompt_index": place[0],
             "index": place[1],
         }
+
+
+def without_stop(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of the stop strings that is in it."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(places)] if places else text
 
 
 def as_list(prompts: Any) -> list[Any]:
