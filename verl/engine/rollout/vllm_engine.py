@@ -406,6 +406,7 @@ class VLLMEngine(RolloutEngine):
         self._closed = True
         _OPEN.discard(self)
         engine, self._engine = getattr(self, "_engine", None), None
+        self.__dict__.pop("_loading", None)  # it holds the engine
         if engine is not None:
             with contextlib.suppress(concurrent.futures.TimeoutError):  # what is left is ended below
                 self._host.call(_shutdown(engine), 60)
