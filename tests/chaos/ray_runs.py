@@ -99,6 +99,7 @@ def replaced_once(out: Path) -> dict[str, Any]:
     assert len(died) == 1 and died[0]["unfinished"] > 0, died
     assert len(again) == 1 and again[0]["asked_again"] == died[0]["unfinished"]
     assert not events(out, "rollout_failure")
+    assert 1 <= died[0]["step"] == again[0]["step"], "the step under way is named"
     return died[0]
 
 

@@ -235,6 +235,21 @@ def test_status_comes_from_the_end_event_or_the_steps(tmp_path: Path, events: li
         assert (got["word"], got["why"]) == ("interrupted", "Ctrl-C")
 
 
+def test_the_curves_mark_resumes_and_lost_workers(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 3)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"event": "resume", "step": 1}) + "\n")
+    died = {"event": "sampler_died", "sampler": "s0", "step": 3}
+    others = [
+        {"event": "sampler_died", "sampler": "before the first step"},
+        {"event": "checkpoint", "step": 2},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [died, *others]))
+    read = read_run(run)
+    marks = page_data(read, pack_answers(read.answer_files, read.unreadable))["marks"]
+    assert marks == [{"kind": "resume", "step": 1}, {"kind": "sampler_died", "step": 3}]
+
+
 def test_sft_runs_have_their_own_headline(tmp_path: Path) -> None:
     rows = [{"step": i, "train/loss": 3 / i, "train/time": 0.5, "val/loss": 4 / i} for i in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

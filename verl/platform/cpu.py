@@ -74,7 +74,8 @@ class CpuPlatform(Platform):
 
     def describe(self) -> str:
         kind = "bfloat16 and float32" if self.supports(torch.bfloat16) else "float32"
-        return f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {kind} products"
+        threads = torch.get_num_threads()
+        return f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}, {kind} products"
 
 
 @cache

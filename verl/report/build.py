@@ -37,6 +37,7 @@ SCRIPTS = (
 SERIES_BYTES = 2_000_000
 POINTS = 1_500
 
+_LOSSES = ("sampler_died", "sampler_silent", "cluster_lost")
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
@@ -105,7 +106,7 @@ def page_data(run: Run, answers: Packed) -> Record:
         "accuracy": validation,
         "accuracyLabel": summary.validation_label(run.metrics, validation) if validation else None,
         "series": series,
-        "marks": [{"kind": kind_of(m), "step": m.get("step")} for m in run.metrics.marks][-50:],
+        "marks": _marks(run),
         "events": [_event(e) for e in run.events.shown],
         "eventCounts": dict(run.events.counts.most_common(60)),
         "eventTotal": run.events.total,
@@ -184,6 +185,12 @@ def _digits(value: float | None) -> float | int | None:
 def _life(metrics: Metrics) -> Record:
     times = [t for t in metrics.times if t is not None]
     return {"first": times[0] if times else None, "last": times[-1] if times else None}
+
+
+def _marks(run: Run) -> list[Record]:
+    """What the curves show as a line: resumes, and workers that were lost."""
+    losses = [e for e in run.events.shown if kind_of(e) in _LOSSES and isinstance(e.get("step"), int)]
+    return [{"kind": kind_of(m), "step": m.get("step")} for m in [*run.metrics.marks, *losses]][-50:]
 
 
 def _event(event: Record) -> Record:

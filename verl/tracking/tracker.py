@@ -70,6 +70,11 @@ class Tracking:
         if kind == "resume" and not self._folder.begun:
             self.resumed(int(fields["step"]))
 
+    def event_of_step(self, kind: str, **fields: Any) -> None:
+        """`event` of what befell the step under way: it says which one that is."""
+        under_way = {} if self._progress is None else {"step": self._step + 1}
+        self.event(kind, under_way, **fields)
+
     def _write_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         head = {"time": time.time(), "event": kind}
         with self._events_lock:
@@ -221,7 +226,7 @@ class Tracking:
 
     def start_progress(self, total_steps: int, done: int = 0) -> None:
         """Show the bar `Training Progress`; `log` moves it."""
-        self._progress = console.Progress(total_steps, done)
+        self._step, self._progress = done, console.Progress(total_steps, done)
 
     def progress(self, what: str, total: int | None = None) -> Callable[[int], None]:
         """A callback for things that finish inside a step (answers): shown beside the bar."""

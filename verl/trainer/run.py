@@ -130,7 +130,7 @@ def _train(config: Config, tracking: Any) -> None:
     with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
             report = Report(
-                tracking.event,
+                tracking.event_of_step,
                 tracking.notice,
                 phases.beat,
                 lambda: getattr(phases.current, "name", ""),

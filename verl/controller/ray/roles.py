@@ -108,7 +108,8 @@ class _Builder:
         pool = SamplerPool(hosts, event=self._of_sampler)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
         words = (
-            f"{len(group)} ranks on {trainer.nodes} nodes, each {facts[0]['device']}; {len(hosts)} samplers"
+            f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}; "
+            f"{_some(len(hosts), 'sampler')}"
         )
         return Roles(
             ActorGroup(training, words),
@@ -293,3 +294,7 @@ class _Starter:
 def device_kind(config: Config) -> str:
     """`trainer.device`, "auto" left open until the cluster's nodes are known."""
     return str(config.trainer.device)
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

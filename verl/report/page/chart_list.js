@@ -55,8 +55,9 @@
       { name: "training/rollout_logprob_abs_diff/max", label: "largest" }] },
     { id: "probs", title: "Sampler against trainer", unit: "|difference of probabilities|", log: true, series: [
       { name: "training/rollout_probs_diff_mean", label: "mean" }, { name: "training/rollout_probs_diff_max", label: "largest" }] },
-    { id: "stale", title: "Staleness", unit: "weight versions behind", series: ["mean", "max"]
-      .map((k) => "training/off_policy/trajectory_staleness/" + k).filter(anyAbove).map((name) => ({ name, label: name.split("/").pop() })) },
+    { id: "stale", title: "Staleness", unit: "weight versions behind", series: [["staleness", "mean", "newest token, mean"],
+      ["staleness_worst", "mean", "oldest token, mean"], ["staleness_worst", "max", "oldest token, largest"]]
+      .map(([what, k, label]) => ({ name: `training/off_policy/trajectory_${what}/${k}`, label })).filter((s) => anyAbove(s.name)) },
     { id: "filter", title: "Groups without signal", unit: "groups", series: ["training/filter_groups/evicted_samples", "training/dropped_groups"]
       .filter(anyAbove).map((name) => ({ name, label: name.includes("evicted") ? "filtered out" : "too few scores" })) },
     { id: "timing", title: "Where the time goes", unit: "seconds per step", wide: true, stack: "timing_s/step",
@@ -64,6 +65,8 @@
     { id: "traintime", title: "Step time", unit: "seconds", series: [{ name: "train/time", label: "step" }] },
     { id: "throughput", title: "Throughput", unit: "tokens per second and device", zero: true, series: [
       { name: "perf/throughput", label: "tokens/s" }, { name: "perf/device_busy_ratio", label: "share busy", right: true }] },
+    { id: "sync", title: "Weights to the samplers", unit: "GB/s", zero: true, series: !anyAbove("perf/weight_sync_gb_per_s") ? [] : [
+      { name: "perf/weight_sync_gb_per_s", label: "GB/s" }, { name: "timing_s/update_weights", label: "seconds", right: true }] },
     { id: "memory", title: "Memory", unit: "GiB", zero: true, series: [
       { name: "perf/max_memory_allocated_gb", label: "device, allocated" }, { name: "perf/max_memory_reserved_gb", label: "device, reserved" },
       { name: "perf/cpu_memory_used_gb", label: "host" }] },

@@ -42,10 +42,10 @@
     const ctx = u.ctx;
     ctx.save();
     ctx.setLineDash([3, 4]);
-    ctx.strokeStyle = R.css("--muted");
     ctx.lineWidth = 1;
     for (const mark of R.data.marks) {
-      if (mark.kind !== "resume" || mark.step === null || mark.step < u.scales.x.min || mark.step > u.scales.x.max) continue;
+      ctx.strokeStyle = R.css(mark.kind === "resume" ? "--muted" : "--bad");
+      if (mark.step === null || mark.step < u.scales.x.min || mark.step > u.scales.x.max) continue;
       const x = Math.round(u.valToPos(mark.step, "x", true)) + 0.5;
       ctx.beginPath(); ctx.moveTo(x, u.bbox.top); ctx.lineTo(x, u.bbox.top + u.bbox.height); ctx.stroke();
     }

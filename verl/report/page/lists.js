@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const LEVELS = { error: "bad", critical: "bad", warning: "warn", warn: "warn" };
-  const levelOf = (event) => LEVELS[event.level.toLowerCase()] || (/refus|error|fail|crash|timeout/.test(event.kind) ? "warn" : "");
+  const levelOf = (event) => LEVELS[event.level.toLowerCase()] || (/refus|error|fail|crash|timeout|died|silent|lost/.test(event.kind) ? "warn" : "");
 
   // What an event says beyond its message: on one line if it is short and all there is, else folded away.
   const extras = (event) => {
