@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -27,28 +25,6 @@ from pathlib import Path
 import verl
 Path(os.environ["VERL_WITNESS"], str(os.getpid())).write_text(verl.__file__)
 """
-# What the job server does with a submitted job, without the server, which needs ray[default].
-MANAGER = textwrap.dedent(
-    """
-    import asyncio, json, sys, yaml, ray
-    from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
-    from ray._raylet import GcsClient
-    from ray.dashboard.modules.job.job_manager import JobManager
-
-    async def main(address, command, logs):
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-        env = yaml.safe_load(open("verl/trainer/runtime_env.yaml")) | {"working_dir": "."}
-        env = upload_working_dir_if_needed(env, include_gitignore=True, scratch_dir=logs)
-        manager = JobManager(GcsClient(address=address), logs)
-        job = await manager.submit_job(entrypoint=command, runtime_env=env)
-        while not (await manager.get_job_status(job)).is_terminal():
-            await asyncio.sleep(0.5)
-        print((await manager.get_job_info(job)).message)
-        return (await manager.get_job_status(job)) != "SUCCEEDED"
-
-    sys.exit(asyncio.run(main(*sys.argv[1:])))
-    """
-)
 # The simulated nodes share one folder of Ray's, and a node that unpacks a package there removes what another one unpacked,
 # with a driver in it: so every node has it before the job comes.
 UNPACK = textwrap.dedent(
@@ -64,14 +40,6 @@ UNPACK = textwrap.dedent(
 )
 
 
-def parts(module: str) -> None:
-    """Skip where Ray was installed without what the module needs."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        pytest.skip(f"ray[default] is not installed: {error}")
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A folder with the code, as a user has it, and a plug-in that is nowhere else."""
@@ -83,12 +51,11 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ["job manager", "ray job submit"])
 def test_a_submitted_job_trains_with_the_code_it_brought(
-    tmp_path: Path, source: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts(
-        "ray.dashboard.optional_deps" if way == "ray job submit" else "ray.dashboard.modules.job.job_manager"
+    pytest.importorskip(
+        "ray.dashboard.optional_deps", reason="ray[default] is not installed", exc_type=ImportError
     )
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -103,40 +70,13 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
         "trainer.test_freq=-1",
     )
     variables = f"OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VERL_USE_EXTERNAL_MODULES=witness VERL_WITNESS={seen}"
-    job = ["python3", "-m", "verl.trainer.main_ppo", *words]
     port = free_port()
-    head = {"include_dashboard": True, "dashboard_port": port} if way == "ray job submit" else {}
-    with cluster_of(2, head=head) as cluster:
+    line = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{port}"]
+    line += ["--runtime-env", "verl/trainer/runtime_env.yaml", "--working-dir", ".", "--"]
+    line += ["env", *variables.split(), "python3", "-m", "verl.trainer.main_ppo", *words]
+    with cluster_of(2, head={"include_dashboard": True, "dashboard_port": port}) as cluster:
         unpack = [sys.executable, "-c", UNPACK, cluster.address]
         subprocess.run(unpack, cwd=source, env=environment(), check=True, timeout=120)
-        if way == "ray job submit":
-            options = [
-                "--address",
-                f"http://127.0.0.1:{port}",
-                "--runtime-env",
-                "verl/trainer/runtime_env.yaml",
-            ]
-            line = [
-                "ray",
-                "job",
-                "submit",
-                *options,
-                "--working-dir",
-                ".",
-                "--",
-                "env",
-                *variables.split(),
-                *job,
-            ]
-        else:
-            line = [
-                sys.executable,
-                "-c",
-                MANAGER,
-                cluster.address,
-                f"{variables} {shlex.join(job)}",
-                str(tmp_path),
-            ]
         done = subprocess.run(
             line, cwd=source, env=environment(), capture_output=True, text=True, timeout=300
         )
