@@ -123,3 +123,4 @@ while (here := sum(node["Alive"] for node in ray.nodes())) < wanted:
 print(f"{here} of {wanted} nodes are here: {ray.cluster_resources()}")
 PYTHON
 echo "now: RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT RAY_AUTH_MODE=$RAY_AUTH_MODE python3 -m verl.trainer.main_ppo trainer.nnodes=$NNODES …"
+[ "${RAY_DASHBOARD:-0}" != 1 ] || echo "or:  RAY_AUTH_MODE=$RAY_AUTH_MODE ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir . -- python3 -m verl.trainer.main_ppo trainer.nnodes=$NNODES …"
