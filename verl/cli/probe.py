@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from verl.platform import cores
+from verl.platform.memory import memory_limit as memory_limit
 
 GIB = 1 << 30
 
@@ -138,25 +139,6 @@ def memory() -> tuple[int | None, int | None]:
     if not found and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
     return found.get("MemTotal"), found.get("MemAvailable")
-
-
-def memory_limit() -> tuple[int | None, int | None]:
-    """(limit, used) bytes of the control group; the tightest limit on the way up counts; None without one."""
-    tightest: tuple[int | None, int | None] = (None, None)
-    for place in cores.cgroups("memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = cores.read(place / limit_name), cores.read(place / used_name)
-            # Version 1 writes "no limit" as a number near 2**63.
-            if (
-                limit.isdecimal()
-                and int(limit) < 1 << 60
-                and (tightest[0] is None or int(limit) < tightest[0])
-            ):
-                tightest = (int(limit), int(used) if used.isdecimal() else None)
-    return tightest
 
 
 def disk_free(path: Path) -> int:

@@ -54,6 +54,7 @@ class VLLMEngine(RolloutEngine):
     free_cache_engine: `sleep` gives memory back (on devices where vLLM can). bucket_bytes: size of one weight transfer.
     lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the adapter's
         tensors (names of peft's files less their prefix) and not the model's.
+    engines: how many of these share the machine's memory; on a CPU each takes its part of the share.
     engine_kwargs: further arguments of vLLM, checked against those of the installed version.
     The other names are vLLM's and those of `rollout.*` (docs/vllm.md). Raises UserError (EnginePackageError) if vLLM is
     absent or of a version out of range, or an argument cannot be passed.

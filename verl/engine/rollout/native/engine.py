@@ -46,6 +46,7 @@ class NativeEngine(RolloutEngine):
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
         again for each answer of a group (for comparison). enforce_eager: no captured graphs on a GPU.
+    engines: how many samplers share the machine's memory, for the size of the cache where nobody says it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class NativeEngine(RolloutEngine):
         forbidden_token_ids: Sequence[int] = (),
         prefill_once: bool = True,
         enforce_eager: bool = False,
+        engines: int = 1,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -79,7 +81,7 @@ class NativeEngine(RolloutEngine):
         device = next(model.parameters()).device
         self._platform = detect(device.type)
         if cache_tokens is None:
-            cache_tokens = default_cache_tokens(model, max_num_seqs, max_model_len, compute)
+            cache_tokens = default_cache_tokens(model, max_num_seqs, max_model_len, compute, engines)
         geometry = Geometry.fit(cache_tokens, max_model_len, max_num_seqs)
         key_dtype = torch.float32 if device.type == "cpu" else compute
         self._pool = TilePool(geometry, device, key_dtype, compute)

@@ -5,8 +5,9 @@ Free memory is never asked on a CPU: a resumed run must schedule exactly as the 
 
 from __future__ import annotations
 
-import psutil
 import torch
+
+from verl.platform.memory import total_memory
 
 _SHARE = 0.25
 
@@ -21,13 +22,14 @@ def bytes_per_token(model: torch.nn.Module, compute: torch.dtype) -> int:
 
 
 def default_cache_tokens(
-    model: torch.nn.Module, max_num_seqs: int, max_model_len: int, compute: torch.dtype
+    model: torch.nn.Module, max_num_seqs: int, max_model_len: int, compute: torch.dtype, engines: int = 1
 ) -> int:
-    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory."""
+    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory. On a CPU `engines`
+    samplers divide that quarter: its memory is one for all."""
     device = next(model.parameters()).device
     # whole tiles of at most 16 × 128 tokens, and both books as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
-    total = psutil.virtual_memory().total
+    total = total_memory() // engines
     if device.type != "cpu":
         from verl.platform import detect
 

@@ -47,6 +47,7 @@ class EngineSettings:
     seed: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
+    engines: int = 1
 
 
 def engine_arguments(
@@ -171,7 +172,8 @@ def _set_by_us(s: EngineSettings) -> dict[str, Any]:
 
 
 def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
-    """Bytes of key/value cache per rank on a CPU: max_num_seqs full sequences, at most the share of `available` memory.
+    """Bytes of key/value cache per rank on a CPU: max_num_seqs full sequences, at most the share of `available` memory,
+    which the machine's engines divide among them.
 
     On a CPU vLLM would take gpu_memory_utilization of the whole machine, whatever else runs there.
     """
@@ -192,7 +194,8 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
         * _CPU_BLOCK
         * (settings.max_num_seqs + 1)
     )
-    return min(wanted, int(available * settings.gpu_memory_utilization) // settings.tensor_parallel_size)
+    ranks = settings.tensor_parallel_size * settings.engines
+    return min(wanted, int(available * settings.gpu_memory_utilization) // ranks)
 
 
 def cpu_binding(ranks: int, allowed: Iterable[int]) -> str:

@@ -18,6 +18,7 @@ from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cac
 from verl.engine.rollout.vllm.worker import start_time
 from verl.errors import UserError
 from verl.platform.cores import thread_limit
+from verl.platform.memory import available_memory
 
 Process = tuple[int, str]
 """A process: its id and when it started."""
@@ -92,11 +93,8 @@ def _cpu_head_sizes() -> list[int]:
 
 def cpu_arguments(settings: EngineSettings, model_config: Any, arguments: dict[str, Any]) -> None:
     """Fill in what vLLM would size by the whole machine: the cache."""
-    import psutil
-
     if "kv_cache_memory_bytes" not in arguments:
-        available = int(psutil.virtual_memory().available)
-        arguments["kv_cache_memory_bytes"] = cache_bytes(model_config, settings, available)
+        arguments["kv_cache_memory_bytes"] = cache_bytes(model_config, settings, available_memory())
 
 
 @contextlib.contextmanager
