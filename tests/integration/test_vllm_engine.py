@@ -137,6 +137,34 @@ def test_end_tokens_stop_tokens_and_stop_strings_end_an_answer_and_stay_in_it(en
     assert whole == (free[: free.index(258) + 1] if 258 in free else free)
 
 
+def test_a_special_token_may_be_the_stop_string(engine: Any) -> None:
+    end = engine.tokenizer.decode([258])
+    free = sample(engine, [PROMPT[:20]], 40, max_tokens=60, ignore_eos=True)
+    wanted = next(i for i, done in enumerate(free) if 258 in done.token_ids[:-1])
+    ids = free[wanted].token_ids.tolist()
+    cut = sample(engine, [PROMPT[:20]], seed=wanted, max_tokens=60, ignore_eos=True, stop=("zzz", end))[0]
+    assert cut.token_ids.tolist() == ids[: ids.index(258) + 1] and cut.finish_reason == "stop"
+
+
+def test_a_stop_string_is_found_across_an_interruption(engine: Any) -> None:
+    """It began in the part of the answer that was written before, and ends in the first new token."""
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    prompts = [PROMPT[:length] for length in range(10, 40)]
+    answers = [done.token_ids.tolist() for done in sample(engine, prompts, max_tokens=60, **greedy)]
+    number, at = next(
+        (number, i)
+        for number, ids in enumerate(answers)
+        for i in range(1, 50)
+        if all(33 <= token < 90 for token in ids[i - 1 : i + 1])
+    )
+    free, prompt = answers[number], prompts[number]
+    text = engine.tokenizer.decode(free[at - 1 : at + 1])
+    going_on = {"max_tokens": 60 - at, "start": at, "stop": (text,)}
+    rest = sample(engine, [prompt + free[:at]], **going_on, **greedy)[0]
+    assert rest.token_ids.tolist() == [free[at]] and rest.finish_reason == "stop"
+    assert len(rest.log_probs) == 1
+
+
 def test_the_prompt_of_a_group_is_computed_once(engine: Any) -> None:
     fresh = [(7 * i) % 250 for i in range(100)]
     engine.stats()

@@ -180,6 +180,16 @@ def test_prompts_are_taken_whole_on_a_cpu() -> None:
     assert device["enable_chunked_prefill"] and device["max_num_batched_tokens"] == 50
 
 
+def test_nothing_else_cuts_prompts_on_a_cpu() -> None:
+    known = KNOWN | {"long_prefill_token_threshold", "max_num_scheduled_tokens"}
+    given = settings(engine_kwargs={"long_prefill_token_threshold": 20, "max_num_scheduled_tokens": 60})
+    said: list[str] = []
+    cpu = engine_arguments(given, known, cpu=True, sleeps=False, notice=said.append)
+    assert not {"long_prefill_token_threshold", "max_num_scheduled_tokens"} & set(cpu) and len(said) == 2
+    device = engine_arguments(given, known, cpu=False, sleeps=False)
+    assert device["long_prefill_token_threshold"] == 20
+
+
 def test_every_problem_is_said_at_once() -> None:
     given = settings(engine_kwargs={"max_num_seqs": 1, "nonsense": 2})
     with pytest.raises(UserError, match=r"(?s)max_num_seqs=1.*nonsense"):
@@ -229,6 +239,7 @@ def test_request_arguments() -> None:
     free = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,), stop=("x",))
     out = request_arguments(free, room=20, end_ids=[2, 3], final_only="final")
     assert out["stop_token_ids"] == [9] and out["stop"] == ["x"] and out["include_stop_str_in_output"]
+    assert out["skip_special_tokens"] is False, "a special token may be the stop string"
     greedy = request_arguments(
         SamplingParams(max_tokens=5, temperature=0.0, top_p=0.5, top_k=4), room=9, end_ids=[], final_only=0
     )

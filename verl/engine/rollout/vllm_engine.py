@@ -32,7 +32,7 @@ from verl.engine.rollout.vllm.arguments import (
 )
 from verl.engine.rollout.vllm.batch import BatchCall, Prompts, end_token_ids
 from verl.engine.rollout.vllm.host import LoopThread
-from verl.engine.rollout.vllm.live import Counters, Live
+from verl.engine.rollout.vllm.live import Counters, Live, ended_at_seam
 from verl.engine.rollout.vllm.loading import RPC_TIMEOUT, Loading
 from verl.engine.rollout.vllm.worker import remove_shared
 
@@ -88,6 +88,7 @@ class VLLMEngine(RolloutEngine):
         self._processes: set[launch.Process] = set()
         self._shared = ""
         self._batch: BatchCall | None = None
+        self._decoder: Any = None
         self._broken = ""
         self._closed = False
         self._host = LoopThread("vllm-engine")
@@ -177,7 +178,10 @@ class VLLMEngine(RolloutEngine):
         assert self._eos is not None
         arguments = request_arguments(sampling, room=room, end_ids=self._eos, final_only=self._api.final_only)
         future = self._host.submit(self._answer(live, arguments))
-        return await asyncio.wrap_future(future)
+        done = await asyncio.wrap_future(future)
+        if not (sampling.stop and sampling.start):
+            return done
+        return ended_at_seam(done, prompt[-sampling.start :], sampling.stop, self._text)
 
     def _check(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, media: dict[str, Any] | None
@@ -394,6 +398,12 @@ class VLLMEngine(RolloutEngine):
         return load_tokenizer(
             s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
         )
+
+    def _text(self, ids: list[int]) -> str:
+        """Special tokens included: a stop string may be one."""
+        if self._decoder is None:
+            self._decoder = self.tokenizer
+        return str(self._decoder.decode(ids, skip_special_tokens=False))
 
     def stats(self) -> dict[str, float]:
         """Counters since the last call: busy_s, prompt_tokens (prefilled ones, without those found in the cache), tokens,

@@ -15,6 +15,12 @@ from verl.errors import UserError
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WeightReceiver"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK = 32  # vLLM's CPU default, 128, is longer than most prompts here: a group would share nothing
+_CUTTING = {
+    "long_prefill_token_threshold",
+    "max_long_partial_prefills",
+    "max_num_partial_prefills",
+    "max_num_scheduled_tokens",
+}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -115,6 +121,9 @@ def engine_arguments(
             arguments["distributed_executor_backend"] = _UNIPROC
     arguments |= translated.arguments
     if cpu:
+        for name in sorted(_CUTTING & set(arguments)):
+            notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
+            del arguments[name]
         arguments |= _whole_prompts(s, notice)
     lacking = sorted(set(arguments) - set(known)) if known else []
     if lacking:
@@ -241,7 +250,9 @@ def request_arguments(
         "detokenize": bool(sampling.stop),
     }
     if sampling.stop:
+        # The string may be a special token, which vLLM's text leaves out else.
         arguments |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+        arguments["skip_special_tokens"] = False
     if not greedy:
         arguments["seed"] = request_seed(sampling.seed, sampling.start)
     return arguments

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion
+
+_BYTES_PER_CHARACTER = 4
 
 
 @dataclass(slots=True)
@@ -49,6 +52,27 @@ class Live:
             started=self.started,
             finished=time.monotonic(),
         )
+
+
+def ended_at_seam(
+    done: Completion, begun: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]
+) -> Completion:
+    """An answer whose first tokens, `begun`, came with the prompt: cut where a stop string ends that began in those. vLLM
+    looks for stop strings in what it writes itself."""
+    reach = _BYTES_PER_CHARACTER * max(map(len, stops))
+    before, ids = list(begun[-reach:]), done.token_ids.tolist()
+    if any(stop in decode(before) for stop in stops):
+        return done
+    for count in range(1, min(len(ids), reach) + 1):
+        text = decode(before + ids[:count])
+        if any(stop in text for stop in stops):
+            return replace(
+                done,
+                token_ids=done.token_ids[:count],
+                log_probs=done.log_probs[:count],
+                finish_reason="stop",
+            )
+    return done
 
 
 def _log_probs(rows: object, ids: np.ndarray) -> np.ndarray:
