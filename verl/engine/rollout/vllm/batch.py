@@ -57,7 +57,14 @@ class BatchCall:
             return await engine.sample(rows[number], own, request_id=name)
 
         places = [(number, index) for number in range(len(rows)) for index in range(asked.n)]
-        done = await asyncio.gather(*(one(*place) for place in places))
+        tasks = [asyncio.ensure_future(one(*place)) for place in places]
+        try:
+            done = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
         stops = () if asked.keep_stop else asked.sampling.stop
         return [
             self._answer(place, completion, stops) for place, completion in zip(places, done, strict=True)

@@ -42,8 +42,12 @@ class Loading:
     def from_channel(
         self, places: Sequence[tuple[str, int]], version: int, timeout: float, checksums: bool
     ) -> None:
-        """Have worker i load what comes to places[i]. WeightSyncError with a worker's words when one cannot."""
-        if failure := _failure(self._begin(places, version, timeout, checksums)):
+        """Have worker i load what comes to places[i]. WeightSyncError with a worker's words when one cannot.
+
+        No limit of its own: a worker gives up when nothing has come for `timeout` seconds, and all of a large model may
+        take longer than any limit that helps.
+        """
+        if failure := _failure(self._begin(places, version, timeout, checksums), None):
             raise failure
 
     def try_channel(
@@ -116,16 +120,14 @@ class Loading:
         return device if self._by_device else None
 
 
-def _failure(loading: concurrent.futures.Future[Any]) -> Exception | None:
+def _failure(loading: concurrent.futures.Future[Any], limit: float | None = RPC_TIMEOUT) -> Exception | None:
     """What a worker raised, as WeightSyncError, once the workers are done."""
     from verl.weight_sync.base import WeightSyncError
 
     try:
-        loading.result(RPC_TIMEOUT)
+        loading.result(limit)
     except concurrent.futures.TimeoutError:
-        return WeightSyncError(
-            f"vLLM's workers did not come back within {RPC_TIMEOUT:g} s of loading weights"
-        )
+        return WeightSyncError(f"vLLM's workers did not come back within {limit:g} s of loading weights")
     except Exception as error:
         said = WeightSyncError(f"vLLM could not load the weights: {error}")
         said.__cause__ = error

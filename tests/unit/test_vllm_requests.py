@@ -1,0 +1,74 @@
+"""Parts of the vLLM engine that need no vLLM: answers that go on, batch calls that fail, transfers that take long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.engine.rollout.base import Completion
+from verl.engine.rollout.vllm import loading
+from verl.engine.rollout.vllm.batch import BatchCall
+from verl.engine.rollout.vllm.host import LoopThread
+from verl.engine.rollout.vllm.live import ended_at_seam
+
+
+@pytest.fixture
+def host() -> Iterator[LoopThread]:
+    made = LoopThread("test-vllm")
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    ("begun", "written", "left", "reason"),
+    [
+        ("so </ans", "wer> and on", "wer>", "stop"),
+        ("so </ans", "wers> and on", "wers> and on", "length"),
+        ("so ", "</answer", "</answer", "length"),
+        ("x" * 200 + "</answer", ">>", ">", "stop"),
+        ("</answer", "", "", "length"),
+    ],
+)
+def test_a_stop_string_may_begin_before_the_answer_went_on(begun, written, left, reason) -> None:
+    ids = np.array([ord(c) for c in written], np.int64)
+    part = Completion(ids, np.arange(len(ids), dtype=np.float32), "length")
+    done = ended_at_seam(
+        part, [ord(c) for c in begun], ("</answer>", "zz"), lambda ids: "".join(map(chr, ids))
+    )
+    assert "".join(map(chr, done.token_ids)) == left and done.finish_reason == reason
+    assert done.log_probs.tolist() == list(range(len(left)))
+
+
+def test_a_batch_call_that_fails_leaves_nothing_running(host: LoopThread) -> None:
+    ended: list[str] = []
+
+    async def sample(ids: list[int], sampling: Any, *, request_id: str) -> Completion:
+        if len(ids) > 2:
+            raise ValueError("leaves no room")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(request_id)
+        raise AssertionError
+
+    call = BatchCall(None, 0)
+    engine: Any = SimpleNamespace(sample=sample)
+    with pytest.raises(ValueError, match="no room"):
+        host.call(call.run(engine, [[1], [1, 2, 3], [2]], {"max_tokens": 4}), 20)
+    assert len(ended) == 2
+
+
+def test_a_transfer_may_take_longer_than_a_call(host: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit is on standing still: all of a large model takes what it takes."""
+
+    async def rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.sleep(0.3)
+        return [{}]
+
+    monkeypatch.setattr(loading, "RPC_TIMEOUT", 0.05)
+    loading.Loading(host, rpc, [""], 4096, print).from_channel([("c", 0)], 1, 10.0, False)
