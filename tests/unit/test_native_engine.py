@@ -99,6 +99,30 @@ def test_a_small_cache_gives_the_same_answers(model: Any) -> None:
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
 
 
+def test_one_that_begins_beside_one_that_is_computed_again(model: Any) -> None:
+    """Prompt, answer so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the other's."""
+    work = [(prompt(0), replace(DRAWN, seed=seed), "g") for seed in range(4)]
+    expected = run(engine_of(model), work)
+
+    async def go() -> list[Completion]:
+        engine, calls = engine_of(model), []
+        for number, (ids, sampling, group) in enumerate(work):
+            calls.append(
+                asyncio.create_task(engine.generate(ids, sampling, request_id=f"r{number}", group=group))
+            )
+            while len(engine._requests) <= number:
+                await asyncio.sleep(0)
+            engine.weights_updated(0)  # the same values: what runs is prefilled again, with who has just come
+            while not all(request.tokens for request in engine._requests.values()):
+                await asyncio.sleep(0)
+        return await asyncio.gather(*calls)
+
+    found = asyncio.run(go())
+    assert tokens(found) == tokens(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
 def test_the_cache_is_empty_afterwards(model: Any) -> None:
     engine = engine_of(model, max_num_seqs=4)
     run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])

@@ -86,12 +86,14 @@ class Runner:
             [np.arange(o, o + len(i)) for i, o in zip(work.ids, work.offsets, strict=True)], dtype=np.int64
         )
         rows = np.array([row for _, row in work.sampled], np.int64)
-        # several answers may start from one row: the head runs once for each
+        # several answers may start from one row, and one from an earlier row than the answer before it (its prompt's
+        # last): the head runs once for each row, in their order
         wanted, back = np.unique(rows, return_inverse=True)
         plan = PrefillPlan(self._pool, work.segments, self._dtype)
         keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
         logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep)
-        return logits.index_select(0, self._tensor(back)) if len(wanted) != len(rows) else logits[: len(rows)]
+        in_order = np.array_equal(wanted, rows)
+        return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
     def decode(self, requests: Sequence[Request]) -> torch.Tensor:
         """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
