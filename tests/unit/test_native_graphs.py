@@ -69,3 +69,33 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
     for a, b in zip(plain, replayed, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> None:
+    """Sixteen short answers fill a bank and leave it empty below those that go on."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, "qwen3", scale=8.0)).float().eval()
+    lengths = [5] * 16 + [40] * 20
+    prompts = [
+        torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 2)
+    ]
+
+    def answers(graphs: bool) -> list[Completion]:
+        engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=40)
+        assert engine._pool.geometry.rows == 16
+        if graphs:
+            engine._runner.capture_with(stand_in(engine))
+
+        async def go() -> list[Completion]:
+            calls = [
+                engine.generate(prompts[i % 2], SamplingParams(max_tokens=n, seed=i), request_id=str(i))
+                for i, n in enumerate(lengths)
+            ]
+            return await asyncio.gather(*calls)
+
+        return asyncio.run(go())
+
+    for a, b in zip(answers(False), answers(True), strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)

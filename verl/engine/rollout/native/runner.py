@@ -34,6 +34,7 @@ class Runner:
         self.device = next(model.parameters()).device
         self.linears = FastLinears(model, dtype)
         self._dtype = dtype
+        self._answers = scheduler.answers
         self._pool = scheduler.answers.pool
         self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype)
         self._graphs: DecodeGraphs | None = None
@@ -98,11 +99,9 @@ class Runner:
     def decode(self, requests: Sequence[Request]) -> torch.Tensor:
         """Logits after the newest token of each request (ascending slots), float32 [N, V]."""
         slots = np.array([r.slot for r in requests], np.int64)
-        # captured graphs have one row for every slot of the banks in use, answers in the rows of their slots
-        last = -(-(int(slots[-1]) + 1) // self._pool.geometry.rows) * self._pool.geometry.rows
-        at = np.arange(len(slots)) if self._graphs is None else slots
-        count = len(slots) if self._graphs is None else last
-        columns = np.zeros((4, count), np.int64)
+        filled = slots if self._graphs is None else self._filled(int(slots[-1]))
+        at = np.searchsorted(filled, slots)
+        columns = np.zeros((4, len(filled)), np.int64)
         columns[:, at] = np.array(
             [
                 (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt))
@@ -115,9 +114,16 @@ class Runner:
         if self._graphs is None:
             self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
             return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
-        self._decode.prepare(np.arange(last), lengths, prompt_slots, prompt_lengths, rounded=True)
+        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=True)
         logits = self._graphs.run(self._tensor(ids), self._tensor(positions))
-        return logits.index_select(0, self._tensor(slots))
+        return logits.index_select(0, self._tensor(at))
+
+    def _filled(self, last: int) -> np.ndarray:
+        """The slots that captured graphs have rows for, int64: all of each bank up to that of slot `last`. A bank whose
+        answers are all finished has no memory that a row of it could write to."""
+        rows = self._pool.geometry.rows
+        banks = np.flatnonzero([bool(tiles) for tiles in self._answers.tiles[: last // rows + 1]])
+        return (banks[:, None] * rows + np.arange(rows)).reshape(-1)
 
     def _forward(
         self,
