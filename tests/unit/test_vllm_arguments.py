@@ -22,7 +22,6 @@ from verl.engine.rollout.vllm.arguments import (
     request_arguments,
     request_seed,
 )
-from verl.engine.rollout.vllm.settings import engines_on_a_node
 from verl.errors import UserError
 
 KNOWN = frozenset(
@@ -209,18 +208,6 @@ def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
     assert cache_bytes(config, settings(tensor_parallel_size=2), 1 << 40) == plenty // 2
     assert cache_bytes(config, settings(gpu_memory_utilization=0.25), 4000) == 1000
     assert cache_bytes(config, settings(gpu_memory_utilization=0.25, engines=2), 4000) == 500
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "own", "expected"),
-    [("vllm", None, 0, 8), ("vllm", 2, 0, 4), ("native", 2, 0, 8), ("vllm", 2, 1, 2), ("vllm", 16, 0, 1)],
-)
-def test_samplers_that_share_a_machine_are_counted(name, ranks, own, expected) -> None:
-    rollout = SimpleNamespace(name=name, tensor_model_parallel_size=ranks, nnodes=own, n_gpus_per_node=4)
-    config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(n_gpus_per_node=8)
-    )
-    assert engines_on_a_node(config) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Which parallel sizes fit the ranks and the model: what `--check` says before a start, and an engine on its ranks."""
+"""How ranks and samplers share devices, and which parallel sizes fit ranks and model: for `--check` before a start, and for
+those who start."""
 
 from __future__ import annotations
 
@@ -90,6 +91,18 @@ def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str
     if states:
         text = f"the model has layers ({', '.join(states)}) that carry a state along the row, which cannot be split"
         yield sizes.sequence_text, f"{text}; set 1"
+
+
+def sampler_devices(rollout: Any) -> int:
+    """Devices of one sampler."""
+    return 1 if rollout.name == "native" else rollout.tensor_model_parallel_size or 1
+
+
+def samplers_per_node(config: Any) -> int:
+    """How many samplers of a run are on one machine."""
+    rollout = config.actor_rollout_ref.rollout
+    devices = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
+    return max(1, (devices or 1) // sampler_devices(rollout))
 
 
 def divisors(number: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.dtypes import sampler_dtype
+from verl.config.layout import samplers_per_node
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import TrainingEngine
 from verl.platform import Platform
@@ -110,7 +111,6 @@ def adapter_moves(config: Any) -> bool:
 def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
     """The embedded sampler on a Hugging Face model's tensors."""
     from verl.engine.rollout.native.engine import NativeEngine
-    from verl.engine.rollout.vllm.settings import engines_on_a_node
 
     rollout = config.actor_rollout_ref.rollout
     return NativeEngine(
@@ -123,7 +123,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
-        engines=engines_on_a_node(config),
+        engines=samplers_per_node(config),
     )
 
 

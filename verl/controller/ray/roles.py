@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.elsewhere import for_elsewhere
+from verl.config.layout import sampler_devices
 from verl.controller.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.controller.ray.daemons import ClusterLost
 from verl.controller.ray.hosts import SamplerActor, TrainActor
@@ -223,7 +224,7 @@ class _Builder:
     def _sampler_hosts(self, pool: Pool, shared: list[list[str]] | None) -> list[Host]:
         """Hosts of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
         rollout = self.config.actor_rollout_ref.rollout
-        size = 1 if rollout.name == "native" else rollout.tensor_model_parallel_size or 1
+        size = sampler_devices(rollout)
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         engines = pool.per_node // size
         starters, nodes = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.dtypes import sampler_dtype
+from verl.config.layout import samplers_per_node
 
 
 def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str, Any]:
@@ -43,16 +44,8 @@ def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str
         "override_config": dict(model.override_config),
         "seed": rollout.seed if rollout.seed is not None else config.trainer.seed,
         "engine_kwargs": dict(rollout.engine_kwargs.vllm),
-        "engines": engines_on_a_node(config),
+        "engines": samplers_per_node(config),
     }
-
-
-def engines_on_a_node(config: Any) -> int:
-    """How many samplers of the run share one machine's memory."""
-    rollout = config.actor_rollout_ref.rollout
-    devices = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
-    ranks = 1 if rollout.name == "native" else rollout.tensor_model_parallel_size or 1
-    return max(1, (devices or 1) // ranks)
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
