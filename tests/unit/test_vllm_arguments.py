@@ -223,6 +223,10 @@ def test_request_arguments() -> None:
     out = request_arguments(base, room=20, end_ids=[2, 3], final_only="final")
     assert (out["max_tokens"], out["top_k"], out["seed"], out["logprobs"]) == (20, 0, 1 << 62, 0)
     assert out["stop_token_ids"] == [2, 3] and out["ignore_eos"] and not out["detokenize"]
+    assert "flat_logprobs" not in out, "a version may not have it"
+    assert request_arguments(base, room=20, end_ids=[], final_only=0, known=["flat_logprobs"])[
+        "flat_logprobs"
+    ]
     free = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,), stop=("x",))
     out = request_arguments(free, room=20, end_ids=[2, 3], final_only="final")
     assert out["stop_token_ids"] == [9] and out["stop"] == ["x"] and out["include_stop_str_in_output"]

@@ -176,7 +176,13 @@ class VLLMEngine(RolloutEngine):
         live = self._live[request_id] = Live(request_id, prompt, [self._version])
         room = self._max_model_len - len(prompt)
         assert self._eos is not None
-        arguments = request_arguments(sampling, room=room, end_ids=self._eos, final_only=self._api.final_only)
+        arguments = request_arguments(
+            sampling,
+            room=room,
+            end_ids=self._eos,
+            final_only=self._api.final_only,
+            known=self._api.sampling_arguments,
+        )
         future = self._host.submit(self._answer(live, arguments))
         done = await asyncio.wrap_future(future)
         if not (sampling.stop and sampling.start):

@@ -228,9 +228,15 @@ def request_seed(seed: int, start: int) -> int:
 
 
 def request_arguments(
-    sampling: SamplingParams, *, room: int, end_ids: Iterable[int], final_only: Any
+    sampling: SamplingParams,
+    *,
+    room: int,
+    end_ids: Iterable[int],
+    final_only: Any,
+    known: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len.
+    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len. known: the names that the
+    installed version has.
 
     End tokens are named here, with vLLM's own ones off: then both ways of stopping are the same in every version.
     """
@@ -253,6 +259,8 @@ def request_arguments(
         # The string may be a special token, which vLLM's text leaves out else.
         arguments |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
         arguments["skip_special_tokens"] = False
+    if "flat_logprobs" in known:  # a fifth of the time of one dict and one object per token
+        arguments["flat_logprobs"] = True
     if not greedy:
         arguments["seed"] = request_seed(sampling.seed, sampling.start)
     return arguments

@@ -76,11 +76,14 @@ def ended_at_seam(
 
 
 def _log_probs(rows: object, ids: np.ndarray) -> np.ndarray:
-    """float32 [L]: the sampled tokens' log-probs out of vLLM's one dict per token."""
+    """float32 [L]: the sampled tokens' log-probs, out of vLLM's flat lists or its one dict per token."""
     if rows is None or not len(ids):
         if len(ids):
             raise RuntimeError("vLLM returned tokens without their log-probs")
         return np.zeros(0, np.float32)
+    flat = getattr(rows, "logprobs", None)
+    if flat is not None and len(flat) == len(ids) and np.array_equal(rows.token_ids, ids):  # type: ignore[attr-defined]
+        return np.asarray(flat, np.float32)
     pairs = zip(rows, ids.tolist(), strict=True)  # type: ignore[call-overload]
     return np.asarray([row[token].logprob for row, token in pairs], np.float32)
 
