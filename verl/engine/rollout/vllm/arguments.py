@@ -88,8 +88,7 @@ def engine_arguments(
         "max_num_batched_tokens": s.max_num_batched_tokens,
         "enable_chunked_prefill": s.enable_chunked_prefill,
         "enable_prefix_caching": s.enable_prefix_caching,
-        # On a CPU nothing is captured, and compiling needs a C++ compiler and most of a minute.
-        "enforce_eager": s.enforce_eager or (cpu and "compilation_config" not in s.engine_kwargs),
+        "enforce_eager": s.enforce_eager,
         "load_format": s.load_format,
         "logprobs_mode": s.logprobs_mode,
         "scheduling_policy": s.scheduling_policy,
@@ -115,16 +114,10 @@ def engine_arguments(
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
     if cpu:
-        arguments["block_size"] = _CPU_BLOCK
-        if s.tensor_parallel_size == 1:
-            # One process less, with its own import and its busy waiting, than the default on a CPU.
-            arguments["distributed_executor_backend"] = _UNIPROC
+        arguments |= _cpu_defaults(s)
     arguments |= translated.arguments
     if cpu:
-        for name in sorted(_CUTTING & set(arguments)):
-            notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
-            del arguments[name]
-        arguments |= _whole_prompts(s, notice)
+        arguments = _whole_prompts(s, arguments, notice)
     lacking = sorted(set(arguments) - set(known)) if known else []
     if lacking:
         raise UserError(
@@ -133,18 +126,35 @@ def engine_arguments(
     return arguments
 
 
-def _whole_prompts(s: EngineSettings, notice: Callable[[str], None]) -> dict[str, Any]:
-    """Prompts are not cut in parts on a CPU: vLLM would turn the request's generator back after each part, which a CPU's
-    cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
-    if s.max_model_len is None:  # vLLM takes the model's own length then
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": None}
+def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
+    """What is chosen on a CPU unless engine_kwargs say otherwise."""
+    # Nothing is captured there, and compiling needs a C++ compiler and most of a minute.
+    eager = s.enforce_eager or "compilation_config" not in s.engine_kwargs
+    chosen: dict[str, Any] = {"block_size": _CPU_BLOCK, "enforce_eager": eager}
+    if s.tensor_parallel_size == 1:
+        # One process less, with its own import and its busy waiting, than vLLM's default there.
+        chosen["distributed_executor_backend"] = _UNIPROC
+    return chosen
+
+
+def _whole_prompts(
+    s: EngineSettings, arguments: Mapping[str, Any], notice: Callable[[str], None]
+) -> dict[str, Any]:
+    """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after each
+    part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
+    for name in sorted(_CUTTING & set(arguments)):
+        notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
+    whole = {name: value for name, value in arguments.items() if name not in _CUTTING}
+    whole |= {"enable_chunked_prefill": False, "max_num_batched_tokens": None}
+    if s.max_model_len is None:  # vLLM makes room for a prompt of the model's own length then
+        return whole
     tokens = max(s.max_num_batched_tokens, s.max_model_len)
     if tokens > s.max_num_batched_tokens:
         notice(
             f"max_num_batched_tokens={tokens} instead of {s.max_num_batched_tokens}: on a CPU vLLM takes a prompt whole, "
             f"and max_model_len={s.max_model_len}"
         )
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
+    return whole | {"max_num_batched_tokens": tokens}
 
 
 def lora_room(rank: int) -> int:
