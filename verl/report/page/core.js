@@ -70,7 +70,7 @@ R.duration = (s) => {
   if (s < 60) return (s < 10 ? s.toFixed(1) : Math.round(s)) + " s";
   const days = Math.floor(s / 86400), hours = Math.floor(s / 3600) % 24, minutes = Math.floor(s / 60) % 60;
   if (days) return `${days} d ${hours} h`;
-  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${Math.round(s % 60)} s`;
+  return hours ? `${hours} h ${minutes} min` : `${minutes} min ${Math.floor(s % 60)} s`;
 };
 
 R.when = (unix) => (unix === null || unix === undefined ? "" : new Date(unix * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }));
