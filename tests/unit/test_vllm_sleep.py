@@ -93,6 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_api": SimpleNamespace(
                 sleeps=True,
                 final_only="final",
+                sampling_arguments=frozenset(),
                 sampling_params=lambda **_: None,
                 lora_requests=lambda path: (SimpleNamespace(lora_int_id=1), None),
             ),
