@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
+from verl.platform.allocator import trim
 from verl.platform.base import Platform
 from verl.platform.cores import thread_limit
-from verl.platform.memory import trim
 
 
 @cache

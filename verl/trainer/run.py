@@ -158,7 +158,7 @@ def build_parts(
     from verl.controller.choose import build_roles, check_cluster
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
-    from verl.platform.memory import tune_allocator
+    from verl.platform.allocator import tune_allocator
     from verl.reward import RewardRunner
     from verl.rollout.rollouts import Rollouts
     from verl.trainer.live_report import LiveReport

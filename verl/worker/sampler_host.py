@@ -53,7 +53,7 @@ class SamplerHost(Profiled):
         """
         from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
-        from verl.platform.memory import tune_allocator
+        from verl.platform.allocator import tune_allocator
         from verl.worker import build
         from verl.worker.train_host import quiet_libraries
 

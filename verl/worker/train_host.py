@@ -49,7 +49,7 @@ class TrainHost(Profiled):
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks. UserError if they do not come."""
         from verl.platform import detect
-        from verl.platform.memory import tune_allocator
+        from verl.platform.allocator import tune_allocator
 
         tune_allocator()
         quiet_libraries()
