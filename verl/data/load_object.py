@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -27,14 +28,14 @@ def load_module(module_path: str) -> ModuleType:
     if not path.exists() and path.suffix != ".py" and "/" not in module_path:
         return _import(module_path, module_path)
     if not path.is_file():
-        raise DataError(f"{module_path}: no such file (looked at {path.absolute()})")
+        raise DataError(_no_file(module_path, path))
     path = path.resolve()
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise DataError(f"{module_path}: not a Python file")
+        raise DataError(f"{module_path}: not a Python file (its name must end in .py)")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
@@ -45,6 +46,14 @@ def load_module(module_path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _no_file(written: str, path: Path) -> str:
+    if path.is_dir():
+        return f"{written}: a directory; name the file in it"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
+    beside = f"; beside it: {', '.join(near)}" if near else ""
+    return f"{written}: no such file (looked at {path.absolute()}){beside}"
 
 
 def _import(name: str, written: str) -> ModuleType:

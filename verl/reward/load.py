@@ -2,77 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from verl.data.files import DataError
+from verl.data.load_object import load_module
 from verl.reward.errors import RewardLoadError
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
-def load_module(path: str) -> ModuleType:
-    """Import `file.py` (its directory becomes importable) or `pkg://module`; once per process.
-
-    RewardLoadError if there is no such file or module. What the module itself raises passes through.
-    """
-    if path.startswith("pkg://"):
-        name = path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-                raise RewardLoadError(
-                    f"custom_reward_function.path={path}: there is no module {error.name!r} on the import path"
-                ) from error
-            raise
-    file = Path(os.path.expandvars(path.removeprefix("file://"))).expanduser()
-    if not file.is_file():
-        raise RewardLoadError(_missing_file(path, file))
-    file = file.resolve()
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    name = f"verl_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise RewardLoadError(
-            f"custom_reward_function.path={path}: not a Python file (its name must end in .py)"
-        )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _missing_file(path: str, file: Path) -> str:
-    message = f"custom_reward_function.path={path}: no such file (looked at {file.absolute()})"
-    if file.is_dir():
-        return f"custom_reward_function.path={path}: a directory; name the file in it"
-    if file.parent.is_dir():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=3)
-        if near:
-            message += f"; beside it: {', '.join(near)}"
-    return message
-
-
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of `load_module(path)`. RewardLoadError lists the functions found there."""
-    module = load_module(path)
+    """The callable `name` of the module at `path` (`file.py`, `pkg://module`), imported once per process.
+
+    RewardLoadError if there is no such module, or lists the functions found in it. What the module itself raises while
+    it is imported passes through.
+    """
+    try:
+        module = load_module(path)
+    except DataError as error:
+        raise RewardLoadError(f"custom_reward_function.path={error}") from error
     if not hasattr(module, name):
         found = [
             key
