@@ -38,6 +38,7 @@ class Setting:
     tokens: int
     dtype: str
     spread: bool
+    seeded: bool = False
 
     def length(self, number: int) -> int:
         """Tokens of an answer: all the same, or geometric-like with mean tokens / 2 (quantiles, no randomness)."""
@@ -137,6 +138,7 @@ class OtherProcess:
             for i in range(len(setting.prompts))
         ]
         work = {"prompts": setting.prompts, "lengths": lengths, "dtype": setting.dtype}
+        work["seeded"] = setting.seeded
         work["max_model_len"] = max(map(len, setting.prompts)) + setting.tokens
         (folder / "work.json").write_text(json.dumps(work))
         worker = Path(__file__).parent / "workers/vllm_worker.py"
@@ -204,6 +206,11 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--spread", action="store_true", help="answers of very different lengths")
+    parser.add_argument(
+        "--seeded",
+        action="store_true",
+        help="vLLM gets a seed for each request, as in a run; ours always does",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     try:
@@ -218,7 +225,7 @@ def main() -> None:
     prompts = [torch.randint(0, args.vocab, (n,), generator=generator).tolist() for n in lengths]
     model = build_model(args.vocab)
     for dtype in args.dtype.split(","):
-        setting = Setting(prompts, args.answers, args.tokens, dtype, args.spread)
+        setting = Setting(prompts, args.answers, args.tokens, dtype, args.spread, args.seeded)
         runs: dict[str, Run | OtherProcess] = {
             name: OtherProcess(setting, model, args.vllm_python)
             if name == "vllm"

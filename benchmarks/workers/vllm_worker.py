@@ -21,6 +21,8 @@ def main() -> None:
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
 
+    # On a CPU vLLM cannot turn a request's own generator back, as it would after each part of a prompt.
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192} if work["seeded"] else {}
     llm = LLM(
         model=sys.argv[2],
         dtype=work["dtype"],
@@ -29,6 +31,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         seed=0,
+        **whole,
     )
     prompts, settings = [], []
     for prompt, lengths in zip(work["prompts"], work["lengths"], strict=True):
@@ -36,7 +39,12 @@ def main() -> None:
             prompts.append({"prompt_token_ids": prompt})
             settings.append(
                 SamplingParams(
-                    temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False
+                    temperature=1.0,
+                    max_tokens=length,
+                    ignore_eos=True,
+                    logprobs=0,
+                    detokenize=False,
+                    seed=len(settings) if work["seeded"] else None,
                 )
             )
     print(json.dumps({"ready": True}), file=out, flush=True)
