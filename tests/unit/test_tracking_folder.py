@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.tracking import folder_lock
 from verl.tracking.dumps import Dumper
+from verl.tracking.folder_lock import FolderInUse
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
 from verl.tracking.run_folder import RunFolder, mask_secrets, versions
 
@@ -195,3 +200,59 @@ def test_half_written_file_never_gets_its_name(tmp_path):
     with pytest.raises(OSError, match="No space"):
         write_lines(tmp_path / "a.jsonl", rows())
     assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from verl.tracking.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), print)
+print("open", flush=True)
+if sys.stdin.readline():
+    folder.close()
+    print("closed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the folder open; a line on its standard input makes it close the folder."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], text=True, **pipes)
+    assert process.stdout.readline() == "open\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.1)
+    (tmp_path / "events.jsonl").write_text('{"torn')
+    with pytest.raises(
+        FolderInUse, match=rf"default_local_dir={tmp_path}: .* \(process {holder.pid} on .*delete"
+    ):
+        RunFolder(tmp_path, print)
+    assert (tmp_path / "events.jsonl").read_text() == '{"torn'
+    holder.kill()
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 10.0)
+    RunFolder(tmp_path, print).close()
+
+
+def test_a_run_that_is_just_leaving_the_folder_is_waited_for(tmp_path, holder):
+    timer = threading.Timer(0.5, lambda: (holder.stdin.write("\n"), holder.stdin.flush()))
+    timer.start()
+    folder = RunFolder(tmp_path, print)
+    assert holder.stdout.readline() == "closed\n"
+    folder.close()
+    timer.join()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", refused)
+    told: list[str] = []
+    RunFolder(tmp_path, told.append).close()
+    assert len(told) == 1 and "has no locks" in told[0]

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from verl.tracking.folder_lock import FolderLock
 from verl.tracking.jsonl import JsonLines, line, mend, write_lines
 
 METRICS = "metrics.jsonl"
@@ -54,12 +55,14 @@ _SECRET_ARGUMENT = re.compile(
 
 
 class RunFolder:
-    """Opens (and makes) the folder. `warn(text)` hears of failed writes; they never stop the run."""
+    """Opens (and makes) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
+    stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
         self._warn = warn
         root.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(root, warn)
         self.events = JsonLines(root / EVENTS, self._failed(EVENTS))
         self._metrics: JsonLines | None = None
 
@@ -132,10 +135,11 @@ class RunFolder:
             self._failed(DATA_REPORT)(error)
 
     def close(self) -> None:
-        """Write and sync what is pending."""
+        """Write and sync what is pending, and leave the folder to others."""
         if self._metrics is not None:
             self._metrics.close()
         self.events.close()
+        self._lock.release()
 
     def _supersede_metrics(self, resume_step: int | None) -> int:
         path = self.root / METRICS
