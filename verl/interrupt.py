@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -61,4 +61,7 @@ def _handler(number: int, _: Any) -> None:
         raise KeyboardInterrupt
     name = signal.Signals(number).name
     # Not print: the main thread may be inside of it.
-    os.write(2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode())
+    with suppress(OSError):  # a full disk under the log: the run stops all the same
+        os.write(
+            2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode()
+        )
