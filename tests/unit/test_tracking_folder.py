@@ -20,7 +20,7 @@ from verl.tracking import folder_lock
 from verl.tracking.dumps import Dumper
 from verl.tracking.folder_lock import FolderInUse
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
-from verl.tracking.run_folder import RunFolder, mask_secrets, versions
+from verl.tracking.run_folder import RunFolder, _git_commit, mask_secrets, versions
 
 
 def records(path: Path) -> list[dict]:
@@ -256,3 +256,21 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
     told: list[str] = []
     RunFolder(tmp_path, told.append).close()
     assert len(told) == 1 and "has no locks" in told[0]
+
+
+def test_asking_for_the_commit_writes_nothing_into_the_repository(tmp_path):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    (tmp_path / "file").write_text("text")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "one")
+    os.utime(tmp_path / "file", (1, 1))  # git would note in its index that the file is the same all the same
+    before = (tmp_path / ".git/index").read_bytes()
+    commit = _git_commit(tmp_path)
+    assert commit is not None and len(commit) == 40
+    assert (tmp_path / ".git/index").read_bytes() == before
+    (tmp_path / "file").write_text("other")
+    assert _git_commit(tmp_path) == f"{commit}-dirty" and (tmp_path / ".git/index").read_bytes() == before
