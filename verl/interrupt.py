@@ -43,6 +43,19 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
+def kept() -> Iterator[None]:
+    """Handlers that a library puts in place of ours in this block are taken out again after it."""
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS} if here else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not installed from Python, and nothing that Python could put back
+                signal.signal(number, handler)
+
+
+@contextmanager
 def patient() -> Iterator[None]:
     """In this block the first signal waits for `check`."""
     global _patient
