@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -43,6 +43,19 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
+def kept() -> Iterator[None]:
+    """Handlers that a library puts in place of ours in this block are taken out again after it."""
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS} if here else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not installed from Python, and nothing that Python could put back
+                signal.signal(number, handler)
+
+
+@contextmanager
 def patient() -> Iterator[None]:
     """In this block the first signal waits for `check`."""
     global _patient
@@ -61,4 +74,7 @@ def _handler(number: int, _: Any) -> None:
         raise KeyboardInterrupt
     name = signal.Signals(number).name
     # Not print: the main thread may be inside of it.
-    os.write(2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode())
+    with suppress(OSError):  # a full disk under the log: the run stops all the same
+        os.write(
+            2, f"\nverl: {name}: stopping after what is in progress; once more to stop at once\n".encode()
+        )

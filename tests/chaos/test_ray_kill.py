@@ -76,6 +76,17 @@ def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_e
     assert records(out) == records(whole)
 
 
+def test_sigterm_stops_a_run_on_a_cluster_at_a_safe_point(tiny, cluster, tmp_path) -> None:
+    out = tmp_path / "out"
+    with started(tiny, out, cluster.address, "trainer.total_training_steps=500") as run:
+        until(lambda: steps_logged(out) >= 1, run, out)
+        run.terminate()
+        assert run.wait(LIMIT_S) == 130, (tmp_path / "out.log").read_text()[-3000:]
+    assert "SIGTERM: stopping after what is in progress" in (tmp_path / "out.log").read_text()
+    assert "interrupted. Run the same command again" in last_word(out)
+    assert events(out, "run_end")[-1]["status"] == "interrupted"
+
+
 def test_the_watchdog_names_the_rank_that_hangs_and_where(tiny, cluster, tmp_path) -> None:
     out = tmp_path / "out"
     hang = ray_plans.plan(tmp_path / "plug", "hanging_rank", ray_plans.HANGING_RANK, rank=1, call=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from tests.chaos.killing import answers, sealed_steps
 from tests.chaos.zygote import Run
-from tests.runs import TinyRun, records, weights
+from tests.runs import TinyRun, environment, records, weights
 
 PLUGIN = {"VERL_USE_EXTERNAL_MODULES": "tests.integration.bad_plugin"}
 CONFIGURATION, MACHINE, FAILED = 2, 3, 1
@@ -421,6 +423,15 @@ def test_a_full_disk_during_a_save_does_not_end_the_run(tiny, zygote, three_step
     assert len(said) == (1 if once else 3) and "the run goes on with the checkpoints saved before" in said[0]
     assert ("No space left on device" if once else "File too large") in said[0] or not once, said
     assert records(out) == records(three_steps), "a failed save changes nothing"
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(tiny, tmp_path) -> None:
+    out = tmp_path / "out"
+    words = tiny.overrides(out, "trainer.total_training_steps=1", "trainer.test_freq=-1")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=full, env=environment(), timeout=120, check=False)
+    assert done.returncode == 0 and sorted(records(out)) == [0, 1] and sealed_steps(out) == [1]
 
 
 # ------------------------------------------------------------------------------- updates, sampler, trackers

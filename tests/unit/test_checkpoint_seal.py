@@ -18,6 +18,7 @@ import pytest
 
 from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume, save
 from verl.checkpoint.read import clean
+from verl.checkpoint.write import Unsealed
 
 
 class Events(list):
@@ -447,3 +448,19 @@ def test_random_states_continue_bit_for_bit(tmp_path):
 def test_reading_and_writing_need_no_torch():
     code = "import sys, verl.checkpoint; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_save_that_fails_with_the_run_does_not_say_that_the_run_goes_on(tmp_path):
+    class Lost(RuntimeError):
+        ends_the_run = True
+
+    def lost(directory: Path) -> None:
+        raise Lost("training worker 1 died")
+
+    events = Events()
+    unsealed = Unsealed(tmp_path, 1, on_event=events)
+    with pytest.raises(Lost):
+        unsealed.fill({"actor": lost}, {})
+    (kind, fields), *_ = events
+    assert kind == "checkpoint_failed" and "training worker 1 died" in fields["message"]
+    assert "goes on" not in fields["message"] and "stay" in fields["message"]

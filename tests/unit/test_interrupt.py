@@ -54,3 +54,12 @@ def test_everything_is_put_back() -> None:
     with interrupt.handled():
         assert not interrupt.noted()
         interrupt.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_library_that_brings_handlers_of_its_own_does_not_keep_them(number) -> None:
+    with interrupt.handled(), interrupt.patient():
+        with interrupt.kept():
+            signal.signal(number, signal.SIG_IGN)
+        send(number)
+        assert interrupt.noted()

@@ -49,6 +49,24 @@ def test_a_stopped_process_and_one_that_is_gone(child) -> None:
     assert "is gone" in stacks.ask(child.pid), "its file is removed"
 
 
+def test_a_later_process_with_the_number_is_not_asked_for_it_would_end(child) -> None:
+    """SIGUSR1 ends a process that does not expect it."""
+    path = stacks._path(child.pid)
+    child.kill()
+    child.wait()
+    later = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        time.sleep(0.2)
+        path = path.rename(path.with_name(path.name.replace(str(child.pid), str(later.pid))))
+        assert "is gone" in stacks.ask(later.pid)
+        time.sleep(0.2)
+        assert later.poll() is None
+        assert not path.exists(), "what ended processes leave is removed"
+    finally:
+        later.kill()
+        later.wait()
+
+
 def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
     waits = """Thread 0x1 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_gather

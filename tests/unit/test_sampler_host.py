@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.tiny import SPECIAL, tiny_tokenizer
+from tests.weight_sync_processes import channel_name, check_clean, weights
 from verl.controller import wire
 from verl.data.tokenizer import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
 from verl.rollout.requests import Requests
+from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.shared_memory import BucketSender
 from verl.worker.sampler_host import SamplerHost
 
 
@@ -234,6 +237,44 @@ def test_a_load_that_fails_says_whether_the_engine_survived(byte_tokenizer: Any,
             await host.alive()
 
     asyncio.run(go())
+
+
+class Loading(Given):
+    """Notes how its loads of weights end, in that order."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.ends: list[Any] = []
+
+    def load_weights(self, weights, version):
+        try:
+            self.ends.append((version, [name for name, _ in weights]))
+        except WeightSyncError as error:
+            self.ends.append((version, str(error)))
+            raise
+
+
+def test_a_transfer_that_never_began_ends_before_the_next_one(byte_tokenizer: Any) -> None:
+    """Its sender gave up before this host came: left alone it would fail minutes later, over the weights of the next."""
+    engine = Loading()
+    host = _host(byte_tokenizer, engine)
+    name = channel_name("never-began")
+
+    async def go() -> None:
+        left = asyncio.create_task(host.receive_weights([(f"{name}-0", 1)], 4, 20.0, False))
+        await asyncio.sleep(0.1)
+        sender = BucketSender(f"{name}-1", 1, 4096, timeout=10)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, weights(), 4))
+        await asyncio.wait_for(host.receive_weights([(f"{name}-1", 0)], 4, 20.0, False), 10)
+        await sending
+        assert left.done(), "nobody waits for what does not come"
+        with pytest.raises(WeightSyncError, match="another transfer has begun"):
+            await left
+
+    asyncio.run(go())
+    (_, failed), (version, names) = engine.ends
+    assert "another transfer has begun" in failed and version == 4 and "embed" in names
+    check_clean(name)
 
 
 def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -100,3 +102,17 @@ def test_torchrun_decides_how_many_processes_train(
     assert "torchrun" not in capsys.readouterr().err
     assert main([*argv, "engine.ulysses_sequence_parallel_size=3"]) == 2
     assert "does not divide the 4 ranks" in capsys.readouterr().err
+
+
+def on_a_full_disk(words: list[str]) -> int:
+    """A run that cannot write a file of more than 20 kB; its model has some of 50."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return main(words)
+
+
+def test_a_full_disk_fails_the_save_and_no_rank_leaves(model: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "out"
+    assert ranks.run(on_a_full_disk, 2, arguments(model, data, out, *FOUR), join=False) == [0, 0]
+    kinds = [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("checkpoint_failed") == 2 and "checkpoint_saved" not in kinds
+    assert records(out)[-1]["step"] == 4 and not list(out.glob("global_step_*"))

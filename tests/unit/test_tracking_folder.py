@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +16,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.tracking import folder_lock
 from verl.tracking.dumps import Dumper
+from verl.tracking.folder_lock import FolderInUse
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
-from verl.tracking.run_folder import RunFolder, mask_secrets, versions
+from verl.tracking.run_folder import RunFolder, _git_commit, mask_secrets, versions
 
 
 def records(path: Path) -> list[dict]:
@@ -195,3 +200,77 @@ def test_half_written_file_never_gets_its_name(tmp_path):
     with pytest.raises(OSError, match="No space"):
         write_lines(tmp_path / "a.jsonl", rows())
     assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from verl.tracking.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]), print)
+print("open", flush=True)
+if sys.stdin.readline():
+    folder.close()
+    print("closed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the folder open; a line on its standard input makes it close the folder."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], text=True, **pipes)
+    assert process.stdout.readline() == "open\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.1)
+    (tmp_path / "events.jsonl").write_text('{"torn')
+    with pytest.raises(
+        FolderInUse, match=rf"default_local_dir={tmp_path}: .* \(process {holder.pid} on .*delete"
+    ):
+        RunFolder(tmp_path, print)
+    assert (tmp_path / "events.jsonl").read_text() == '{"torn'
+    holder.kill()
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 10.0)
+    RunFolder(tmp_path, print).close()
+
+
+def test_a_run_that_is_just_leaving_the_folder_is_waited_for(tmp_path, holder):
+    timer = threading.Timer(0.5, lambda: (holder.stdin.write("\n"), holder.stdin.flush()))
+    timer.start()
+    folder = RunFolder(tmp_path, print)
+    assert holder.stdout.readline() == "closed\n"
+    folder.close()
+    timer.join()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "lockf", refused)
+    told: list[str] = []
+    RunFolder(tmp_path, told.append).close()
+    assert len(told) == 1 and "has no locks" in told[0]
+
+
+def test_asking_for_the_commit_writes_nothing_into_the_repository(tmp_path):
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    (tmp_path / "file").write_text("text")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "one")
+    os.utime(tmp_path / "file", (1, 1))  # git would note in its index that the file is the same all the same
+    before = (tmp_path / ".git/index").read_bytes()
+    commit = _git_commit(tmp_path)
+    assert commit is not None and len(commit) == 40
+    assert (tmp_path / ".git/index").read_bytes() == before
+    (tmp_path / "file").write_text("other")
+    assert _git_commit(tmp_path) == f"{commit}-dirty" and (tmp_path / ".git/index").read_bytes() == before

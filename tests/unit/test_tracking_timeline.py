@@ -58,3 +58,10 @@ def test_a_write_that_fails_is_told_once(tmp_path: Path) -> None:
     for step in (1, 2):
         timeline.write(step, step_times([("step", 0.0, 1.0)], []))
     assert len(told) == 1 and "the timeline ends here, the run goes on" in told[0]
+
+
+def test_a_torn_line_of_an_earlier_life_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "beg')
+    Timeline(path, print).write(2, step_times([("step", 0.0, 1.0)], []))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]

@@ -84,6 +84,20 @@ def test_watchdog_names_phase_and_stacks_and_grows_its_pauses():
     assert second > first * 1.3, "the pauses must grow"
 
 
+def test_watchdog_goes_on_when_the_workers_cannot_be_asked():
+    reports = []
+
+    def broken() -> str:
+        raise RuntimeError("no cluster")
+
+    def on_event(kind, **fields):
+        reports.append(fields["extra"])
+
+    with Watchdog(Phases(), 0.05, on_event, stream=io.StringIO(), extra=broken):
+        assert wait_until(lambda: len(reports) >= 2)
+    assert reports[0] == "the workers cannot be asked: RuntimeError: no cluster"
+
+
 def test_watchdog_is_silent_while_things_move():
     phases, out = Phases(), io.StringIO()
     with Watchdog(phases, 0.2, lambda *a, **k: None, stream=out) as dog:

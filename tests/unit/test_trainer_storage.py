@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,3 +229,16 @@ def test_refused_steps_in_a_row_are_counted_over_a_resume(tmp_path) -> None:
     assert resumed.refused_steps == 3
     second.note(4, UpdateResult({}, updates=1))
     assert resumed.refused_in_a_row == 0
+
+
+def test_a_batch_that_cannot_be_dumped_for_lack_of_room_is_an_event(tmp_path) -> None:
+    tracking: Any = Records(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        refusal = Refusal("the loss is nan", [row("a", 2)])
+        RefusedSteps(3, tracking, Counters()).note(1, UpdateResult({}, refused=[refusal]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = dict(tracking.events)
+    assert "File too large" in told["dump_failed"]["error"] and told["refused_update"]["step"] == 1

@@ -49,6 +49,18 @@ def test_one_channel_a_node_written_by_its_first_rank_or_relayed() -> None:
     assert by_node(["A", "D"], hosts, "x").writes[1] is None, "a node without a sampler gets no channel"
 
 
+def test_runs_on_the_same_nodes_whose_drivers_have_the_same_process_id_do_not_meet() -> None:
+    hosts = [host(0, "A", [""])]
+
+    def channels() -> set[str]:
+        run = sync.ChannelSync(SimpleNamespace(), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
+        return {run._routes(hosts).places[hosts[0]][0][0] for _ in range(2)}
+
+    one, other = channels(), channels()
+    assert len(one) == len(other) == 2, "one for each transfer"
+    assert not one & other, "a reader of one run would load the weights of the other"
+
+
 def test_one_channel_a_device_where_all_samplers_sit_on_trainers_devices() -> None:
     hosts = [host(0, "A", ["g0", "g1"]), host(1, "A", ["g2"]), host(2, "A", ["g2"])]
     routes = by_device(["g0", "g1", "g2", "g3"], hosts, "x")

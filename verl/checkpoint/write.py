@@ -108,6 +108,7 @@ class Unsealed:
 
     def _fail(self, error: Exception) -> None:
         self.problem = f"{type(error).__name__}: {error}"
+        ends = getattr(error, "ends_the_run", False)
         self._on_event(
             "checkpoint_failed",
             step=self._step,
@@ -115,7 +116,7 @@ class Unsealed:
             error=self.problem,
             traceback="".join(traceback.format_exception(error)),
             message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); "
-            "the run goes on with the checkpoints saved before",
+            + ("those saved before stay" if ends else "the run goes on with the checkpoints saved before"),
         )
         _discard(self._beside, self._on_event)
 

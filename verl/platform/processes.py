@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 
 Identity = tuple[int, int, int]
 """A process: its id, when it started in 1/100 s, and the namespace of the id."""
@@ -25,7 +26,22 @@ def identity() -> Identity:
 
 
 def born(pid: int) -> int:
-    """When the process started, in 1/100 s; 0 for one that does not run. Tells it from a later one with its number."""
+    """When the process started, in 1/100 s; 0 for one that does not run. Tells it from a later one with its number.
+
+    Counted from the start of the machine where the kernel says so: what is counted from 1970 changes for every process
+    when the clock is set.
+    """
+    if not os.path.isdir("/proc/self"):
+        return _born_by_clock(pid)
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = stat.rpartition(b")")[2].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19]) * 100 // os.sysconf("SC_CLK_TCK")
+
+
+def _born_by_clock(pid: int) -> int:
     import psutil
 
     try:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from verl.platform.processes import alive, born, namespace
+
 _kept: list[IO[str]] = []
 _COLLECTIVE = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives|fsdp)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
@@ -26,6 +28,7 @@ def register() -> None:
     """Make this process answer `ask`. Again is harmless."""
     if _kept:
         return
+    _sweep()
     path = _path(os.getpid())
     path.unlink(missing_ok=True)
     handle = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600), "w")
@@ -40,6 +43,7 @@ def ask(pid: int, timeout: float = 3.0) -> str:
     """
     path = _path(pid)
     if not path.exists():
+        _sweep()
         return f"process {pid} is gone, or does not answer questions about its stack"
     before = path.stat().st_size
     try:
@@ -78,10 +82,23 @@ def summary(stacks: str) -> str:
 
 
 def _path(pid: int) -> Path:
-    """File of a process, in a folder that belongs to this user alone. OSError if somebody else has made it."""
+    """File of a process that runs, and of no later one with its number: the signal would end that."""
+    return _folder() / f"{namespace()}-{pid}-{born(pid)}.txt"
+
+
+def _sweep() -> None:
+    """Remove files of processes that have ended."""
+    for path in _folder().glob(f"{namespace()}-*-*.txt"):
+        _, pid, start = path.stem.split("-")
+        if not alive(int(pid), int(start)):
+            path.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    """A folder that belongs to this user alone. OSError if somebody else has made it."""
     folder = Path(tempfile.gettempdir()) / f"verl-stacks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise OSError(f"{folder} belongs to somebody else, or others may write to it")
-    return folder / f"{pid}.txt"
+    return folder

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from verl.tracking.folder_lock import FolderLock
 from verl.tracking.jsonl import JsonLines, line, mend, write_lines
 
 METRICS = "metrics.jsonl"
@@ -54,12 +55,14 @@ _SECRET_ARGUMENT = re.compile(
 
 
 class RunFolder:
-    """Opens (and makes) the folder. `warn(text)` hears of failed writes; they never stop the run."""
+    """Opens (and makes) the folder, for this process alone until `close`. `warn(text)` hears of failed writes; they never
+    stop the run. FolderInUse while another process has it open."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
         self.root = root
         self._warn = warn
         root.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(root, warn)
         self.events = JsonLines(root / EVENTS, self._failed(EVENTS))
         self._metrics: JsonLines | None = None
 
@@ -132,10 +135,11 @@ class RunFolder:
             self._failed(DATA_REPORT)(error)
 
     def close(self) -> None:
-        """Write and sync what is pending."""
+        """Write and sync what is pending, and leave the folder to others."""
         if self._metrics is not None:
             self._metrics.close()
         self.events.close()
+        self._lock.release()
 
     def _supersede_metrics(self, resume_step: int | None) -> int:
         path = self.root / METRICS
@@ -233,9 +237,19 @@ def _driver() -> str | None:
 
 def _git_commit(directory: Path) -> str | None:
     """Commit of the source tree this package runs from ("…-dirty" with changes); None when it is not one."""
-    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = _git(directory, "rev-parse", "HEAD")
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    if not commit or changes is None:
+        return None
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(directory: Path, *words: str) -> str | None:
+    """What git says, None if it fails."""
+    # Asking must not write: a git that is killed in it leaves a lock behind, and the user's next commit fails.
+    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.tracking.jsonl import mend
+
 WAITING = ("gen", "reward")
 """Phases in which the trainer has nothing to compute."""
 _WHOLE = "step"
@@ -66,13 +68,14 @@ def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTime
 
 
 class Timeline:
-    """Appends to `path`. A write that fails is told once through `notice`, and nothing more is written."""
+    """Appends to `path`, after a line that a kill has torn is cut off. A write that fails is told once through `notice`, and nothing more is written."""
 
     def __init__(self, path: Path, notice: Callable[[str], None]):
         self._path = path
         self._notice = notice
         self._offset = time.time() - time.monotonic()
         self._broken = False
+        self._guarded(lambda: mend(path))
 
     def write(self, step: int, times: StepTimes) -> None:
         """One line."""
@@ -87,11 +90,18 @@ class Timeline:
             "sampler": [[at(a), at(b)] for a, b in times.sampler],
             "trainer": [[name, at(a), at(b)] for name, a, b in times.trainer],
         }
+        self._guarded(lambda: self._append(json.dumps(record) + "\n"))
+
+    def _append(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """work(), unless it failed before."""
         if self._broken:
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            work()
         except OSError as error:
             self._broken = True
             self._notice(f"{self._path}: {error.strerror or error}; the timeline ends here, the run goes on")

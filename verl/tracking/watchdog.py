@@ -97,7 +97,7 @@ class Watchdog:
         self.reports += 1
         stacks = all_stacks()
         text = f"no progress for {idle:.0f} s: {self.describe()}"
-        extra = self._extra() if self._extra is not None else ""
+        extra = self._asked()
         phase = self._phases.current
         self._on_event(
             "watchdog",
@@ -109,6 +109,13 @@ class Watchdog:
         )
         shown = [f"verl: watchdog: {text}", *([extra] if extra else []), stacks]
         print("\n".join(shown), file=self._out, flush=True)
+
+    def _asked(self) -> str:
+        """What `extra` says; an error of it costs its own lines, not the report and all later ones."""
+        try:
+            return self._extra() if self._extra is not None else ""
+        except Exception as error:
+            return f"the workers cannot be asked: {type(error).__name__}: {error}"
 
     def describe(self) -> str:
         """One line: the phases in progress, outermost first, each with its age and what it waits for."""

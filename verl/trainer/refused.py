@@ -24,7 +24,11 @@ class TooManyRefused(RuntimeError):
 
 
 def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
-    """Write the rows of a refused update: `batch.safetensors` (columns, concatenated) and `batch.json`."""
+    """Write the rows of a refused update: `batch.safetensors` (columns, concatenated) and `batch.json`.
+
+    OSError where they cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,7 +37,10 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
         values = [getattr(row, column) for row in rows]
         if all(value is not None for value in values):
             arrays[column] = np.concatenate(values)
-    save_file(arrays, directory / "batch.safetensors")
+    try:
+        save_file(arrays, directory / "batch.safetensors")
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(str(error)) from error
     listing = [
         {
             "uid": r.uid,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
+from verl.platform import output
 from verl.platform.environment import prepare_process
 from verl.plugins import import_modules
 
@@ -39,6 +40,7 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
     """
     prepare_process()
+    output.spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)

@@ -100,7 +100,7 @@ class Ranks:
             name, directory = told
             try:
                 jobs[name](Path(directory))
-            except (UserError, OSError, RuntimeError):
+            except Exception:  # as on rank 0, whose save outlives whatever it is
                 if self.local == 0:
                     traceback.print_exc()
 
@@ -139,10 +139,12 @@ class CountedRefusals(RefusedSteps):
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
     """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
+    from verl.platform import output
     from verl.platform.environment import prepare_process
     from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
 
     prepare_process()
+    output.spare()
     try:
         import_plugins(config)
         train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -213,6 +214,25 @@ def receive(
         if not segment.sender_alive():
             segment.remove()
         segment.close()
+
+
+@contextmanager
+def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Iterator[None]:
+    """In this block, readers that wait for a sender of the channels get a WeightSyncError with `why`.
+
+    `places`: channels, and numbers of readers on them. A channel that has a sender is left alone: it ends by itself.
+    """
+    readers: dict[str, int] = {}
+    for channel, number in places:
+        readers[channel] = max(readers.get(channel, 0), number + 1)
+    with ExitStack() as stack:
+        for channel, count in readers.items():
+            with suppress(WeightSyncError):  # its sender is there
+                segment = Segment.create(channel, count, 1, version)
+                stack.callback(segment.close)
+                stack.callback(segment.remove)
+                segment.finish(why)
+        yield
 
 
 def _attach(channel: str, reader: int, timeout: float) -> Segment:

@@ -38,6 +38,7 @@ class SamplerHost(Profiled):
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[wire.Answer] = []
         self._death = ""
+        self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
         self._wakeup = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         stacks.register()
@@ -162,13 +163,24 @@ class SamplerHost(Profiled):
     async def receive_weights(
         self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
     ) -> dict[str, str]:
-        """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed."""
+        """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed.
+
+        An earlier transfer that still waits for its sender is over: it was given up before this host came.
+        """
 
         def load() -> dict[str, str]:
             with self.span("update_weights"):
                 return self.engine.receive_weights(places, version, timeout=timeout, verify=verify)
 
-        return await asyncio.to_thread(self._survived, load)
+        if self._receiving is not None and not self._receiving[0].done():
+            from verl.weight_sync.shared_memory import called_off
+
+            earlier, its_places, its_version = self._receiving
+            with called_off(its_places, its_version, "another transfer has begun"):
+                await asyncio.wait({earlier})
+        loading = asyncio.ensure_future(asyncio.to_thread(self._survived, load))
+        self._receiving = loading, places, version
+        return await loading
 
     async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
         """See `RolloutEngine.try_channel`."""

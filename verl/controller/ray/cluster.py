@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from verl import interrupt
 from verl.config.devices import ray_address
 from verl.controller.choose import no_cluster
 from verl.controller.ray.workers import joined, within
@@ -85,7 +86,9 @@ class Cluster:
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             knock(address)
-            ray.init(**(defaults | options))
+            # Ray's answer to SIGTERM is sys.exit, in the middle of whatever is going on.
+            with interrupt.kept():
+                ray.init(**(defaults | options))
         except (ConnectionError, TimeoutError) as error:
             if "InvalidAuthToken" in f"{error}{error.__cause__}":
                 raise UserError(

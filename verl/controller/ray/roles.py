@@ -16,7 +16,7 @@ from verl.controller.ray.hosts import SamplerActor, TrainActor
 from verl.controller.ray.nodes import Agents, packages_of, room_of
 from verl.controller.ray.placement import Pool, share_cores
 from verl.controller.ray.profiling import under_nsys, worker_profiler
-from verl.controller.ray.sampler_pool import Host, SamplerPool
+from verl.controller.ray.sampler_pool import Host, SamplerPool, end_workers
 from verl.controller.ray.sync import ChannelSync
 from verl.controller.ray.training import ActorGroup, ReferenceGroup, Training
 from verl.controller.ray.watch import Watch
@@ -30,7 +30,8 @@ from verl.worker.plan import UpdatePlan
 if TYPE_CHECKING:
     from verl.config import Config
 
-_RESTART_S = 180.0
+_RESTART_S, _PATIENCE = 180.0, 3.0
+"""A sampler that is started again has so many seconds, or so many times as long as the first start took."""
 
 
 def build_roles(config: Config, tokenizer: Any, total_steps: int, report: Report = SILENT) -> Roles:
@@ -62,6 +63,7 @@ class _Builder:
         self.workers: list[Worker] = []
         self.ranks: list[tuple[str, Worker]] = []
         self.hosts: list[Host] = []
+        self.starters: list[_Starter] = []
         self.groups: list[Group] = []
         report.watch(self._stacks)
 
@@ -88,10 +90,12 @@ class _Builder:
         # Before they load anything, so that one that hangs there can be asked where it stands.
         for host, pid in zip(hosts, engines.call("pid", doing="starting the samplers"), strict=True):
             host.worker.pid = pid
-        starting = engines.start("start")
+        starting, began = engines.start("start"), time.monotonic()
         facts = group.wait(building, "loading the model")
         for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
             host.started(fact)
+        for starter in self.starters:
+            starter.took(time.monotonic() - began)
         training = Training(
             group,
             [fact["dp_rank"] for fact in facts],
@@ -227,7 +231,7 @@ class _Builder:
         size = sampler_devices(rollout)
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         engines = pool.per_node // size
-        starters, nodes = [], []
+        starters, nodes = self.starters, []
         for number in range(pool.nodes * engines):
             bundle, place = divmod(number, engines)
             if shared is None:
@@ -273,6 +277,11 @@ class _Starter:
     pool: Pool
     bundle: int
     cluster: Cluster
+    limit: float = _RESTART_S
+
+    def took(self, seconds: float) -> None:
+        """How long the first start took, of all together: a start again may take a few times as long."""
+        self.limit = max(_RESTART_S, _PATIENCE * seconds)
 
     def create(self) -> Worker:
         """The process; its engine is not there yet. It ends with the run."""
@@ -289,7 +298,11 @@ class _Starter:
         self.address = next((n.address for n in self.cluster.nodes() if n.id == node), self.address)
         worker = self.create()
         group = Group([worker])
-        return worker, group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
+        try:
+            return worker, group.wait(group.start("start"), "starting a sampler again", self.limit)[0]
+        except BaseException:
+            end_workers([worker])  # it may live, and the next one needs its memory
+            raise
 
 
 def device_kind(config: Config) -> str:

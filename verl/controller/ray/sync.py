@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,8 @@ class ChannelSync(WeightSync):
         self._limit, self._devices = limit, list(devices)
         self._by_device: bool | None = None if any(self._devices) else False
         self._version = 0
-        self._serial = itertools.count()
+        # Drivers in two containers may have the same process id, and share the nodes that their workers are on.
+        self._run, self._serial = f"{os.getpid()}-{secrets.token_hex(4)}", itertools.count()
         pool.refill = self.refill
 
     def push(self, version: int, *, verify: bool = False) -> SyncResult:
@@ -129,7 +131,7 @@ class ChannelSync(WeightSync):
 
     def _routes(self, hosts: Sequence[Host]) -> Routes:
         """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
-        name = f"verl-{os.getpid()}-{next(self._serial)}"
+        name = f"verl-{self._run}-{next(self._serial)}"
         if self._by_device is None and (trial := by_device(self._devices, hosts, f"{name}-trial")):
             self._by_device = self._try(trial)
         direct = by_device(self._devices, hosts, name) if self._by_device else None

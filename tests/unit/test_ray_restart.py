@@ -1,0 +1,43 @@
+"""A sampler that is started again: how long it has, and what becomes of one that does not start. Without a cluster."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed")
+from verl.controller.ray import roles
+from verl.controller.ray.workers import WorkerFailed
+
+
+class Silent:
+    """A `Group` whose workers never answer."""
+
+    def __init__(self, workers: list[Any]):
+        self.workers = workers
+
+    def start(self, method: str) -> list[Any]:
+        return []
+
+    def wait(self, refs: list[Any], doing: str, limit: float) -> list[Any]:
+        raise WorkerFailed(f"no answer within {limit:g} s; {doing}")
+
+
+def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_take(monkeypatch) -> None:
+    ended: list[Any] = []
+    handle = SimpleNamespace()
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: handle))
+    monkeypatch.setattr(roles, "SamplerActor", actor)
+    monkeypatch.setattr(roles, "Group", Silent)
+    monkeypatch.setattr(roles, "end_workers", ended.extend)
+    cluster: Any = SimpleNamespace(nodes=list)
+    pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
+    starter = roles._Starter({}, 0, {}, "here", [], pool, 0, cluster)
+    with pytest.raises(WorkerFailed, match="within 180 s"):
+        starter()
+    assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"
+    starter.took(600.0)
+    with pytest.raises(WorkerFailed, match="within 1800 s"):
+        starter()
