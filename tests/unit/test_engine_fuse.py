@@ -77,6 +77,17 @@ class OddMLP(nn.Module):
         return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_a_gated_mlp_that_says_nearly_nothing_yet_is_not_taken_for_another(scale):
+    """With a last layer of zeros every gate gives the same output, and another gradient."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mlp = AutoModelForCausalLM.from_config(tiny_config("gemma"), dtype=torch.float32).model.layers[0].mlp
+    with torch.no_grad():
+        mlp.down_proj.weight.mul_(scale)
+    assert len(FusedForwards(mlp)) == 0
+
+
 @pytest.mark.parametrize("kind", [OddRMSNorm, OddMLP])
 def test_what_computes_something_else_is_left_alone(kind):
     assert len(FusedForwards(kind())) == 0
