@@ -123,9 +123,11 @@ class FSDPEngine(PackedEngine):
     # -- building --------------------------------------------------------------------------------------------
 
     def _refuse_sizes(self, sizes: Sizes) -> None:
-        config = self.config.get_text_config()
-        for text, problem in model_problems(sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}):
-            raise UserError(f"{text}: {problem}")
+        for config in models.layer_configs(self.config.get_text_config()):
+            for text, problem in model_problems(
+                sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}
+            ):
+                raise UserError(f"{text}: {problem}")
 
     def _sequence_parallel(self) -> SequenceParallel | None:
         if self.layout.sequence is None:

@@ -72,7 +72,7 @@ class LocalEngine(PackedEngine):
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         module.to(self.device)  # type: ignore[arg-type]
         if loaded:
-            module.requires_grad_(trainable)
+            models.allow_training(module, trainable)
         settings = LoraSettings.of(model_cfg, str(model_path)) if trainable else None
         if settings is not None:
             self._adapter = inject(module, settings)

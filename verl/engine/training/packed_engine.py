@@ -30,6 +30,7 @@ from verl.engine.training.optimizer import OptimizerSettings, Schedule, build_op
 from verl.engine.training.packing import Pack, pack, split_rows
 from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
+from verl.errors import UserError
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
@@ -111,6 +112,13 @@ class PackedEngine(TrainingEngine):
         self._settings = OptimizerSettings.of(read(role_cfg, "optim"))
         self._optimizer = build_optimizer(self._parameters, self._settings)
         self._layers = models.checkpoint_layers(self.module)
+        if not self.module.supports_gradient_checkpointing:
+            if self._checkpointing:
+                raise UserError(
+                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its layers; "
+                    "set it to False"
+                )
+            self._checkpointing = False
         if self._checkpointing is not False and self._layers:
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _recompute_contexts}
             self.module.gradient_checkpointing_enable(options)
