@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import rows_of
 from verl.engine.training import meta_init
 from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.tensor_parallel import TensorParallel
+from verl.errors import UserError
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]
@@ -103,3 +105,74 @@ def test_what_an_architecture_keeps_out_of_training_stays_out(tmp_path: Path) ->
     assert torch.equal(
         engine.module.get_parameter(name), torch.full_like(engine.module.get_parameter(name), 0.5)
     )
+
+
+STRETCHED = {
+    "phi3": {
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 4.0, 6.0, 8.0],
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama": {
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("arch", sorted(STRETCHED))
+@pytest.mark.parametrize("longest", [16, 48])
+def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
+    tmp_path: Path, arch: str, longest: int
+) -> None:
+    """transformers would choose other frequencies for a pack with a long sequence in it."""
+    path = tiny_model(tmp_path / "m", arch, scale=4.0, **STRETCHED[arch])
+    engine = LocalEngine(path, role_cfg=FP32, device="cpu", longest=longest)
+    rows = rows_of([(4, [5]), (6, [4, 30]), (3, [2])])
+    together = engine.log_probs(rows, temperature=1.0).log_probs
+    one_by_one = [engine.log_probs([row], temperature=1.0).log_probs for row in rows]
+    np.testing.assert_allclose(together, np.concatenate(one_by_one), atol=1e-5)
+    # The run's longest sequence decides, so the model alone agrees wherever a sequence is on the same side.
+    module = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    same = [r for r in rows if (len(r.prompt.ids) + r.length > 16) == (longest > 16)]
+    if arch == "phi3" or longest <= 16:
+        theirs, _ = alone(module, same)
+        np.testing.assert_allclose(engine.log_probs(same, temperature=1.0).log_probs, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "why"),
+    [
+        ("roberta", {"is_decoder": True}, "positions"),
+        ("doge", {}, "chooses for itself"),
+        ("minimax_m3_vl_text", {"num_local_experts": 4, "num_experts_per_tok": 2}, "chooses for itself"),
+        ("phimoe", {"sliding_window": 6, "num_local_experts": 4}, "window of 6"),
+    ],
+)
+def test_what_attention_would_silently_leave_out_is_refused(
+    arch: str, more: dict[str, Any], why: str
+) -> None:
+    module = AutoModelForCausalLM.from_config(tiny_config(arch, **more), dtype=torch.float32)
+    with pytest.raises(UserError, match=why):
+        LocalEngine.from_module(module, device="cpu")
+
+
+def test_a_learned_activation_between_cut_layers_is_not_cut() -> None:
+    """Each rank would have a part of its gradient, and go its own way with it."""
+
+    class Two:
+        def size(self) -> int:
+            return 2
+
+    module = AutoModelForCausalLM.from_config(tiny_config("apertus"), dtype=torch.float32)
+    with pytest.raises(UserError, match=r"tensor_parallel_size=2: model.layers.0.mlp.act_fn"):
+        TensorParallel(module, Two())  # type: ignore[arg-type]
+    usual = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    TensorParallel(usual, Two())  # type: ignore[arg-type]

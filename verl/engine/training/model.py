@@ -23,6 +23,8 @@ from verl.versions import refuse_holes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
+_WINDOW_IN_MASK = frozenset({"phimoe"})
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -165,6 +167,23 @@ def check_supported(module: PreTrainedModel, path: str | Path) -> None:
     config = module.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f"model.path={path}: {name} attends in chunks, which this release does not have")
+    if why := _differs(module, config):
+        raise UserError(
+            f"model.path={path}: {name} {why}, which this release does not do; choose another model"
+        )
+
+
+def _differs(module: PreTrainedModel, config: Any) -> str:
+    """What an architecture does beside the attention function that ours would silently leave out; "" for nothing."""
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
+        return "counts positions from its padding token's number on"
+    indexed = any(getattr(config, key, None) for key in ("index_topk", "index_topk_blocks"))
+    if indexed or config.model_type in _MASKS_OF_ITS_OWN:
+        return "chooses for itself which tokens its attention sees"
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in _WINDOW_IN_MASK and window and window < config.max_position_embeddings:
+        return f"attends to a window of {window} tokens in a way of its own"
+    return ""
 
 
 def is_recurrent(module: PreTrainedModel) -> bool:
