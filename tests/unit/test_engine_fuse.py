@@ -100,3 +100,15 @@ def test_in_force_inside_the_block_only():
         assert "forward" in model.model.norm.__dict__
         raise ZeroDivisionError
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_what_a_replacement_returns_may_be_changed_in_place():
+    """Gemma 3n multiplies what a projection returned in place."""
+    mlp = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32).model.layers[0].mlp
+    x = torch.randn(1, 5, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad((mlp(x) * 3).sum(), x)
+    with FusedForwards(mlp).active():
+        y = mlp(x)
+        y *= 3
+        (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, expected)
