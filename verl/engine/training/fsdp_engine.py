@@ -269,7 +269,8 @@ class FSDPEngine(PackedEngine):
             if batch.rows:
                 scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
             value = float(scalar.detach())
-            (scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0).backward()
+            root = scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0
+            root.backward(torch.full_like(root, self._scale))
         return value, metrics
 
     # -- weights and state -----------------------------------------------------------------------------------

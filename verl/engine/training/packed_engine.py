@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
 
+# What the loss is multiplied with before the backward pass of float16, whose smallest numbers are far above the parts of a
+# loss over 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+
 
 @dataclass(slots=True)
 class Tally:
@@ -234,8 +238,7 @@ class PackedEngine(TrainingEngine):
     ) -> StepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        self._clear_gradients()
-        tally, norm = self._conclude(self._accumulate(rows, loss, temperature, entropy))
+        tally, norm = self._scaled_gradients(rows, loss, temperature, entropy)
         if not tally.refused and not math.isfinite(norm):
             tally.refused = f"the gradient norm is {norm}"
         logged = {f"{self.role}/grad_norm": norm}
@@ -248,6 +251,23 @@ class PackedEngine(TrainingEngine):
             n: total / weight if weight else total for n, (total, weight) in tally.sums.items()
         } | logged
         return StepResult(logged, norm, "", tally.tokens)
+
+    _scale = 1.0
+
+    def _scaled_gradients(
+        self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
+    ) -> tuple[Tally, float]:
+        """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
+        which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
+        for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
+            self._scale = scale
+            self._clear_gradients()
+            tally, norm = self._conclude(self._accumulate(rows, loss, temperature, entropy))
+            if tally.refused or math.isfinite(norm):
+                break
+        if scale != 1.0:
+            torch._foreach_mul_(self._gradients(), 1.0 / scale)
+        return tally, norm / scale
 
     def _accumulate(
         self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
@@ -281,7 +301,7 @@ class PackedEngine(TrainingEngine):
             scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
             value = float(scalar.detach())
             if math.isfinite(value) and scalar.requires_grad:
-                scalar.backward()
+                scalar.backward(torch.full_like(scalar, self._scale))
         return value, metrics
 
     @contextmanager
