@@ -77,6 +77,17 @@ class OddMLP(nn.Module):
         return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_a_gated_mlp_that_says_nearly_nothing_yet_is_not_taken_for_another(scale):
+    """With a last layer of zeros every gate gives the same output, and another gradient."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        mlp = AutoModelForCausalLM.from_config(tiny_config("gemma"), dtype=torch.float32).model.layers[0].mlp
+    with torch.no_grad():
+        mlp.down_proj.weight.mul_(scale)
+    assert len(FusedForwards(mlp)) == 0
+
+
 @pytest.mark.parametrize("kind", [OddRMSNorm, OddMLP])
 def test_what_computes_something_else_is_left_alone(kind):
     assert len(FusedForwards(kind())) == 0
@@ -89,3 +100,15 @@ def test_in_force_inside_the_block_only():
         assert "forward" in model.model.norm.__dict__
         raise ZeroDivisionError
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_what_a_replacement_returns_may_be_changed_in_place():
+    """Gemma 3n multiplies what a projection returned in place."""
+    mlp = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32).model.layers[0].mlp
+    x = torch.randn(1, 5, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad((mlp(x) * 3).sum(), x)
+    with FusedForwards(mlp).active():
+        y = mlp(x)
+        y *= 3
+        (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, expected)

@@ -192,3 +192,22 @@ def test_a_reference_may_share_the_actors_model(tmp_path):
     assert actor.step(rows, simple_loss(26), temperature=1.0).grad_norm > 0
     a, b = (e.log_probs(rows, temperature=1.0).log_probs for e in (actor, frozen))
     assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e-3])
+def test_float16_keeps_the_gradients_of_a_loss_over_many_tokens(tmp_path, size):
+    """Unscaled, a loss over a million tokens has gradients that float16 rounds to zero; a large one overflows scaled."""
+    path = tiny_model(tmp_path / "m", scale=4.0)
+    rows = rows_of([(7, [5, 9]), (12, [6])])
+    found = {}
+    for dtype in ("float32", "float16"):
+        role = {"fsdp_config": {"dtype": dtype}, "optim": {"lr": 0.0}, "grad_clip": 0.0}
+        engine = LocalEngine(path, role_cfg=role, device="cpu")
+        result = engine.step(rows, lambda batch: (batch.log_probs.sum() / size, {}), temperature=1.0)
+        assert result.refused == ""
+        found[dtype] = (result.grad_norm, [p.grad.clone() for p in engine.module.parameters()])
+    norm, gradients = found["float16"]
+    expected, exact = found["float32"]
+    assert abs(norm / expected - 1) < 0.02
+    difference = sum(float((a - b).square().sum()) for a, b in zip(gradients, exact, strict=True)) ** 0.5
+    assert difference < 0.02 * expected

@@ -263,7 +263,8 @@ class _TiledAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks)
         ctx.plan, ctx.tiles, ctx.scaling, ctx.softcap, ctx.group = plan, tiles, scaling, softcap, group
         size = key.shape[2]
-        return out.view(kv_heads, size, group, -1).transpose(0, 1).reshape(1, size, heads, -1)
+        # Contiguous, as attention's output is elsewhere: some architectures take a view of it.
+        return out.view(kv_heads, size, group, -1).transpose(0, 1).reshape(1, size, heads, -1).contiguous()
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

@@ -59,6 +59,7 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "model_cfg": config.model,
         "role_cfg": engine_settings(config),
         "seed": config.trainer.seed,
+        "longest": int(config.data.max_length),
         "role": "train",
     }
     if ranks.size == 1:

@@ -24,6 +24,14 @@ def horizon(config: Any) -> float:
     return float(config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length)
 
 
+def longest(config: Any) -> int:
+    """Most tokens of prompt and answer together."""
+    data = config.data
+    return int(
+        config.actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    )
+
+
 def actor_engine(
     config: Any,
     total_steps: int,
@@ -46,6 +54,7 @@ def actor_engine(
         log_prob_cfg=arr.rollout,
         device=platform or config.trainer.device,
         seed=config.trainer.seed,
+        longest=longest(config),
         **options,
     )
     engine.schedule(total_steps)
@@ -68,6 +77,7 @@ def reference_engine(
         device=platform or config.trainer.device,
         seed=config.trainer.seed,
         trainable=False,
+        longest=longest(config),
         role="ref",
     )
     engine.offload()
@@ -116,8 +126,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
     return NativeEngine(
         module,
         eos_token_ids=end_token_ids(module.config, module.generation_config, tokenizer),
-        max_model_len=rollout.max_model_len
-        or config.data.max_prompt_length + config.data.max_response_length,
+        max_model_len=longest(config),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),

@@ -22,7 +22,7 @@ import torch
 
 from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.engine import attention
+from verl.engine import attention, positions
 from verl.engine.adapters import PlainView
 from verl.engine.packed_attention import Segment
 from verl.engine.training import meta_init, sharded_state
@@ -65,6 +65,7 @@ class FSDPEngine(PackedEngine):
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     device_index  which of the devices this process sees is its own
     trainable     False builds no gradients and no optimizer
+    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.engine.positions`)
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FSDPEngine(PackedEngine):
         trainable: bool = True,
         seed: int = 0,
         role: str = "actor",
+        longest: int | None = None,
     ):
         self._place(device, role_cfg, role=role, trainable=trainable, seed=seed, index=device_index)
         self.platform.select(device_index)
@@ -99,6 +101,7 @@ class FSDPEngine(PackedEngine):
                 "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
             )
         source = self._source(model_path, model_cfg)
+        positions.settle(self.module, longest)
         if settings is not None:
             self._adapter = together(lambda: inject(self.module, settings))
             source = together(lambda: AdapterSource(self.module, settings, seed, source))
@@ -123,9 +126,11 @@ class FSDPEngine(PackedEngine):
     # -- building --------------------------------------------------------------------------------------------
 
     def _refuse_sizes(self, sizes: Sizes) -> None:
-        config = self.config.get_text_config()
-        for text, problem in model_problems(sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}):
-            raise UserError(f"{text}: {problem}")
+        for config in models.layer_configs(self.config.get_text_config()):
+            for text, problem in model_problems(
+                sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}
+            ):
+                raise UserError(f"{text}: {problem}")
 
     def _sequence_parallel(self) -> SequenceParallel | None:
         if self.layout.sequence is None:
@@ -264,7 +269,8 @@ class FSDPEngine(PackedEngine):
             if batch.rows:
                 scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
             value = float(scalar.detach())
-            (scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0).backward()
+            root = scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0
+            root.backward(torch.full_like(root, self._scale))
         return value, metrics
 
     # -- weights and state -----------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class _GatedMLP(torch.autograd.Function):
         out = torch.nn.functional.silu(g).mul_(u) @ down_c.t()
         ctx.save_for_backward(rows, g, u, gate_c, up_c, down_c, gate, up, down)
         ctx.shape, ctx.kind = x.shape, x.dtype
-        return out.view(*x.shape[:-1], -1)
+        return unflattened(out, x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -152,6 +152,11 @@ class _GatedMLP(torch.autograd.Function):
         if needs[0]:
             dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape)
         return dx, d_gate, d_up, d_down, None
+
+
+def unflattened(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[n, width] with the leading dimensions of `like`, and no view to autograd: an architecture may change it in place."""
+    return torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
 
 
 def add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -178,7 +183,9 @@ def _same(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor) -> bo
         theirs = module(x)
     except (TypeError, ValueError, RuntimeError):
         return False
+    if not isinstance(theirs, torch.Tensor):
+        return False
+    # Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.
+    size = float(theirs.abs().max())
     tolerance = 1e-5 if like.dtype == torch.float32 else 1e-2
-    return isinstance(theirs, torch.Tensor) and torch.allclose(
-        forward(x), theirs, rtol=tolerance, atol=tolerance
-    )
+    return size > 0 and torch.allclose(forward(x), theirs, rtol=tolerance, atol=tolerance * size)

@@ -43,6 +43,8 @@ def forward_of(module: Any) -> Callable[..., Any] | None:
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale, dtype):  # type: ignore[no-untyped-def]
+        from verl.engine.training.fuse import unflattened
+
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         weight_c, a_c, b_c = weight.to(dtype), a.to(dtype), b.to(dtype)
         inner = rows @ a_c.t()
@@ -50,7 +52,7 @@ class _Adapted(torch.autograd.Function):
         y.addmm_(inner, b_c.t(), alpha=scale)
         ctx.save_for_backward(rows, inner, weight_c, a_c, b_c, weight, bias, a, b)
         ctx.scale, ctx.shape, ctx.kind = scale, x.shape, x.dtype
-        return y.view(*x.shape[:-1], -1)
+        return unflattened(y, x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config.adapter_files import ADAPTER_FOLDER
-from verl.engine import attention
+from verl.engine import attention, positions
 from verl.engine.adapters import PlainView
 from verl.engine.training import model as models
 from verl.engine.training import sharded_state
@@ -42,6 +42,7 @@ class LocalEngine(PackedEngine):
 
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     trainable     False builds no gradients and no optimizer
+    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.engine.positions`)
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     """
 
@@ -57,6 +58,7 @@ class LocalEngine(PackedEngine):
         trainable: bool = True,
         seed: int = 0,
         role: str = "actor",
+        longest: int | None = None,
         shared: bool = False,
     ):
         self._place(device, role_cfg, role=role, trainable=trainable, seed=seed)
@@ -69,10 +71,11 @@ class LocalEngine(PackedEngine):
             attention.register()
             models.check_supported(module, model_path or type(module).__name__)
             module.set_attn_implementation(attention.IMPLEMENTATION)
+        positions.settle(module, longest)
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         module.to(self.device)  # type: ignore[arg-type]
         if loaded:
-            module.requires_grad_(trainable)
+            models.allow_training(module, trainable)
         settings = LoraSettings.of(model_cfg, str(model_path)) if trainable else None
         if settings is not None:
             self._adapter = inject(module, settings)

@@ -43,9 +43,25 @@ def build(path: str | Path, model_cfg: Any = None) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={path}: cannot be built as a causal language model: {error}") from error
     models.check_supported(module, path)
+    _without_values(module)
     if module.can_generate() and Path(where, "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(where)
     return module.eval()
+
+
+def _without_values(module: torch.nn.Module) -> None:
+    """Put meta parameters in the place of those that came with values: not every function that an architecture draws
+    its start from minds `torch.device`. Only meta parameters are filled later."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in made:
+                made[parameter] = torch.nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+                )
+            part._parameters[name] = made[parameter]
 
 
 @torch.no_grad()
@@ -54,8 +70,14 @@ def fill_buffers(module: PreTrainedModel) -> list[str]:
 
     Call it while the parameters are on the meta device: initialising them there costs nothing.
     """
+    from transformers import PreTrainedModel
+
     unknown = []
+    # As transformers does it: a model inside of the model initialises what is its own.
+    owners: dict[str, PreTrainedModel] = {}
     for prefix, part in module.named_modules():
+        above = owners.get(prefix.rpartition(".")[0], module)
+        owner = owners[prefix] = part if isinstance(part, PreTrainedModel) else above
         own = {name: b for name, b in part._buffers.items() if b is not None and b.is_meta}
         for name, buffer in own.items():
             mark = float("nan") if buffer.is_floating_point() else _UNSET
@@ -65,7 +87,7 @@ def fill_buffers(module: PreTrainedModel) -> list[str]:
             part._buffers[name] = torch.full(buffer.shape, mark, dtype=kind).to(buffer.dtype)
         if not own:
             continue
-        module._init_weights(part)
+        owner._init_weights(part)
         for name in own:
             value = part._buffers[name]
             assert value is not None

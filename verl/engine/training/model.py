@@ -23,6 +23,8 @@ from verl.versions import refuse_holes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
+_WINDOW_IN_MASK = frozenset({"phimoe"})
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -62,6 +64,23 @@ def load_model(
         )
     check_supported(module, path)
     return module.eval()
+
+
+def allow_training(module: PreTrainedModel, trainable: bool) -> None:
+    """requires_grad as the architecture sets it, False everywhere if the model is not to be trained.
+
+    Loading forgets what an architecture keeps out of training (a router's correction, which has no gradient and
+    which weight decay would wear away), so it is asked again.
+    """
+    module.requires_grad_(trainable)
+    if not trainable:
+        return
+    with torch.device("meta"):
+        bare = type(module)(copy.deepcopy(module.config))
+    own = dict(module.named_parameters())
+    for name, parameter in bare.named_parameters():
+        if not parameter.requires_grad and name in own:
+            own[name].requires_grad_(False)
 
 
 def saved_tensors(module: PreTrainedModel, directory: str | Path) -> dict[str, torch.Tensor]:
@@ -148,6 +167,23 @@ def check_supported(module: PreTrainedModel, path: str | Path) -> None:
     config = module.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise UserError(f"model.path={path}: {name} attends in chunks, which this release does not have")
+    if why := _differs(module, config):
+        raise UserError(
+            f"model.path={path}: {name} {why}, which this release does not do; choose another model"
+        )
+
+
+def _differs(module: PreTrainedModel, config: Any) -> str:
+    """What an architecture does beside the attention function that ours would silently leave out; "" for nothing."""
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):
+        return "counts positions from its padding token's number on"
+    indexed = any(getattr(config, key, None) for key in ("index_topk", "index_topk_blocks"))
+    if indexed or config.model_type in _MASKS_OF_ITS_OWN:
+        return "chooses for itself which tokens its attention sees"
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in _WINDOW_IN_MASK and window and window < config.max_position_embeddings:
+        return f"attends to a window of {window} tokens in a way of its own"
+    return ""
 
 
 def is_recurrent(module: PreTrainedModel) -> bool:
@@ -217,15 +253,26 @@ def activation_bytes(config: Any, tokens: int) -> int:
     Counted on decoder layers under autocast: about 40 bytes per hidden unit, 16 per used intermediate unit and
     24 per attention unit, for each token and layer (within 20 % of the growth in resident memory).
     """
-    c = config.get_text_config()
+    text = config.get_text_config()
+    layers = layer_configs(text)
+    per_token = max(_layer_bytes(layer) for layer in layers)
+    return tokens * int(text.num_hidden_layers) * per_token
+
+
+def _layer_bytes(c: Any) -> int:
     heads = int(c.num_attention_heads)
     width = int(getattr(c, "head_dim", None) or c.hidden_size // heads)
     attention_units = width * (heads + 2 * int(getattr(c, "num_key_value_heads", None) or heads))
-    used = int(getattr(c, "intermediate_size", None) or 4 * c.hidden_size)
+    used = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    used = max(used) if isinstance(used, (list, tuple)) else int(used)
     if getattr(c, "num_experts_per_tok", None):
         used = int(getattr(c, "moe_intermediate_size", None) or used) * int(c.num_experts_per_tok)
-    per_token = 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
-    return tokens * int(c.num_hidden_layers) * per_token
+    return 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """The configuration as each layer has it, where layers differ in their sizes (Gemma 4); else the one of all."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

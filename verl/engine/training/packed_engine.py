@@ -30,6 +30,7 @@ from verl.engine.training.optimizer import OptimizerSettings, Schedule, build_op
 from verl.engine.training.packing import Pack, pack, split_rows
 from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
+from verl.errors import UserError
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
+
+# What the loss is multiplied with before the backward pass of float16, whose smallest numbers are far above the parts of a
+# loss over 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 @dataclass(slots=True)
@@ -111,6 +116,13 @@ class PackedEngine(TrainingEngine):
         self._settings = OptimizerSettings.of(read(role_cfg, "optim"))
         self._optimizer = build_optimizer(self._parameters, self._settings)
         self._layers = models.checkpoint_layers(self.module)
+        if not self.module.supports_gradient_checkpointing:
+            if self._checkpointing:
+                raise UserError(
+                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its layers; "
+                    "set it to False"
+                )
+            self._checkpointing = False
         if self._checkpointing is not False and self._layers:
             options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _recompute_contexts}
             self.module.gradient_checkpointing_enable(options)
@@ -226,8 +238,7 @@ class PackedEngine(TrainingEngine):
     ) -> StepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        self._clear_gradients()
-        tally, norm = self._conclude(self._accumulate(rows, loss, temperature, entropy))
+        tally, norm = self._scaled_gradients(rows, loss, temperature, entropy)
         if not tally.refused and not math.isfinite(norm):
             tally.refused = f"the gradient norm is {norm}"
         logged = {f"{self.role}/grad_norm": norm}
@@ -240,6 +251,23 @@ class PackedEngine(TrainingEngine):
             n: total / weight if weight else total for n, (total, weight) in tally.sums.items()
         } | logged
         return StepResult(logged, norm, "", tally.tokens)
+
+    _scale = 1.0
+
+    def _scaled_gradients(
+        self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
+    ) -> tuple[Tally, float]:
+        """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
+        which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
+        for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
+            self._scale = scale
+            self._clear_gradients()
+            tally, norm = self._conclude(self._accumulate(rows, loss, temperature, entropy))
+            if tally.refused or math.isfinite(norm):
+                break
+        if scale != 1.0:
+            torch._foreach_mul_(self._gradients(), 1.0 / scale)
+        return tally, norm / scale
 
     def _accumulate(
         self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
@@ -273,7 +301,7 @@ class PackedEngine(TrainingEngine):
             scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
             value = float(scalar.detach())
             if math.isfinite(value) and scalar.requires_grad:
-                scalar.backward()
+                scalar.backward(torch.full_like(scalar, self._scale))
         return value, metrics
 
     @contextmanager

@@ -10,6 +10,7 @@ normalisation of queries and keys) has only a part of its gradient on each rank:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,19 @@ class TensorParallel:
                 _PARTIAL,
             ):
                 raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
+        for name in self._unplanned(module):
+            raise UserError(
+                f"{asked}: {name} of {kind} works on parts of what is cut, and its plan says nothing of it; set it to 1"
+            )
+
+    def _unplanned(self, module: PreTrainedModel) -> Iterator[str]:
+        """Weights beside cut ones, without a style: each rank would have a part of their gradient and make its own of
+        them (the learned activation between Apertus's cut layers)."""
+        cut = [name for name, _ in module.named_modules() if self._style(name) in _STYLES]
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in cut):
+            for name, _ in module.get_submodule(parent).named_parameters(parent):
+                if self._style(name.rpartition(".")[0]) is None:
+                    yield name
 
     def _style(self, name: str) -> str | None:
         return next((style for pattern, style in self._plan if pattern.fullmatch(name)), None)

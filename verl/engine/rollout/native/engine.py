@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from verl.engine import positions
 from verl.engine.adapters import PlainView, exported, is_adapted
 from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
@@ -78,6 +79,7 @@ class NativeEngine(RolloutEngine):
         self._eos = frozenset(int(i) for i in eos_token_ids)
         self._max_model_len = max_model_len
         self._prefill_once = prefill_once
+        positions.settle(model, max_model_len)
         device = next(model.parameters()).device
         self._platform = detect(device.type)
         if cache_tokens is None:
