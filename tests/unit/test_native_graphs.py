@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 
 
-def stand_in(
-    engine: NativeEngine,
-) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
-    plan = engine._runner._decode
+class StandIn:
+    """Captures by keeping the step and the tensors it read, and runs it again on these."""
 
-    def capture(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        captured, output = plan.tensors, step()
+    def __init__(self, engine: NativeEngine):
+        self._plan = engine._runner._decode
+        self.forgotten = 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        plan, captured = self._plan, self._plan.tensors
+        step()
 
         def replay() -> None:
             now, plan.tensors = plan.tensors, captured
             known = set(captured)
-            output.copy_(step())
+            step()
             assert set(captured) == known, "a replay needed a tensor that the capture did not have"
             plan.tensors = now
 
-        return replay, output
+        return replay
 
-    return capture
+    def forget(self) -> None:
+        self.forgotten += 1
 
 
 @pytest.mark.parametrize(("arch", "config"), [("qwen3", {}), ("gemma3_text", {"sliding_window": 16})])
@@ -50,7 +57,7 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
     def answers(graphs: bool) -> tuple[list[Completion], NativeEngine]:
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=8)
         if graphs:
-            engine._runner.capture_with(stand_in(engine))
+            engine._runner.capture_with(StandIn(engine))
 
         async def go() -> list[Completion]:
             calls = [
@@ -85,7 +92,7 @@ def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> No
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=40)
         assert engine._pool.geometry.rows == 16
         if graphs:
-            engine._runner.capture_with(stand_in(engine))
+            engine._runner.capture_with(StandIn(engine))
 
         async def go() -> list[Completion]:
             calls = [
@@ -99,3 +106,159 @@ def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> No
     for a, b in zip(answers(False), answers(True), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+
+
+class Refusing(TorchDispatchMode):
+    """Operations that wait for a CUDA device, or copy to it from the host, end a capture."""
+
+    WAITING = frozenset(
+        {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "bincount", "lift_fresh"}
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in self.WAITING:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+class Strict(StandIn):
+    """Captures as a device would: nothing may wait for it."""
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        with pytest.MonkeyPatch.context() as patch, Refusing():
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            return super().__call__(step)
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("arch", "config", "captured"),
+    [
+        ("qwen3", {}, True),
+        ("gemma2", {"sliding_window": 16}, True),
+        ("qwen3_moe", {}, True),
+        ("llama", DYNAMIC, False),
+    ],
+)
+def test_a_step_that_waits_for_the_device_is_not_captured(
+    tmp_path: Path, arch: str, config: dict[str, Any], captured: bool
+) -> None:
+    """A rotary embedding that looks how long the row is cannot be; its model is sampled from all the same."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, arch, scale=8.0, **config)).float()
+
+    def answers(graphs: bool) -> tuple[list[list[int]], NativeEngine, StandIn]:
+        engine = NativeEngine(model.eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
+        strict = Strict(engine)
+        if graphs:
+            engine._runner.capture_with(strict)
+
+        async def go() -> list[Completion]:
+            calls = [
+                engine.generate([1, 2, 3, i], SamplingParams(max_tokens=12, seed=i), request_id=str(i))
+                for i in range(4)
+            ]
+            return await asyncio.gather(*calls)
+
+        return [c.token_ids.tolist() for c in asyncio.run(go())], engine, strict
+
+    plain = answers(False)[0]
+    warning = contextlib.nullcontext() if captured else pytest.warns(RuntimeWarning, match="not permitted")
+    with warning:
+        found, engine, strict = answers(True)
+    assert found == plain
+    assert engine._runner._graphs is not None
+    assert (engine._runner._graphs.replays > 5) == captured
+    assert strict.forgotten == (not captured)
+
+
+def test_logits_of_all_graphs_lie_in_one_place() -> None:
+    from verl.engine.rollout.native.graphs import DecodeGraphs
+
+    plan = SimpleNamespace(tensors={}, refill=lambda tensors: None, now=None)
+    plan.signature = lambda: plan.now
+
+    class Plain:
+        def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+            return step
+
+        def forget(self) -> None:
+            pass
+
+    graphs: Any = DecodeGraphs(lambda ids, _: torch.arange(7.0) + ids[:, None], plan, Plain())  # type: ignore[arg-type]
+    places = set()
+    for plan.now in (48, 16, 32):
+        for number in range(4):
+            ids = torch.arange(plan.now) + number
+            found = graphs.run(ids, ids)
+            assert torch.equal(found, torch.arange(7.0) + ids[:, None])
+        places.add(found.untyped_storage().data_ptr())
+    assert graphs.replays == 6 and len(places) == 1
+
+
+class Cuda:
+    """The parts of torch.cuda that a capture takes, in words."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.said: list[str] = []
+        self.stream, self.pools, self.broken = "default", 0, False
+        for name in (
+            "synchronize",
+            "current_stream",
+            "set_stream",
+            "Stream",
+            "CUDAGraph",
+            "graph_pool_handle",
+        ):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+
+    def synchronize(self) -> None:
+        assert self.stream == "default"
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    def Stream(self) -> str:
+        return "side"
+
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def CUDAGraph(self) -> Any:
+        return SimpleNamespace(capture_begin=self.begin, capture_end=self.end, replay=lambda: None)
+
+    def begin(self, pool: int, capture_error_mode: str) -> None:
+        assert self.stream == "side" and capture_error_mode == "thread_local"
+        self.said.append(f"pool {pool}")
+
+    def end(self) -> None:
+        assert self.stream == "side"
+        self.said.append("end")
+        if self.broken:
+            raise RuntimeError("capture was invalidated")
+
+
+def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.platform.graphs import Recorder
+
+    cuda, record = Cuda(monkeypatch), Recorder()
+
+    def fails() -> None:
+        cuda.broken = True
+        raise RuntimeError("waits")
+
+    record(lambda: None)
+    with pytest.raises(RuntimeError, match="waits"):
+        record(fails)
+    assert cuda.stream == "default"
+    cuda.broken = False
+    record.forget()
+    record(lambda: None)
+    assert cuda.said == ["pool 1", "end", "pool 1", "end", "pool 2", "end"]
