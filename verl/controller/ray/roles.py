@@ -88,8 +88,11 @@ class _Builder:
         # Before they load anything, so that one that hangs there can be asked where it stands.
         for host, pid in zip(hosts, engines.call("pid", doing="starting the samplers"), strict=True):
             host.worker.pid = pid
-        starting = engines.start("start")
-        facts = group.wait(building, "loading the model")
+        if _take_turns(self.kind, own):
+            facts, starting = group.wait(building, "loading the model"), engines.start("start")
+        else:
+            starting = engines.start("start")
+            facts = group.wait(building, "loading the model")
         for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
             host.started(fact)
         training = Training(
@@ -290,6 +293,12 @@ class _Starter:
         worker = self.create()
         group = Group([worker])
         return worker, group.wait(group.start("start"), "starting a sampler again", _RESTART_S)[0]
+
+
+def _take_turns(kind: str, own: bool) -> bool:
+    """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
+    by how the free memory changes while it starts, and vLLM gives up when some comes free."""
+    return kind != "cpu" and not own
 
 
 def device_kind(config: Config) -> str:
