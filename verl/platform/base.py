@@ -31,7 +31,7 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, index: int = 0) -> tuple[int, int]:
-        """(free, total) bytes of a device."""
+        """(free, total) bytes of a device; free is what this process can still take, its own cache of freed blocks included."""
 
     @abstractmethod
     def peak_memory(self, index: int = 0) -> int:
