@@ -42,7 +42,8 @@ def test_what_the_process_has_cached_counts_as_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 25)
-    assert CudaPlatform().memory() == (45, 80)
+    assert CudaPlatform().memory() == (10, 80)
+    assert CudaPlatform().room() == 45
 
 
 # -- attention

@@ -18,10 +18,10 @@ class CudaPlatform(Platform):
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def memory(self, index: int = 0) -> tuple[int, int]:
-        free, total = torch.cuda.mem_get_info(index)
-        # What this process has freed lies in torch's cache, taken for the driver, and is used again.
-        cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-        return free + cached, total
+        return torch.cuda.mem_get_info(index)
+
+    def room(self, index: int = 0) -> int:
+        return self.memory(index)[0] + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
     def peak_memory(self, index: int = 0) -> int:
         return torch.cuda.max_memory_allocated(index)

@@ -29,11 +29,12 @@ class NpuPlatform(Platform):
         return int(npu.device_count()) if npu is not None and npu.is_available() else 0
 
     def memory(self, index: int = 0) -> tuple[int, int]:
+        free, total = _npu().mem_get_info(index)
+        return int(free), int(total)
+
+    def room(self, index: int = 0) -> int:
         npu = _npu()
-        free, total = npu.mem_get_info(index)
-        # See CudaPlatform.memory.
-        cached = npu.memory_reserved(index) - npu.memory_allocated(index)
-        return int(free + cached), int(total)
+        return self.memory(index)[0] + int(npu.memory_reserved(index) - npu.memory_allocated(index))
 
     def peak_memory(self, index: int = 0) -> int:
         return int(_npu().max_memory_allocated(index))

@@ -150,7 +150,7 @@ class PackedEngine(TrainingEngine):
 
     def _free_memory(self) -> int:
         """Bytes that decide whether layers are recomputed."""
-        return self.platform.memory(self._index)[0]
+        return self.platform.room(self._index)
 
     def _before_micro_batch(self, last: bool) -> None:
         """Called before the forward pass of a micro-batch of a step."""
