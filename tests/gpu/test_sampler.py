@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,44 @@ def test_graphs_change_nothing(platform: Any, model_path: str, dtype: str, recor
         shared = int((np.cumprod(a.token_ids[: len(b.token_ids)] == b.token_ids[: len(a.token_ids)])).sum())
         difference = np.abs(a.log_probs[:shared] - b.log_probs[:shared]).max(initial=0.0)
         assert difference <= (1e-4 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.needs_cuda
+def test_a_step_that_cannot_be_captured_costs_no_answer(platform: Any, tmp_path: Path) -> None:
+    """A rotary embedding that asks the device how long the row is; the device is as it was after the attempt."""
+    from tests.tiny import tiny_model
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    shape = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 4096}
+    path = str(tiny_model(tmp_path / "llama", "llama", scale=4.0, rope_parameters=rope, **shape))
+    model = load(path, platform)
+    plain = sample(engine_of(model, enforce_eager=True))
+    engine = engine_of(model)
+    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+        found = sample(engine)
+    assert engine._runner._graphs.replays == 0
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    same = sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(plain, found, strict=True))
+    assert same >= len(plain) - 1
+    # The device still captures what can be captured.
+    other = engine_of(load(str(tiny_model(tmp_path / "qwen3", "qwen3", scale=4.0)), platform))
+    sample(other)
+    assert other._runner._graphs.replays > 50
+
+
+def test_sampling_in_deterministic_mode(
+    platform: Any, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model = load(model_path, platform)
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for lengths in (LENGTHS, LENGTHS, LENGTHS[:1], LENGTHS[:1]):
+            found.append([c.token_ids.tolist() for c in sample(engine_of(model), lengths)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1] and found[2] == found[3]
 
 
 @pytest.mark.parametrize(("dtype", "most", "mean"), [("float32", 1e-4, 1e-5), ("bfloat16", 0.3, 0.04)])
