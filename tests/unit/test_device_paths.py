@@ -46,6 +46,60 @@ def test_what_the_process_has_cached_counts_as_free(monkeypatch: pytest.MonkeyPa
     assert CudaPlatform().room() == 45
 
 
+class Trainer:
+    """A training engine without weights that says what it is asked."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def give_back(self) -> None:
+        self.said.append("give back")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.said.append("send")
+        yield from ()
+
+
+def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not_need() -> None:
+    """Before its weights wake, and again before its cache does."""
+    from verl.weight_sync.base import SyncResult
+    from verl.weight_sync.streamed import StreamedSync
+
+    trainer: Any = Trainer()
+
+    def push(weights: Any, version: int, *, checksums: bool) -> SyncResult:
+        assert not list(weights)
+        return SyncResult(0, 0.0)
+
+    sampler: Any = SimpleNamespace(holds_adapter=False, push_weights=push)
+    StreamedSync(trainer, sampler).push(1)
+    assert trainer.said == ["give back", "send", "give back"]
+
+
+@pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
+def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
+    from verl.worker.train_host import TrainHost
+
+    rollout = SimpleNamespace(nnodes=own_pool, name="native")
+    model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
+    host: Any = object.__new__(TrainHost)
+    host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
+    host.actor, host.rank, host.profiler = Trainer(), 0, None
+    TrainHost.send_weights.__wrapped__(host, None, [], 1, False)
+    assert host.actor.said == expected
+
+
+@pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
+def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
+    from verl.engine.training.local_engine import LocalEngine
+
+    engine: Any = object.__new__(LocalEngine)
+    emptied: list[int] = []
+    engine.platform = SimpleNamespace(name=device, empty_cache=lambda: emptied.append(1))
+    engine.give_back()
+    assert len(emptied) == times
+
+
 # -- attention
 
 

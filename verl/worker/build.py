@@ -50,6 +50,7 @@ def actor_engine(
     )
     engine.schedule(total_steps)
     engine.offload()
+    engine.give_back()
     return engine
 
 
@@ -71,6 +72,7 @@ def reference_engine(
         role="ref",
     )
     engine.offload()
+    engine.give_back()
     return engine
 
 

@@ -313,6 +313,11 @@ class PackedEngine(TrainingEngine):
         """See `TrainingEngine.onload`."""
         self._offloading.back(self.scorer, self._optimizer if optimizer else None, self.device)
 
+    def give_back(self) -> None:
+        """See `TrainingEngine.give_back`. A processor's heap is kept: new pages cost more than they are worth to others."""
+        if self.platform.name != "cpu":
+            self.platform.empty_cache()
+
     def schedule(self, total_steps: int) -> None:
         """See `TrainingEngine.schedule`."""
         self._schedule = Schedule(self._require_optimizer(), self._settings, total_steps)
