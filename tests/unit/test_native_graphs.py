@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,48 +130,64 @@ class Strict(StandIn):
 
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+AnswersAndEngine = tuple[list[list[int]], NativeEngine, Strict]
+
+
+def short_answers(model: Any, graphs: bool) -> AnswersAndEngine:
+    engine = NativeEngine(model.eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
+    strict = Strict(engine)
+    if graphs:
+        engine._runner.capture_with(strict)
+
+    async def go() -> list[Completion]:
+        calls = [
+            engine.generate([1, 2, 3, i], SamplingParams(max_tokens=12, seed=i), request_id=str(i))
+            for i in range(4)
+        ]
+        return await asyncio.gather(*calls)
+
+    return [c.token_ids.tolist() for c in asyncio.run(go())], engine, strict
+
+
+def made(path: Path, arch: str, **config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model(path, arch, scale=8.0, **config)).float()
 
 
 @pytest.mark.parametrize(
-    ("arch", "config", "captured"),
-    [
-        ("qwen3", {}, True),
-        ("gemma2", {"sliding_window": 16}, True),
-        ("qwen3_moe", {}, True),
-        ("llama", DYNAMIC, False),
-    ],
+    ("arch", "config"), [("qwen3", {}), ("qwen2", {}), ("gemma2", {"sliding_window": 16})]
 )
-def test_a_step_that_waits_for_the_device_is_not_captured(
-    tmp_path: Path, arch: str, config: dict[str, Any], captured: bool
+def test_a_captured_step_does_not_wait_for_the_device(
+    tmp_path: Path, arch: str, config: dict[str, Any]
 ) -> None:
-    """A rotary embedding that looks how long the row is cannot be; its model is sampled from all the same."""
-    from transformers import AutoModelForCausalLM
+    engine = short_answers(made(tmp_path, arch, **config), True)[1]
+    assert engine._runner._graphs is not None and engine._runner._graphs.replays > 5
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, arch, scale=8.0, **config)).float()
 
-    def answers(graphs: bool) -> tuple[list[list[int]], NativeEngine, StandIn]:
-        engine = NativeEngine(model.eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
-        strict = Strict(engine)
-        if graphs:
-            engine._runner.capture_with(strict)
+@pytest.mark.parametrize(
+    ("arch", "config", "reason"), [("llama", DYNAMIC, "dynamic"), ("qwen3_moe", {}, "Experts")]
+)
+def test_what_waits_for_the_device_is_not_tried(
+    tmp_path: Path, arch: str, config: dict[str, Any], reason: str
+) -> None:
+    model = made(tmp_path, arch, **config)
+    with pytest.warns(RuntimeWarning, match=reason):
+        found, engine, _ = short_answers(model, True)
+    assert engine._runner._graphs is None
+    assert found == short_answers(model, False)[0]
 
-        async def go() -> list[Completion]:
-            calls = [
-                engine.generate([1, 2, 3, i], SamplingParams(max_tokens=12, seed=i), request_id=str(i))
-                for i in range(4)
-            ]
-            return await asyncio.gather(*calls)
 
-        return [c.token_ids.tolist() for c in asyncio.run(go())], engine, strict
-
-    plain = answers(False)[0]
-    warning = contextlib.nullcontext() if captured else pytest.warns(RuntimeWarning, match="not permitted")
-    with warning:
-        found, engine, strict = answers(True)
+def test_a_capture_that_fails_costs_no_answer(tmp_path: Path) -> None:
+    """A module that looks at a number of its input."""
+    model = made(tmp_path, "qwen3")
+    model.model.norm.register_forward_pre_hook(lambda _, given: (float(given[0].sum()), None)[1])
+    plain = short_answers(model, False)[0]
+    with pytest.warns(RuntimeWarning, match="not permitted"):
+        found, engine, strict = short_answers(model, True)
     assert found == plain
-    assert engine._runner._graphs is not None
-    assert (engine._runner._graphs.replays > 5) == captured
-    assert strict.forgotten == (not captured)
+    assert engine._runner._graphs is not None and engine._runner._graphs.replays == 0
+    assert strict.forgotten == 1
 
 
 def test_logits_of_all_graphs_lie_in_one_place() -> None:
@@ -200,20 +215,29 @@ def test_logits_of_all_graphs_lie_in_one_place() -> None:
 
 
 class Cuda:
-    """The parts of torch.cuda that a capture takes, in words."""
+    """The parts of torch.cuda that a capture takes, in words. `ends`: this version ends a failed capture by itself."""
 
-    def __init__(self, patch: pytest.MonkeyPatch):
+    def __init__(self, patch: pytest.MonkeyPatch, ends: bool):
         self.said: list[str] = []
-        self.stream, self.pools, self.broken = "default", 0, False
-        for name in (
-            "synchronize",
-            "current_stream",
-            "set_stream",
-            "Stream",
-            "CUDAGraph",
-            "graph_pool_handle",
-        ):
+        self.stream, self.pools, self.broken, self.ends = "default", 0, False, ends
+        self.random = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=self.drawn)
+        names = ("synchronize", "current_stream", "set_stream", "Stream", "CUDAGraph", "graph_pool_handle")
+        for name in names:
             patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "default_generators", (self.random,))
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
+        patch.setattr(
+            torch._C, "_cuda_releasePool", lambda place, pool: self.said.append("release"), raising=False
+        )
+
+    def drawn(self, state: str) -> None:
+        self.said.append(f"random {state}")
+
+    def end_pool(self, place: int, pool: int) -> None:
+        if self.ends:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.said.append("end pool")
 
     def synchronize(self) -> None:
         assert self.stream == "default"
@@ -245,10 +269,11 @@ class Cuda:
             raise RuntimeError("capture was invalidated")
 
 
-def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     from verl.platform.graphs import Recorder
 
-    cuda, record = Cuda(monkeypatch), Recorder()
+    cuda, record = Cuda(monkeypatch, ends), Recorder()
 
     def fails() -> None:
         cuda.broken = True
@@ -261,4 +286,5 @@ def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.Monkey
     cuda.broken = False
     record.forget()
     record(lambda: None)
-    assert cuda.said == ["pool 1", "end", "pool 1", "end", "pool 2", "end"]
+    left = [] if ends else ["end pool", "release"]
+    assert cuda.said == ["pool 1", "end", "pool 1", "end", *left, "random before", "pool 2", "end"]

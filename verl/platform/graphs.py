@@ -33,7 +33,9 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = self._stream or torch.cuda.Stream()
         torch.cuda.synchronize()
-        before = torch.cuda.current_stream()
+        before, place = torch.cuda.current_stream(), torch.cuda.current_device()
+        random = torch.cuda.default_generators[place]
+        drawn = random.clone_state()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.set_stream(self._stream)
         try:
@@ -44,11 +46,20 @@ class Recorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it repeats that the capture went wrong
                     graph.capture_end()
+                self._leave(place)
+                random.graphsafe_set_state(drawn)
                 raise
             graph.capture_end()
         finally:
             torch.cuda.set_stream(before)
         return graph.replay
+
+    def _leave(self, place: int) -> None:
+        """A capture that failed is over for torch's allocator too. Some versions see to it themselves, and say so here;
+        others, and the generator in them, would take all that follows for a part of it."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(place, self._pool)
+            torch._C._cuda_releasePool(place, self._pool)
 
     def forget(self) -> None:
         """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""

@@ -5,8 +5,9 @@ tiles) has been seen before is captured, and later ones with the same signature 
 Answers that grow together change their signature once per tile, every 128 tokens. Rows are padded to whole banks
 and answers per prompt to powers of two, so that finished answers rarely change it.
 
-A model whose step cannot be captured (its rotary embedding asks the device how long the row is, its experts how many
-tokens each of them got) is sampled from without graphs.
+A model whose step waits for the device cannot be captured and is sampled from without graphs. Of two kinds it is known
+beforehand (`why_not`): rotary embeddings that look how long the row is, and experts, whose products in float32 look how
+many tokens each of them got.
 
 The bookkeeping is tested on CPU with a capture that re-runs the step. `verl.platform.graphs.Recorder`, which
 records the real graph, has never run: no GPU was at hand when it was written.
@@ -23,6 +24,29 @@ from typing import Protocol
 import torch
 
 from verl.engine.rollout.native.decode_plan import DecodePlan, Name
+
+
+def why_not(model: torch.nn.Module) -> str:
+    """Why a step of the model is known to wait for the device, "" if that is not known."""
+    for module in model.modules():
+        kind = type(module).__name__
+        kinds = getattr(module, "rope_type", None) or ()
+        for rope in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if "dynamic" in rope or rope == "longrope":
+                return f"the frequencies of its {rope} rotary embedding follow the length of the row"
+        if kind.endswith("Experts"):
+            return f"{kind} ask the device how many tokens each expert got"
+    return ""
+
+
+def warn_of(reason: str) -> None:
+    """Say that sampling is slower, and why."""
+    warnings.warn(
+        "this model's decode steps cannot be captured as graphs, so sampling is slower (rollout.enforce_eager=True does not "
+        f"try): {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class Capture(Protocol):
@@ -94,12 +118,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             self._refused = True
             self.clear()
-            warnings.warn(
-                f"this model's decode steps cannot be captured as graphs, so sampling is slower "
-                f"(rollout.enforce_eager=True does not try): {str(error).strip().splitlines()[0]}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_of((str(error).strip() or type(error).__name__).splitlines()[0])
             return None
         return _Graph(ids, positions, self._plan.tensors, replay, room)
 
