@@ -100,6 +100,14 @@ def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
     assert len(emptied) == times
 
 
+def test_buckets_on_a_device_leave_room() -> None:
+    """The default asks for two of 2 GiB."""
+    from verl.weight_sync.shared_memory import BucketSender, device_bucket
+
+    assert BucketSender("small", 1, 2 << 30, device=torch.device(CUDA))._bucket_bytes == 256 << 20
+    assert device_bucket(1000) == 1024
+
+
 # -- attention
 
 
