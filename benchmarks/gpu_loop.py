@@ -12,7 +12,8 @@ answers of exactly --tokens tokens. Said of the median step, the first one left 
   rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each answer;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.
 
-A side that fails (out of memory, engine not installed) is recorded as such; the others go on.
+A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on. --json
+is written after each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -128,14 +130,16 @@ def build(folder: Path, shape: work.Shape, device: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "work.py"), str(folder), json.dumps(asdict(shape)), device]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"the work cannot be built:\n{done.stderr[-2000:]}")
+        raise SideEnded(f"the work cannot be built:\n{done.stderr[-2000:]}")
     return json.loads((folder / "work.json").read_text())
 
 
-def run(name: str, command: list[str], steps: int, threads: int | None) -> tuple[Side | None, str]:
+def run(
+    name: str, command: list[str], steps: int, threads: int | None, limit: float | None = None
+) -> tuple[Side | None, str]:
     """A side after its steps, or why there is none."""
     try:
-        side = Side(name, command, threads)
+        side = Side(name, command, threads, limit)
         for number in range(steps + 1):
             record = side.step()
             print(f"  {name}: step {number} {record['step']:.2f} s", file=sys.stderr, flush=True)
@@ -181,14 +185,22 @@ def theirs(side: Side, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_shape(
-    name: str, args: argparse.Namespace, best: dict[str, Any], folder: Path, extra: list[str]
-) -> dict:
-    """All sides on one shape."""
+    name: str,
+    args: argparse.Namespace,
+    best: dict[str, Any],
+    folder: Path,
+    extra: list[str],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """All sides on one shape; `keep` gets what is known after each."""
     given = {k: v for k in ("prompts", "answers", "tokens") if (v := getattr(args, k)) is not None}
     shape = replace(SHAPES[name], **given)
     where = folder / name
     print(f"{name}: building the work …", file=sys.stderr, flush=True)
-    content = build(where, shape, best["kind"])
+    try:
+        content = build(where, shape, best["kind"])
+    except SideEnded as error:
+        return {"failed": str(error)}
     optimizer = args.optimizer or optimizer_for(content, best["memory_gib"], best["kind"])
     result: dict[str, Any] = {
         "parameters": content["parameters"],
@@ -203,10 +215,10 @@ def one_shape(
             result[engine] = {"failed": f"{engine} is not installed here"}
             continue
         command = [sys.executable, str(HERE / "workers/verl_worker.py"), *common]
-        side, why = run(
-            engine, [*command, *keys_for(engine, optimizer, content), *extra], args.steps, args.threads
-        )
+        command += [*keys_for(engine, optimizer, content), *extra]
+        side, why = run(engine, command, args.steps, args.threads, args.limit)
         result[engine] = ours(side, content, best) if side else {"failed": why}
+        keep(result)
     if args.trl and optimizer == "lora":
         result["trl"] = {"failed": "not compared: only adapters fit on this device"}
     elif args.trl:
@@ -217,7 +229,7 @@ def one_shape(
             *common,
             *more,
         ]
-        side, why = run("trl", command, args.steps, args.threads)
+        side, why = run("trl", command, args.steps, args.threads, args.limit)
         result["trl"] = theirs(side, content) if side else {"failed": why}
     trl = result.get("trl", {}).get("step_s")
     for engine in args.engine.split(","):
@@ -247,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--optimizer", choices=["adamw", "sgd", "lora"], help="else what fits into the memory"
     )
+    parser.add_argument("--limit", type=float, help="seconds that a side may take with all its steps")
     parser.add_argument("--threads", type=int, help="else what the libraries choose")
     parser.add_argument("--trl", action="store_true")
     parser.add_argument("--trl-python", help="of an environment that has TRL")
@@ -262,12 +275,16 @@ def main() -> None:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "limits": best, "shapes": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            result["shapes"][name] = one_shape(name, args, best, Path(folder), extra)
-            again = limits(args.device, args.dtype)
-            result["shapes"][name]["matmul_flops_after"] = again["matmul_flops"]
-            print(json.dumps(rounded(result["shapes"][name]), indent=1), flush=True)
-            if args.json:  # after every shape: a session may end
-                args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
+
+            def keep(found: dict[str, Any], name: str = name) -> None:
+                result["shapes"][name] = found
+                if args.json:  # a session may end
+                    args.json.write_text(json.dumps(rounded(result), indent=1) + "\n")
+
+            found = one_shape(name, args, best, Path(folder), extra, keep)
+            found["matmul_flops_after"] = limits(args.device, args.dtype)["matmul_flops"]
+            keep(found)
+            print(json.dumps(rounded(found), indent=1), flush=True)
     if not args.json:
         print(json.dumps(rounded(result), indent=1))
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -22,10 +23,11 @@ class SideEnded(RuntimeError):
 class Side:
     """A worker process. It says that it is ready, then answers each line on stdin with one JSON record.
 
-    `ready`: the first record; `start_s`: seconds until it came. Raises SideEnded.
+    `ready`: the first record; `start_s`: seconds until it came. `limit`: seconds after which it is ended, None for none.
+    Raises SideEnded.
     """
 
-    def __init__(self, name: str, command: list[str], threads: int | None):
+    def __init__(self, name: str, command: list[str], threads: int | None, limit: float | None = None):
         self.name = name
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         if threads is not None:
@@ -40,16 +42,27 @@ class Side:
             text=True,
             env=environment,
         )
+        self._late = False
+        if limit is not None:
+            watch = threading.Timer(limit, self._end_late)
+            watch.daemon = True
+            watch.start()
         self.records: list[dict] = []
         self.ready = self._read()
         self.start_s = time.perf_counter() - began
+
+    def _end_late(self) -> None:
+        if self._process.poll() is None:
+            self._late = True
+            self._process.kill()
 
     def _read(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._log.flush()
-            raise SideEnded(f"{self.name} ended:\n{Path(self._log.name).read_text()[-3000:]}")
+            what = "took too long and was ended" if self._late else "ended"
+            raise SideEnded(f"{self.name} {what}:\n{Path(self._log.name).read_text()[-3000:]}")
         return json.loads(line)
 
     def step(self) -> dict:

@@ -4,17 +4,20 @@
 #   OUT=results bash tests/gpu/run.sh               # a CUDA device
 #   VERL_TEST_DEVICE=cpu SHAPES=tiny bash tests/gpu/run.sh    # this script's own parts, on a processor
 #
-#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json, gpu_loop.json, log.txt (gpu_results)
+#   OUT      folder for doctor.txt, limits.json, gpu_tests.xml, gpu_tests.json, gpu_loop.json, log.txt (gpu_results);
+#            figures are there as soon as they are known
+#   LIMIT    seconds for all parts together (540); what is not done by then is given up
+#   PARTS    doctor limits tests loop, or some of them, where one call has no time for all
 #   SHAPES   of benchmarks/gpu_loop.py (0.6b,1.7b); empty: none
 #   PYTHON   the interpreter (python3)
-#   WHEELS   folder of wheels to install first, without an index, for a machine that reaches none. Beside torch,
-#            transformers, pyarrow and pytest the loop needs hydra-core, omegaconf, antlr4-python3-runtime 4.9.3,
-#            math-verify and latex2sympy2-extended; the engines' tests need none of them.
+#   WHEELS   folder of wheels to install first, without an index, for a machine that reaches none: see wheels.sh. The
+#            engines' tests need none of them.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-gpu_results} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-PYTHON=${PYTHON:-python3} SHAPES=${SHAPES-0.6b,1.7b}
+PYTHON=${PYTHON:-python3} SHAPES=${SHAPES-0.6b,1.7b} PARTS=${PARTS:-doctor limits tests loop}
 DEVICE=${VERL_TEST_DEVICE:-cuda}
+END=$((SECONDS + ${LIMIT:-540}))
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 failed=()
@@ -26,19 +29,36 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+# part NAME MOST-SECONDS COMMAND...
 part() {
-  local name=$1
-  shift
-  echo "== $name ($(date +%T))"
-  "$@" || failed+=("$name")
+  local name=$1 most=$2 left=$((END - SECONDS - 5))
+  shift 2
+  [[ " $PARTS " == *" $name "* ]] || return 0
+  [ "$left" -lt "$most" ] && most=$left
+  if [ "$most" -lt 5 ]; then
+    failed+=("$name (no time left)")
+    return
+  fi
+  echo "== $name ($(date +%T), at most $most s)"
+  timeout -k 5 "$most" "$@"
+  case $? in
+    0) ;;
+    124 | 137) failed+=("$name (stopped after $most s)") ;;
+    *) failed+=("$name") ;;
+  esac
+}
+keeping() { # FILE COMMAND...: what it prints, also in a file
+  printf '%q ' "${@:2}"
+  printf '| tee %q' "$1"
 }
 {
-  part doctor bash -c "'$PYTHON' -m verl.cli.main doctor --bench | tee '$OUT/doctor.txt'"
-  part limits bash -c "'$PYTHON' benchmarks/limits.py --device $DEVICE | tee '$OUT/limits.json'"
-  part tests "$PYTHON" -m pytest tests/gpu -q --junitxml="$OUT/gpu_tests.xml" -o junit_family=xunit1 -p no:cacheprovider \
-    --timeout 300
-  [ -z "$SHAPES" ] || part loop "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" \
-    --steps 2 --json "$OUT/gpu_loop.json"
-  echo "== failed: ${failed[*]:-nothing}"
-} > >(tee "$OUT/log.txt") 2>&1
-[ ${#failed[@]} -eq 0 ]
+  part doctor 90 bash -o pipefail -c "$(keeping "$OUT/doctor.txt" "$PYTHON" -m verl.cli.main doctor --bench)"
+  part limits 90 bash -o pipefail -c "$(keeping "$OUT/limits.json" "$PYTHON" benchmarks/limits.py --device "$DEVICE")"
+  part tests 300 "$PYTHON" -m pytest tests/gpu -q --junitxml="$OUT/gpu_tests.xml" -o junit_family=xunit1 \
+    -p no:cacheprovider --timeout 120
+  [ -z "$SHAPES" ] || part loop 540 "$PYTHON" benchmarks/gpu_loop.py --shape "$SHAPES" --device "$DEVICE" \
+    --steps 2 --limit 200 --json "$OUT/gpu_loop.json"
+  echo "== not done: ${failed[*]:-nothing}"
+  [ ${#failed[@]} -eq 0 ]
+} 2>&1 | tee "$OUT/log.txt"
+exit "${PIPESTATUS[0]}"

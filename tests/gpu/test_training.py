@@ -77,6 +77,18 @@ def test_bfloat16_stays_near_float32(platform: Any, model_path: str, record_prop
     assert found < 0.1
 
 
+def test_heads_that_flash_attention_does_not_know(platform: Any, tmp_path: Path) -> None:
+    """20 elements, no multiple of 8: the tiles take them, in bfloat16 too."""
+    from tests.tiny import tiny_model
+
+    path = str(tiny_model(tmp_path / "qwen3", "qwen3", head_dim=20, scale=2.0))
+    rows = rows_of(GROUPS)
+    half, full = local(path, platform, "bfloat16"), local(path, platform)
+    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (half, full))
+    assert np.abs(a - b).mean() < 0.05
+    assert not learn(half, rows).refused
+
+
 def test_batching_changes_nothing(platform: Any, model_path: str, record_property: Any) -> None:
     from verl.engine.training.local_engine import LocalEngine
 

@@ -95,6 +95,12 @@ def test_a_side_that_ends_says_its_last_words() -> None:
     assert side is None and "in the middle" in why
 
 
+def test_a_side_that_takes_too_long_is_ended() -> None:
+    stuck = "import sys, time; print('{}', flush=True); print('thinking', file=sys.stderr, flush=True); time.sleep(60)"
+    side, why = gpu_loop.run("x", [sys.executable, "-c", stuck], 2, 1, 1.0)
+    assert side is None and "took too long" in why and "thinking" in why
+
+
 @pytest.mark.slow
 def test_it_runs_on_a_processor(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

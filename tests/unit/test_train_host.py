@@ -45,7 +45,7 @@ def host() -> TrainHost:
     """Without `__init__`, which asks for a whole configuration."""
     one = TrainHost.__new__(TrainHost)
     one.rank, one.world, one.actor = 0, 1, SimpleNamespace(on_device=on_device)  # type: ignore[assignment]
-    actor = SimpleNamespace(actor=None, rollout=SimpleNamespace())
+    actor = SimpleNamespace(actor=None, rollout=SimpleNamespace(nnodes=0))
     one.config = SimpleNamespace(  # type: ignore[assignment]
         actor_rollout_ref=actor, algorithm=SimpleNamespace(rollout_correction=None)
     )
@@ -86,7 +86,9 @@ def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: 
             gathered.append(name)
             yield name, None
 
-    host.actor = SimpleNamespace(named_weights=weights, on_device=on_device)  # type: ignore[assignment]
+    host.actor = SimpleNamespace(  # type: ignore[assignment]
+        named_weights=weights, on_device=on_device, give_back=lambda: None
+    )
     engine = SimpleNamespace(update_weights_bucket_megabytes=1, backend="naive")
     host.config.actor_rollout_ref.rollout.checkpoint_engine = engine
     monkeypatch.setattr("verl.worker.build.adapter_moves", lambda config: False)

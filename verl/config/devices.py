@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_DXG = Path("/dev/dxg")
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -32,7 +35,9 @@ class Devices:
 
 def find() -> Devices:
     """Look at /dev and /proc, and at which devices the environment leaves visible."""
-    cuda = _visible("CUDA_VISIBLE_DEVICES", len(_nodes("nvidia")) or len(list(_proc_gpus())))
+    found = len(_nodes("nvidia")) or len(_proc_gpus()) or len(_amd_gpus())
+    # Windows lends its GPUs to Linux through one node, which does not say how many they are.
+    cuda = _visible("CUDA_VISIBLE_DEVICES", found or int(_DXG.exists()))
     npu = _visible("ASCEND_RT_VISIBLE_DEVICES", len(_nodes("davinci")))
     return Devices(cuda, npu, _torch_has_cuda())
 
@@ -51,6 +56,17 @@ def _proc_gpus() -> list[str]:
         return []
 
 
+def _amd_gpus() -> list[Path]:
+    """Nodes of the kernel's compute driver that are no processors."""
+    found = []
+    for node in _KFD.glob("*/gpu_id"):
+        try:
+            found += [node] if int(node.read_text()) else []
+        except (OSError, ValueError):
+            continue
+    return found
+
+
 def _visible(variable: str, found: int) -> int:
     listed = os.environ.get(variable)
     if listed is None:
@@ -67,8 +83,9 @@ def _torch_has_cuda() -> bool:
         text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
     except OSError:
         return True
-    found = re.search(r"^cuda\b.*=\s*(.+)$", text, re.M)
-    return not (found and found[1].strip() == "None")
+    # AMD's build has no "cuda" and calls its devices so all the same.
+    built = re.findall(r"^(?:cuda|hip)\b.*=\s*(.+)$", text, re.M)
+    return not built or any(version.strip() != "None" for version in built)
 
 
 def ray_address(config: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from verl.engine.packed_attention import Segment
 
 MAX_HEAD_WIDTH = 256
+_WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
+_LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(slots=True)
@@ -140,9 +143,17 @@ def fits(
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1]
         and query.shape[-1] <= MAX_HEAD_WIDTH
+        and query.shape[-1] % _WIDTH_STEP == 0
         and softcap is None
         and sinks is None
+        and _has_kernel(query.device)
     )
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """AMD's devices have another kernel, with capabilities of its own."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def attend(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -75,7 +76,12 @@ class PackedPlan:
         self._windows: dict[int, list[Tile]] = {}
         self._parts: list[flash_attention.Part] | None = None
         self.longest = int(positions.max()) + 1 if self.size else 0
-        self.tiles = self._build(heads)
+        self._heads = heads
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """The pack as tiles. Their masks are many small operations, which a pack for the flash kernel is spared."""
+        return self._build(self._heads)
 
     def _token_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Segment number of each token, and the number of the segment that is its prompt (−1 for none)."""

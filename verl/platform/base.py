@@ -31,7 +31,11 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, index: int = 0) -> tuple[int, int]:
-        """(free, total) bytes of a device."""
+        """(free, total) bytes of a device, as its driver counts them."""
+
+    def room(self, index: int = 0) -> int:
+        """Bytes of a device that this process can still take: those free, and those that it has freed and kept."""
+        return self.memory(index)[0]
 
     @abstractmethod
     def peak_memory(self, index: int = 0) -> int:

@@ -20,6 +20,9 @@ class CudaPlatform(Platform):
     def memory(self, index: int = 0) -> tuple[int, int]:
         return torch.cuda.mem_get_info(index)
 
+    def room(self, index: int = 0) -> int:
+        return self.memory(index)[0] + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
     def peak_memory(self, index: int = 0) -> int:
         return torch.cuda.max_memory_allocated(index)
 

@@ -1,23 +1,66 @@
-"""Capturing a step as a CUDA graph.
+"""Recording steps as CUDA graphs.
 
-Never run so far: no GPU was at hand. What calls it is tested on CPU with a stand-in.
+Never run so far: no GPU was at hand. What calls it is tested on CPU with stand-ins.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-def capture(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record the device work of `step` → (replay, output). Each replay overwrites the output.
+class Recorder:
+    """Graphs whose working memory is one pool for all: one of them runs at a time, and what a step made on its way is
+    overwritten by the next.
 
-    `step` must have run before with the same tensors, allocate nothing that outlives it except its output, and
-    must not wait for the device.
+    `torch.cuda.graph` would give each graph a pool of its own, and the device's free memory back before each.
     """
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
-    return graph.replay, output
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record the device work of `step`; returns what replays it.
+
+        `step` must have run before with the same tensors, write what is wanted of it to memory that was there before, and
+        must not wait for the device: RuntimeError if it does, and the device goes on as if nothing had been tried.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream()
+        torch.cuda.synchronize()
+        before, place = torch.cuda.current_stream(), torch.cuda.current_device()
+        random = torch.cuda.default_generators[place]
+        drawn = random.clone_state()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.set_stream(self._stream)
+        try:
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it repeats that the capture went wrong
+                    graph.capture_end()
+                self._leave(place)
+                random.graphsafe_set_state(drawn)
+                raise
+            graph.capture_end()
+        finally:
+            torch.cuda.set_stream(before)
+        return graph.replay
+
+    def _leave(self, place: int) -> None:
+        """A capture that failed is over for torch's allocator too. Some versions see to it themselves, and say so here;
+        others, and the generator in them, would take all that follows for a part of it."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(place, self._pool)
+            torch._C._cuda_releasePool(place, self._pool)
+
+    def forget(self) -> None:
+        """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""
+        self._pool = None

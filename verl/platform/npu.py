@@ -32,6 +32,10 @@ class NpuPlatform(Platform):
         free, total = _npu().mem_get_info(index)
         return int(free), int(total)
 
+    def room(self, index: int = 0) -> int:
+        npu = _npu()
+        return self.memory(index)[0] + int(npu.memory_reserved(index) - npu.memory_allocated(index))
+
     def peak_memory(self, index: int = 0) -> int:
         return int(_npu().max_memory_allocated(index))
 

@@ -34,14 +34,24 @@ def host_bucket(wanted: int) -> int:
     return buckets.bucket_size(min(wanted, HOST_BUCKET))
 
 
+DEVICE_BUCKET = 256 << 20
+"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
+trainer's memory and the sampler's just when both are short of it."""
+
+
+def device_bucket(wanted: int) -> int:
+    """Bytes that a bucket on a device gets where `wanted` were asked for."""
+    return buckets.bucket_size(min(wanted, DEVICE_BUCKET))
+
+
 _EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
 
 
 class BucketSender:
     """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
 
-    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket (in host memory at most HOST_BUCKET); two
-        are in memory.
+    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device
+        DEVICE_BUCKET); two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
     timeout: seconds without progress after which `send` gives up.
     expected: the processes that are to come, by reader number: one that dies before it comes is not waited for.
@@ -65,9 +75,7 @@ class BucketSender:
         path_of(channel)
         self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
         self._device, self._expected = device, expected
-        self._bucket_bytes = (
-            host_bucket(bucket_bytes) if device is None else buckets.bucket_size(bucket_bytes)
-        )
+        self._bucket_bytes = host_bucket(bucket_bytes) if device is None else device_bucket(bucket_bytes)
         sweep()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:

@@ -59,6 +59,7 @@ def actor_engine(
     )
     engine.schedule(total_steps)
     engine.offload()
+    engine.give_back()
     return engine
 
 
@@ -81,6 +82,7 @@ def reference_engine(
         role="ref",
     )
     engine.offload()
+    engine.give_back()
     return engine
 
 

@@ -183,6 +183,7 @@ class TrainHost(Profiled):
         kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
         weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
         result = SyncResult(0, 0.0)
+        self._give_back()
         try:
             if channel is not None or meeting is not None:
                 stream = digesting(weights, sums, dtype=kind) if verify else weights
@@ -192,7 +193,13 @@ class TrainHost(Profiled):
             # The other ranks gather all of it, whatever befell this one.
             for _ in weights:
                 continue
+        self._give_back()
         return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
+
+    def _give_back(self) -> None:
+        """Samplers of the same devices are about to wake, first their weights and then their cache."""
+        if not self.config.actor_rollout_ref.rollout.nnodes:
+            self._trained().give_back()
 
     def _deliver(
         self,

@@ -86,16 +86,7 @@ class _Builder:
         hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
         engines = self._group([host.worker for host in hosts])
         self._say(f"loading the model, starting {len(hosts)} sampler{'s' * (len(hosts) > 1)}")
-        building = group.start("build", total_steps)
-        # Before they load anything, so that one that hangs there can be asked where it stands.
-        for host, pid in zip(hosts, engines.call("pid", doing="starting the samplers"), strict=True):
-            host.worker.pid = pid
-        starting, began = engines.start("start"), time.monotonic()
-        facts = group.wait(building, "loading the model")
-        for host, fact in zip(hosts, engines.wait(starting, "starting the samplers"), strict=True):
-            host.started(fact)
-        for starter in self.starters:
-            starter.took(time.monotonic() - began)
+        facts = self._load(group, engines, total_steps, own)
         training = Training(
             group,
             [fact["dp_rank"] for fact in facts],
@@ -205,6 +196,21 @@ class _Builder:
         self.pools.append(pool)
         return pool
 
+    def _load(self, group: Group, engines: Group, total_steps: int, own: bool) -> list[dict[str, Any]]:
+        """Models into the trainers, engines into the samplers; what each training worker says of itself."""
+        building = group.start("build", total_steps)
+        # Before they load anything, so that one that hangs there can be asked where it stands.
+        for host, pid in zip(self.hosts, engines.call("pid", doing="starting the samplers"), strict=True):
+            host.worker.pid = pid
+        facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
+        starting, began = engines.start("start"), time.monotonic()
+        facts = facts or group.wait(building, "loading the model")
+        for host, fact in zip(self.hosts, engines.wait(starting, "starting the samplers"), strict=True):
+            host.started(fact)
+        for starter in self.starters:
+            starter.took(time.monotonic() - began)
+        return facts
+
     def _training_workers(self, pool: Pool) -> tuple[Group, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""
         addresses = {node.id: node.address for node in self.cluster.nodes()}
@@ -303,6 +309,12 @@ class _Starter:
         except BaseException:
             end_workers([worker])  # it may live, and the next one needs its memory
             raise
+
+
+def _take_turns(kind: str, own: bool) -> bool:
+    """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
+    by how the free memory changes while it starts, and vLLM gives up when some comes free."""
+    return kind != "cpu" and not own
 
 
 def device_kind(config: Config) -> str:

@@ -149,6 +149,9 @@ class TrainingEngine(ABC):
         """Bring the weights back, and the optimizer's state too where it is wanted: `log_probs` needs the weights, `step`
         both; everything else works from wherever they are."""
 
+    def give_back(self) -> None:  # noqa: B027
+        """Memory of a device that is kept for reuse goes back to it: a sampler in another process is about to take it."""
+
     @contextmanager
     def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
         """A phase of the role: `onload`, the block, `offload`."""

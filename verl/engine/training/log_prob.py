@@ -1,7 +1,7 @@
 """From hidden states to log-probs, entropy and Σπ², without ever holding the logits.
 
-Rows and vocabulary are walked in blocks of at most BLOCK_SCORES logits; a running maximum and running sums give
-the log-normaliser. The backward pass makes each block of logits again, turns it into the gradient of the logits
+Rows and vocabulary are walked in blocks of at most BLOCK_SCORES logits (DEVICE_BLOCK_SCORES on an accelerator); a
+running maximum and running sums give the log-normaliser. The backward pass makes each block of logits again, turns it into the gradient of the logits
 in place, and multiplies it into the gradients of hidden states and head. Memory: one block, whatever R and V.
 Keeping the logits' gradient from the forward pass is no alternative: the head's gradient needs Σ_r g_r·p_r·h_rᵀ,
 and g is not known before the loss is.
@@ -19,6 +19,9 @@ import torch
 
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
+# An accelerator is done with such a block before the next one's operations are launched; these are 128 MiB of float32.
+DEVICE_BLOCK_SCORES = 32 * 1024 * 1024
+DEVICE_BLOCK_COLUMNS = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,12 @@ def stats_of_logits(z: torch.Tensor, targets: torch.Tensor, entropy: bool, squar
     return out
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, int]:
-    """Block size (rows, columns): at most BLOCK_SCORES, columns first as far as they stay useful."""
-    width = min(columns, BLOCK_COLUMNS)
-    return max(1, min(rows, BLOCK_SCORES // max(1, width))), max(1, width)
+def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """Block size (rows, columns): at most so many scores, columns first as far as they stay useful."""
+    small = device.type == "cpu"
+    scores, widest = (BLOCK_SCORES, BLOCK_COLUMNS) if small else (DEVICE_BLOCK_SCORES, DEVICE_BLOCK_COLUMNS)
+    width = min(columns, widest)
+    return max(1, min(rows, scores // max(1, width))), max(1, width)
 
 
 def _ranges(total: int, size: int) -> Iterator[slice]:
@@ -143,7 +148,7 @@ class _TokenStats(torch.autograd.Function):
         h, w = hidden.to(dtype), weight.to(dtype)
         rows, columns = h.shape[0], w.shape[0]
         stats = h.new_zeros((4, rows), dtype=torch.float32)  # logp, lse, entropy, q
-        height, width = _blocks(rows, columns)
+        height, width = _blocks(rows, columns, h.device)
         for r in _ranges(rows, height):
             _forward_rows(stats[:, r], h[r], w, bias, targets[r], shape, width, wanted)
         ctx.save_for_backward(hidden, weight, bias, targets, stats)
@@ -168,7 +173,7 @@ class _TokenStats(torch.autograd.Function):
             else None
         )
         gradients = (g_logp, g_entropy if ctx.wanted[0] else None, g_squares if ctx.wanted[1] else None)
-        height, width = _blocks(rows, columns)
+        height, width = _blocks(rows, columns, h.device)
         for r in _ranges(rows, height):
             for c in _ranges(columns, width):
                 z, slope = ctx.shape.z(h[r], w[c], None if bias is None else bias[c])

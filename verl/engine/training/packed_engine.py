@@ -162,7 +162,7 @@ class PackedEngine(TrainingEngine):
 
     def _free_memory(self) -> int:
         """Bytes that decide whether layers are recomputed."""
-        return self.platform.memory(self._index)[0]
+        return self.platform.room(self._index)
 
     def _before_micro_batch(self, last: bool) -> None:
         """Called before the forward pass of a micro-batch of a step."""
@@ -340,6 +340,11 @@ class PackedEngine(TrainingEngine):
     def onload(self, *, optimizer: bool = False) -> None:
         """See `TrainingEngine.onload`."""
         self._offloading.back(self.scorer, self._optimizer if optimizer else None, self.device)
+
+    def give_back(self) -> None:
+        """See `TrainingEngine.give_back`. A processor's heap is kept: new pages cost more than they are worth to others."""
+        if self.platform.name != "cpu":
+            self.platform.empty_cache()
 
     def schedule(self, total_steps: int) -> None:
         """See `TrainingEngine.schedule`."""

@@ -93,9 +93,9 @@ class NativeEngine(RolloutEngine):
         self._runner = Runner(model, self._scheduler, compute)
         self._runner.forbid(forbidden_token_ids)
         if device.type == "cuda" and not enforce_eager:
-            from verl.platform.graphs import capture
+            from verl.platform.graphs import Recorder
 
-            self._runner.capture_with(capture)
+            self._runner.capture_with(Recorder())
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0

@@ -5,22 +5,58 @@ tiles) has been seen before is captured, and later ones with the same signature 
 Answers that grow together change their signature once per tile, every 128 tokens. Rows are padded to whole banks
 and answers per prompt to powers of two, so that finished answers rarely change it.
 
-The bookkeeping is tested on CPU with a capture that re-runs the step. `verl.platform.graphs.capture`, which
+A model whose step waits for the device cannot be captured and is sampled from without graphs. Of two kinds it is known
+beforehand (`why_not`): rotary embeddings that look how long the row is, and experts, whose products in float32 look how
+many tokens each of them got.
+
+The bookkeeping is tested on CPU with a capture that re-runs the step. `verl.platform.graphs.Recorder`, which
 records the real graph, has never run: no GPU was at hand when it was written.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from verl.engine.rollout.native.decode_plan import DecodePlan, Name
 
-#: Runs a step for capture: returns what replays it, and its output, which each replay overwrites.
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+
+def why_not(model: torch.nn.Module) -> str:
+    """Why a step of the model is known to wait for the device, "" if that is not known."""
+    for module in model.modules():
+        kind = type(module).__name__
+        kinds = getattr(module, "rope_type", None) or ()
+        for rope in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if "dynamic" in rope or rope == "longrope":
+                return f"the frequencies of its {rope} rotary embedding follow the length of the row"
+        if kind.endswith("Experts"):
+            return f"{kind} ask the device how many tokens each expert got"
+    return ""
+
+
+def warn_of(reason: str) -> None:
+    """Say that sampling is slower, and why."""
+    warnings.warn(
+        "this model's decode steps cannot be captured as graphs, so sampling is slower (rollout.enforce_eager=True does not "
+        f"try): {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class Capture(Protocol):
+    """See `verl.platform.graphs.Recorder`."""
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Runs a step for capture; returns what replays it. RuntimeError for a step that cannot be captured."""
+
+    def forget(self) -> None:
+        """All that was captured is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +69,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The captured steps, the least recently used dropped first."""
+    """The captured steps, the least recently used dropped first. They write their logits to one place."""
 
     def __init__(
         self,
@@ -44,10 +80,14 @@ class DecodeGraphs:
     ):
         self._forward, self._plan, self._capture, self._most = forward, plan, capture, most
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self._logits: torch.Tensor | None = None
+        self._refused = False
         self.replays = 0
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] of the step that the plan was prepared for. Overwritten by the next call."""
+        if self._refused:
+            return self._forward(ids, positions)
         signature = self._plan.signature()
         graph = self._graphs.get(signature)
         if graph is not None:
@@ -59,15 +99,38 @@ class DecodeGraphs:
             self.replays += 1
             return graph.logits
         logits = self._forward(ids, positions)
-        if signature in self._graphs:
-            # the step above has made every tensor that the capture will read
-            replay, output = self._capture(lambda: self._forward(ids, positions))
-            self._graphs[signature] = _Graph(ids, positions, self._plan.tensors, replay, output)
-        else:
-            self._graphs[signature] = None
+        self._graphs[signature] = (
+            self._captured(ids, positions, logits) if signature in self._graphs else None
+        )
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
         return logits
 
+    def _captured(self, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> _Graph | None:
+        """The step that was just made, which has made every tensor that the capture will read. None if it cannot be."""
+        room = self._room(logits)
+
+        def step() -> None:
+            room.copy_(self._forward(ids, positions))
+
+        try:
+            replay = self._capture(step)
+        except RuntimeError as error:
+            self._refused = True
+            self.clear()
+            warn_of((str(error).strip() or type(error).__name__).splitlines()[0])
+            return None
+        return _Graph(ids, positions, self._plan.tensors, replay, room)
+
+    def _room(self, logits: torch.Tensor) -> torch.Tensor:
+        """Where all steps with as many rows write: each graph's own logits would add up to gigabytes."""
+        rows = len(logits)
+        if self._logits is None or len(self._logits) < rows:
+            self._logits = torch.empty_like(logits)
+        return self._logits[:rows]
+
     def clear(self) -> None:
+        """Give the graphs' memory back."""
         self._graphs.clear()
+        self._logits = None
+        self._capture.forget()

@@ -34,6 +34,6 @@ def default_cache_tokens(
         from verl.platform import detect
 
         # twice: half of what is free
-        total = 2 * detect(device.type).memory(device.index or 0)[0]
+        total = 2 * detect(device.type).room(device.index or 0)
     most = int(total * _SHARE) // bytes_per_token(model, compute)
     return min(wanted, max(most, max_model_len))

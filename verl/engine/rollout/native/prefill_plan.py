@@ -105,13 +105,21 @@ class PrefillPlan:
         if window is not None and total <= window:
             window = None
         if softcap is None and sinks is None:
-            if new == total and window is None:
-                return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-                )
-            mask = self._mask(new, total, window, query.device)
+            causal = new == total and window is None
+            mask = None if causal else self._mask(new, total, window, query.device)
+            if query.is_cuda and not (causal and query.dtype != torch.float32):
+                # Of torch's kernels there, the one that knows neither masks nor float32 is alone in knowing grouped heads:
+                # else all scores would be made at once.
+                group = query.shape[1] // key.shape[1]
+                key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=causal,
+                scale=scaling,
+                enable_gqa=key.shape[1] != query.shape[1],
             )
         heads = key.shape[1]
         q = query.float().unflatten(1, (heads, -1))

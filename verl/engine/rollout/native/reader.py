@@ -137,13 +137,14 @@ class Reader:
         turned = query.transpose(1, 2)
         parts = []
         for runs, column in zip(zone.columns, views, strict=True):
-            part = query.new_empty((batch, g.cols, m) if m <= _FEW else (batch, m, g.cols))
+            shape = (batch, g.cols, m) if m <= _FEW else (batch, m, g.cols)
+            part = query.new_empty(shape, dtype=torch.float32)
             for run, (keys, _) in zip(runs, column, strict=True):
                 at = slice(run.bank * per_bank, (run.bank + run.banks) * per_bank)
                 if m <= _FEW:
-                    part[at].baddbmm_(keys, turned[at], beta=0, alpha=scaling)
+                    _product(keys, turned[at], scaling, part[at])
                 else:
-                    part[at].baddbmm_(query[at], keys.transpose(1, 2), beta=0, alpha=scaling)
+                    _product(query[at], keys.transpose(1, 2), scaling, part[at])
             parts.append(part.transpose(1, 2) if m <= _FEW else part)
         scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0].contiguous()
         if softcap is not None:
@@ -175,3 +176,14 @@ class Reader:
             out = part.float() if out is None else out.add_(part)
         assert out is not None
         return out
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
+    """out = alpha·a·b in float32, whatever a and b are: scores of 100 are common, and bfloat16 has no fractions there."""
+    if a.dtype == out.dtype:
+        out.baddbmm_(a, b, beta=0, alpha=alpha)
+    elif a.is_cuda and torch.version.hip is None:
+        torch.bmm(a, b, out_dtype=out.dtype, out=out)
+        out.mul_(alpha)
+    else:
+        torch.mul(torch.bmm(a, b), alpha, out=out)

@@ -10,7 +10,7 @@ import torch
 
 from verl.engine import attention
 from verl.engine.rollout.native.decode_plan import DecodePlan
-from verl.engine.rollout.native.graphs import Capture, DecodeGraphs
+from verl.engine.rollout.native.graphs import Capture, DecodeGraphs, warn_of, why_not
 from verl.engine.rollout.native.linear import FastLinears
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.request import Request
@@ -42,7 +42,10 @@ class Runner:
         attention.register()
 
     def capture_with(self, capture: Capture) -> None:
-        """Decode from captured graphs from now on."""
+        """Decode from captured graphs from now on, if the model is not known to be unfit for them."""
+        if reason := why_not(self.model):
+            warn_of(reason)
+            return
         self._graphs = DecodeGraphs(lambda i, p: self._forward(i, p, self._decode, 0), self._decode, capture)
 
     def release(self) -> None:

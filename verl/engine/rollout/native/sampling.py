@@ -105,17 +105,30 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     sums = probs[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
     if whole < vocab:
         sums = torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), 1)
-    cumulative = sums.double().cumsum(-1)
+    cumulative = _running(sums.double())
     target = (uniform * cumulative[:, -1])[:, None]
     # searchsorted(right) finds the first sum above the target, so a chunk or token of probability 0 is never taken
     chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
     ids = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
-    inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double().cumsum(-1)
+    inside = probs.gather(1, ids.clamp(max=vocab - 1)).masked_fill_(ids >= vocab, 0.0).double()
+    inside = _running(inside)
     # the chunk's float32 sum and this float64 one may differ by rounding: stay below the last step
     rest = torch.minimum(target - before, inside[:, -1:] * (1.0 - 2.0**-40))
     # not a number anywhere finds no step at all: the log-prob then says so
     return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0].clamp_(max=vocab - 1)
+
+
+def _running(x: torch.Tensor) -> torch.Tensor:
+    """Running sums of each row [N, K]. In deterministic mode torch refuses them on CUDA, for the sake of single rows, which
+    alone are summed in an order that may vary: those get company."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(-1)
+    torch.use_deterministic_algorithms(False)
+    try:
+        return (x if len(x) > 1 else x.expand(2, -1)).cumsum(-1).narrow(0, 0, len(x))
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def _truncate(logits: torch.Tensor, rows: Rows, which: np.ndarray) -> None:

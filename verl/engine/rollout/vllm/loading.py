@@ -90,14 +90,13 @@ class Loading:
         return channel, [(channel, reader) for reader in range(len(self.devices))]
 
     def _sink(self, channel: str, version: int, device: torch.device | None) -> SharedMemorySink:
-        from verl.weight_sync.buckets import bucket_size
         from verl.weight_sync.device_handles import HandleSink
-        from verl.weight_sync.shared_memory import SharedMemorySink, host_bucket
+        from verl.weight_sync.shared_memory import SharedMemorySink, device_bucket, host_bucket
 
         readers, wanted, options = len(self.devices), self._bucket_bytes, {"timeout": _LOAD_TIMEOUT}
         if device is None:
             return SharedMemorySink(channel, readers, host_bucket(wanted), version, **options)
-        return HandleSink(channel, readers, bucket_size(wanted), version, device=device, **options)
+        return HandleSink(channel, readers, device_bucket(wanted), version, device=device, **options)
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""

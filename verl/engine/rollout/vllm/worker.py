@@ -5,7 +5,8 @@ that go wrong without a word on a CPU are looked after here (the fourth, the pre
 
 - linear weights were packed when they were first loaded: every load goes through vLLM's layer-wise reload;
 - a tied output matrix has a packed copy of its own: it is loaded again under its own name;
-- expert layers keep their packed kernel: it is dropped, so that it is built from the new weights.
+- expert layers keep their packed kernel: it is dropped, so that it is built from the new weights. On a device the kernel
+  stays: it reads the weights where they are, and captured graphs hold on to what it has.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
-    for module in model.modules():
+    for module in model.modules() if worker.device.type == "cpu" else ():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

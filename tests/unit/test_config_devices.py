@@ -1,0 +1,61 @@
+"""Devices found without torch: on machines of several kinds, as files of a folder."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from verl.config import devices
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without any device."""
+    monkeypatch.setattr(devices, "_nodes", lambda name: [])
+    monkeypatch.setattr(devices, "_proc_gpus", list)
+    monkeypatch.setattr(devices, "_DXG", tmp_path / "dxg")
+    monkeypatch.setattr(devices, "_KFD", tmp_path / "kfd")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_none() -> None:
+    assert devices.find().cuda == 0
+
+
+def test_one_that_windows_lends(bare: Path) -> None:
+    (bare / "dxg").touch()
+    assert devices.find().cuda == 1
+
+
+def test_those_of_amd(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors are nodes of that driver, too, with the number 0."""
+    for number, text in enumerate(("0\n", "51234\n", "40001\n", "not a number\n")):
+        (bare / "kfd" / str(number)).mkdir(parents=True)
+        (bare / "kfd" / str(number) / "gpu_id").write_text(text)
+    assert devices.find().cuda == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.find().cuda == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", True),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", True),
+        ("", True),
+    ],
+)
+def test_what_torch_was_built_for(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool
+) -> None:
+    (bare / "version.py").write_text(text)
+    spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
+    spec.submodule_search_locations = [str(bare)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert devices.find().cuda_build == expected
