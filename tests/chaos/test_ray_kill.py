@@ -63,6 +63,7 @@ def test_a_training_worker_killed_while_sampling_ends_the_run_and_a_restart_is_e
     slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.12)
     with started(tiny, out, cluster.address, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
+        time.sleep(1.0)  # step 2 is being sampled
         os.kill(pid_of(out, "training worker 1"), signal.SIGKILL)
         killed = time.monotonic()
         assert run.wait(LIMIT_S) == 1

@@ -174,6 +174,10 @@ REFUSED = [
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
     (["custom_reward_function.path=pkg://no.such.module"], ["no module no.such.module"]),
+    (
+        [f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"],
+        ["override_optimizer_config.lr", "set", "optim.lr"],
+    ),
     # 21
     (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),

@@ -38,6 +38,8 @@ def check(c: Check) -> None:
             _names(c, path, value, known)
         if path.endswith("dtype"):
             _dtype(c, path, value)
+        if path.endswith(".override_optimizer_config") and "lr" in value:
+            c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
     if mended:
         c.mend(mended)
     _unread(c)

@@ -20,7 +20,7 @@ from ray import exceptions as faults
 from verl.controller.ray.routes import Routes, by_device, by_node
 from verl.controller.ray.sampler_pool import Host, SamplerPool, dead_among
 from verl.controller.ray.training import Training
-from verl.controller.ray.workers import WorkerFailed, is_dead, reason
+from verl.controller.ray.workers import Group, WorkerFailed, is_dead, reason
 from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
 
@@ -159,7 +159,7 @@ class ChannelSync(WeightSync):
         if not routes.relayed:
             return []
         first = self._training.group.workers[0]
-        port = ray.get(first.handle.free_port.remote(first.node))
+        port = Group([first]).call("free_port", first.node, doing="update_weights")[0]
         size = len(routes.relayed) + 1
         meeting = {"address": first.node, "port": port, "size": size, "timeout": self._limit}
         each[0] = (*each[0], meeting)
