@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from tests.unit.test_config_rules import ARR, base, machine, notices, problems, write_model  # noqa: F401
+from tests.unit.config_rules.cases import ARR, notices, problems, write_model
 
 MODEL = f"{ARR}.model"
 
 
 @pytest.fixture
-def named(tmp_path, base):  # noqa: F811
+def named(tmp_path, base):
     """Arguments of a run whose model's weights have names."""
     modules = [f"model.layers.0.{m}" for m in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]
     header = json.dumps(
@@ -52,7 +52,7 @@ def test_patterns_that_match_nothing(named):
     assert "LoRA needs modules" in problems(*named, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]")[0]
 
 
-def test_a_model_whose_names_are_not_known_is_not_judged(base):  # noqa: F811
+def test_a_model_whose_names_are_not_known_is_not_judged(base):
     assert problems(*base, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[nothing]") == []
 
 

@@ -1,0 +1,273 @@
+"""The check: what the machine lacks, models, data, and the user's own code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.config_rules.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
+from verl.config import load
+from verl.config.check import check
+
+# ---- the machine ----
+
+
+def test_ray_and_open_files(base, monkeypatch):
+    import importlib.util
+    import resource
+
+    many = "trainer.n_gpus_per_node=2"
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with monkeypatch.context() as few:
+        few.setattr(resource, "getrlimit", lambda which: (256, 512))
+        only(problems(*base, many), "machine", "ulimit -n", "2 workers need 1280")
+        assert problems(*base) == [], "one device needs none of it"
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "ray" else real(name, *a)
+    )
+    only(problems(*base, many), "machine", "pip install 'verl[ray]'")
+
+
+def test_devices(base, monkeypatch):
+    only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
+    only(problems(*base, "trainer.device=npu"), "machine", "no npu device")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert problems(*base, "trainer.n_gpus_per_node=4") == []
+    only(problems(*base, "trainer.n_gpus_per_node=8"), "machine", "8 devices", "found 4 cores", "RAY_ADDRESS")
+    only(problems(*base, "trainer.nnodes=2"), "machine", "2 devices on 2 nodes", "examples/ray_start.sh")
+    pool = (f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
+    assert problems(*base, *pool) == [], "two pools of one machine"
+    only(problems(*base, *pool, "trainer.n_gpus_per_node=3"), "machine", "5 devices asked for")
+    with monkeypatch.context() as joined:
+        joined.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        assert problems(*base, "trainer.nnodes=2", "trainer.device=npu") == [], (
+            "the cluster's nodes are looked at later"
+        )
+    monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["nvidia0"] if name == "nvidia" else [])
+    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: True)
+    assert problems(*base, "trainer.device=cuda") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: False)
+    only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
+
+
+def test_engines(base):
+    only(
+        problems(*base, f"{ARR}.rollout.name=sglang"),
+        "machine",
+        "set actor_rollout_ref.rollout.name=native",
+    )
+
+
+def test_models_that_are_not_here(base, monkeypatch):
+    report = check(load([*base, f"{ARR}.model.path=Org/Name"]))
+    assert report.exit_code == 3 and "hf download Org/Name" in str(report.problems[0])
+    report.allow_downloads()
+    assert report.exit_code == 0 and "fetched at the start" in report.notices[-1]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = check(load([*base, f"{ARR}.model.path=Org/Name"]))
+    report.allow_downloads()
+    assert report.exit_code == 3
+    only(problems(*base, f"{ARR}.model.path=/no/such/dir"), "machine", "no such directory")
+    only(problems(*base, f"{ARR}.model.path=null"), "configuration", "is required")
+
+
+def test_models_in_the_hubs_cache(base, tmp_path):
+    root = tmp_path / "hub" / "hub" / "models--Org--Name"
+    write_model(root / "snapshots" / "abc", max_position_embeddings=100)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("abc")
+    only(problems(*base, f"{ARR}.model.path=Org/Name"), "configuration", "the model's context is 100")
+
+
+def test_model_directories(base, tmp_path):
+    def path(name):
+        return f"{ARR}.model.path={tmp_path / name}"
+
+    write_model(tmp_path / "no-weights", weights=False)
+    only(problems(*base, path("no-weights")), "configuration", "no *.safetensors there")
+    (tmp_path / "empty").mkdir()
+    only(problems(*base, path("empty")), "configuration", "config.json does not exist")
+    write_model(tmp_path / "shards", weights=False)
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-1.safetensors"}}'
+    )
+    only(problems(*base, path("shards")), "configuration", "model-1.safetensors")
+    write_model(tmp_path / "broken")
+    (tmp_path / "broken" / "config.json").write_text("{")
+    only(problems(*base, path("broken")), "configuration", "cannot be read as JSON")
+    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    only(problems(*base, path("vl")), "machine", "vision models")
+    write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
+    only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")
+    assert problems(*base, path("remote"), f"{ARR}.model.trust_remote_code=True") == []
+    write_model(tmp_path / "native", auto_map={"AutoModel": "x.Y"}, model_type="qwen3")
+    assert problems(*base, path("native")) == []
+
+
+def test_context_counts_rope_scaling_and_overrides(base, tmp_path):
+    long = [*base, "data.max_response_length=6000"]
+    only(problems(*long), "configuration", "2048")
+    write_model(
+        tmp_path / "yarn",
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    )
+    assert problems(*long, f"{ARR}.model.path={tmp_path / 'yarn'}") == []
+    assert problems(*long, f"{ARR}.model.override_config.max_position_embeddings=8192") == []
+    assert problems(*long, f"{ARR}.model.override_config.model_config.max_position_embeddings=8192") == []
+
+
+# ---- data ----
+
+
+def test_files_that_are_not_here(base):
+    only(problems(*base, "data.train_files=/no/such.parquet"), "machine", "/no/such.parquet")
+
+
+def test_remote_files_are_not_looked_at(base):
+    assert "not looked at here" in notices(*base, "data.train_files=s3://b/x.parquet")
+
+
+def test_broken_and_empty_files(base, tmp_path):
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    only(
+        problems(*base, f"data.train_files={tmp_path}/broken.parquet"), "configuration", "not a parquet file"
+    )
+    (tmp_path / "zero.parquet").write_bytes(b"")
+    only(problems(*base, f"data.train_files={tmp_path}/zero.parquet"), "configuration", "empty")
+    write_rows(tmp_path / "none.parquet", 0)
+    only(problems(*base, f"data.train_files={tmp_path}/none.parquet"), "configuration", "no rows")
+
+
+def test_columns(base, tmp_path):
+    file = f"data.train_files={write_rows(tmp_path / 'a.parquet', Prompt=['x'] * 16, prompt=None)}"
+    only(problems(*base, file), "configuration", "no column 'prompt'", "nearest is 'Prompt'")
+    file = f"data.train_files={write_rows(tmp_path / 'b.parquet', data_source=None)}"
+    only(problems(*base, file), "configuration", "data_source")
+
+
+def test_sources(base, tmp_path):
+    file = (
+        f"data.train_files={write_rows(tmp_path / 'a.parquet', data_source=['openai/gsm8k', 'my/own'] * 8)}"
+    )
+    only(problems(*base, file), "configuration", "my/own", "openai/gsm8k")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0"
+    )
+    assert problems(*base, file, f"custom_reward_function.path={tmp_path}/reward.py") == []
+
+
+def test_the_plain_format(base, tmp_path):
+    def file(name, responses):
+        columns = {
+            "prompt": ["1+1?"] * 16,
+            "response": responses,
+            "reward": [0.0] * 16,
+            "data_source": None,
+            "reward_model": None,
+        }
+        return f"data.train_files={write_rows(tmp_path / name, **columns)}"
+
+    assert problems(*base, file("good.parquet", ["so #### 2"] * 16)) == []
+    found = check(load([*base, file("good.parquet", ["so #### 2"] * 16)]))
+    assert sum("otherwise unused" in text for text in found.check_only) == 1
+    assert not any("otherwise unused" in text for text in found.notices), (
+        "the run says it when it reads the file"
+    )
+    only(
+        problems(*base, file("bad.parquet", [""] * 16)),
+        "configuration",
+        "Every reward would be 0",
+        "custom_reward_function.path",
+    )
+
+
+def test_json_lines(base, tmp_path):
+    row = {"data_source": "openai/gsm8k", "prompt": "1+1?", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 9))
+    report = check(load([*base, f"data.train_files={tmp_path}/a.jsonl"]))
+    assert report.problems == [] and report.plan[0].startswith("9 rows")
+
+
+def test_rows_with_images(base, tmp_path):
+    images = [[{"bytes": b"x", "path": "a"}]] * 16
+    file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
+    only(problems(*base, file), "configuration", "images", "text model")
+    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    found = problems(*base, file, f"{ARR}.model.path={tmp_path / 'vl'}")
+    assert len(found) == 2 and all(p.startswith("machine") and "not in this release" in p for p in found)
+    import pyarrow as pa
+
+    none = pa.array([[]] * 16, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))
+    assert problems(*base, f"data.train_files={write_rows(tmp_path / 'b.parquet', images=none)}") == []
+
+
+# ---- the user's own code ----
+
+
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        ("def other(): pass", "defines no such name"),
+        ("def compute_scor(data_source): pass", "nearest: compute_scor"),
+        ("def compute_score(answer): pass", "it takes answer; add data_source"),
+        ("def compute_score(data_source, solution_str, ground_truth): pass", "add extra_info"),
+        ("def compute_score(:", "cannot be read as Python"),
+    ],
+)
+def test_reward_functions_that_do_not_fit(base, tmp_path, code, part):
+    (tmp_path / "reward.py").write_text(code)
+    only(problems(*base, f"custom_reward_function.path={tmp_path}/reward.py"), "configuration", part)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): pass",
+        "async def compute_score(data_source, solution_str, **kwargs): pass",
+        "compute_score = lambda **k: 1.0",
+        "from math import sqrt as compute_score",
+        "try:\n    from x import compute_score\nexcept ImportError:\n    pass",
+        "import torch_is_never_imported_here\ndef compute_score(**kwargs): pass",
+    ],
+)
+def test_reward_functions_that_fit(base, tmp_path, code):
+    (tmp_path / "reward.py").write_text(code)
+    assert problems(*base, f"custom_reward_function.path={tmp_path}/reward.py") == []
+
+
+def test_batch_functions(base, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos): pass"
+    )
+    argv = [*base, f"custom_reward_function.path={tmp_path}/reward.py"]
+    assert problems(*argv, "reward_model.reward_manager=batch") == []
+    only(problems(*argv), "configuration", "add data_source")
+
+
+def test_plugins_bring_names(base, tmp_path, monkeypatch):
+    name = f"plugin_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "from verl.algorithms.registry import ESTIMATORS, LOSSES\n"
+        f"ESTIMATORS.register('est_{name}')(lambda **k: None)\nLOSSES.register('loss_{name}')(lambda **k: None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    argv = [*base, f"algorithm.adv_estimator=est_{name}", f"{ARR}.actor.policy_loss.loss_mode=loss_{name}"]
+    assert len(problems(*argv)) == 2
+    assert problems(*argv, f"{ARR}.model.external_lib={name}") == []
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", name)
+    assert problems(*argv) == []
+    found = problems(*base, "algorithm.adv_estimator=nobody", f"{ARR}.model.external_lib=no_such_plugin")
+    assert any("importing no_such_plugin failed" in p for p in found)
+
+
+def test_resume_path(base, tmp_path):
+    argv = [*base, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run"]
+    (tmp_path / "run").mkdir()
+    only(problems(*argv), "configuration", "holds no checkpoint")
+    (tmp_path / "run" / "global_step_3").mkdir()
+    assert problems(*argv) == []

@@ -1,0 +1,218 @@
+"""The check: its notices, the plan of batches, the other programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config_rules.cases import ARR, notices, only, problems, write_model, write_rows
+from verl.config import load
+from verl.config.check import check
+
+
+def test_thresholds_that_parse(base):
+    for given in ("2.0", "0.5_5.0", "2"):
+        found = problems(
+            *base,
+            "algorithm.rollout_correction.rollout_is=token",
+            f"algorithm.rollout_correction.rollout_is_threshold={given}",
+        )
+        assert found == []
+
+
+NOTICES = [
+    (["trainer.critic_warmup=3"], "no critic to warm up"),
+    ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
+    ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
+    ([f"{ARR}.rollout.n=1"], "the score is the advantage"),
+    ([f"{ARR}.rollout.val_kwargs.n=2"], "all answers to a prompt will be the same"),
+    (["trainer.test_freq=5", "data.val_files=null"], "nothing to validate on"),
+    ([f"{ARR}.model.exclude_modules=[x]"], "LoRA only"),
+    ([f"{ARR}.actor.freeze_vision_tower=True"], "no vision tower"),
+    ([f"{ARR}.rollout.top_p=0.9"], "not truncated"),
+    ([f"{ARR}.rollout.top_k=5"], "not truncated"),
+    ([f"{ARR}.actor.loss_agg_mode=seq-mean-token-sum-norm"], "Dr. GRPO"),
+    (
+        [
+            "reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:5}",
+            "reward_model.reward_kwargs.max_resp_len=100",
+        ],
+        "is not data.max_response_length",
+    ),
+    (["algorithm.kl_ctrl.kl_coef=0.1"], "nothing uses it"),
+    ([f"{ARR}.actor.ppo_max_token_len_per_gpu=100"], "goes alone"),
+    ([f"{ARR}.model.use_remove_padding=False"], "packed without padding"),
+    ([f"{ARR}.rollout.engine_kwargs.vllm.x=1"], "belong to vllm and sglang"),
+    ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_type=k1"], "expected gradient is 0"),
+    ([f"{ARR}.actor.checkpoint.save_contents=[model,hf_model]"], "hf_model has no effect"),
+    (["trainer.logger=[mlflow]"], "not in this release, left out"),
+    (
+        [f"{ARR}.rollout.multi_stage_wake_up=True"],
+        "rollout.multi_stage_wake_up=True: the native engine decides",
+    ),
+    ([f"{ARR}.ref.fsdp_config.offload_policy=True"], "nothing is sharded"),
+    ([f"{ARR}.actor.fsdp_config.param_offload=True"], "stay where they are"),
+    ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "master weights and the optimizer's state are float32"),
+    (
+        [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
+        "trainer.esi_redundant_time=5.0: not",
+    ),
+    ([f"{ARR}.actor.profiler.enable=True"], "nothing is profiled without global_profiler.tool=torch"),
+    (
+        [
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.rollout_correction.loss_type=reinforce",
+        ],
+        "trained on uncorrected",
+    ),
+    (
+        ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"],
+        "whose ratio is to the sampler already",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"), NOTICES, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
+)
+def test_notices(base, overrides, part):
+    report = check(load([*base, *overrides]))
+    assert report.exit_code == 0, report.problems
+    said = report.notices + report.check_only
+    assert sum(part in notice for notice in said) == 1, said
+
+
+NOTICES_BESIDE = [
+    (["trainer.max_staleness=1", "trainer.n_gpus_per_node=2"], "sampler and trainer compete for them"),
+    ([f"{ARR}.actor.policy_loss.loss_mode=gspo"], "its paper has clip_ratio_low=3e-4"),
+    ([f"{ARR}.actor.policy_loss.loss_mode=dppo_kl"], "set both"),
+    (["trainer.max_staleness=1"], "trained on uncorrected"),
+    ([f"{ARR}.actor.strategy=megatron"], "sequence_parallel is off"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "part"), NOTICES_BESIDE)
+def test_notices_of_what_this_release_refuses(base, overrides, part):
+    assert part in notices(*base, *overrides)
+
+
+def test_another_name_of_the_default_is_no_news(base):
+    assert "model_dtype" not in notices(*base, f"{ARR}.actor.fsdp_config.model_dtype=float32")
+
+
+def test_staleness_with_a_pool_of_its_own_and_a_correction(base):
+    """Nothing is left to say: not shared, and corrected, by weights or by the ratio to the sampler."""
+    for how in ("rollout_is=token", "bypass_mode=True"):
+        found = check(
+            load(
+                [
+                    *base,
+                    "trainer.max_staleness=2",
+                    f"{ARR}.rollout.nnodes=1",
+                    f"{ARR}.rollout.n_gpus_per_node=1",
+                    f"algorithm.rollout_correction.{how}",
+                ]
+            )
+        )
+        assert not [p for p in found.problems if p.kind == "configuration"], found.problems
+        assert not any("stal" in notice or "compete" in notice for notice in found.notices), found.notices
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=7", f"{ARR}.rollout.n=3"],
+        [f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3"],
+        [f"{ARR}.actor.ppo_micro_batch_size_per_gpu=null"],
+        [f"{ARR}.rollout.agent.num_workers=5"],
+        ["data.gen_batch_size=3"],
+        [f"{ARR}.actor.checkpoint.async_save=True"],
+        [f"{ARR}.actor.strategy=fsdp2"],
+        ["algorithm.adv_estimator=grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo=False"],
+        ["trainer.n_gpus_per_node=1", "trainer.nnodes=1", f"{ARR}.rollout.tensor_model_parallel_size=1"],
+        ["data.val_files=null"],
+    ],
+)
+def test_lifted(base, overrides):
+    """What the public system refuses and nothing in the method asks for."""
+    assert problems(*base, *overrides) == []
+
+
+# ---- the plan, the other programs ----
+
+
+def test_the_plan(base):
+    plan = "\n".join(check(load([*base, "trainer.total_epochs=3", f"{ARR}.actor.ppo_epochs=2"])).plan)
+    assert "16 rows, 2 steps an epoch × 3 epochs = 6 steps" in plan
+    assert "8 prompts × 4 answers = 32 trajectories" in plan
+    assert "4 updates (2 mini-batches of 16 answers × 2 epochs)" in plan
+    assert "up to 16384 tokens each" in plan and "validation: 4 prompts × 1" in plan
+    words = ["data.val_max_samples=3", "data.train_max_samples=9", "trainer.total_epochs=3"]
+    few = "\n".join(check(load([*base, *words])).plan)
+    assert "validation: 3 prompts × 1" in few and "9 rows, 1 step an epoch × 3 epochs = 3 steps" in few
+    plan = "\n".join(
+        check(
+            load([*base, f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9"])
+        ).plan
+    )
+    assert "6 of 3 answers per mini-batch" in plan and "9 steps over 16 rows" in plan
+
+
+def test_supervised(tmp_path):
+    argv = [f"model.path={write_model(tmp_path / 'model')}", "data.train_batch_size=4", "trainer.device=cpu"]
+    chat = f"data.train_files={write_rows(tmp_path / 'chat.parquet', messages=[[{'role': 'user', 'content': 'x'}]] * 16)}"
+    assert problems(*argv, chat, entry="sft") == []
+    pairs = (
+        f"data.train_files={write_rows(tmp_path / 'pairs.parquet', question=['x'] * 16, answer=['y'] * 16)}"
+    )
+    only(problems(*argv, pairs, entry="sft"), "configuration", "no column 'messages'", "data.prompt_key")
+    assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
+    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "use fsdp or fsdp2")
+    only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
+
+
+def test_generation_and_evaluation(tmp_path):
+    file = write_rows(tmp_path / "a.parquet", responses=[["a"]] * 16)
+    assert len(problems(entry="eval")) == 1
+    assert problems(f"data.path={file}", entry="eval") == []
+    only(
+        problems(f"data.path={file}", "data.response_key=response", entry="eval"),
+        "configuration",
+        "nearest: responses",
+    )
+    argv = [f"data.path={file}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
+    only(problems(*argv, entry="generation"), "configuration", "data.output_path: is required")
+    assert problems(*argv, f"data.output_path={tmp_path}/o.parquet", entry="generation") == []
+
+
+def test_keys_of_more_than_one_device_are_without_effect_on_one_only(base):
+    size = f"{ARR}.rollout.checkpoint_engine.update_weights_bucket_megabytes=64"
+    offload = f"{ARR}.actor.fsdp_config.param_offload=True"
+    alone = notices(*base, size, offload)
+    assert f"no effect: {offload}, {size}: in one process" in alone
+    moved = f"{ARR}.ref.fsdp_config.param_offload=True", f"{ARR}.actor.fsdp_config.optimizer_offload=True"
+    assert "offload" not in notices(*base, *moved)
+    several = notices(*base, size, offload, "trainer.n_gpus_per_node=2")
+    assert "update_weights_bucket_megabytes" not in several and "param_offload" not in several
+
+
+def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
+    backend = f"{ARR}.rollout.checkpoint_engine.backend=nccl"
+    assert f"{backend}: weights travel through shared memory; only nodes" in notices(*base, backend)
+    assert "checkpoint_engine.backend" not in notices(*base, backend, f"{ARR}.rollout.nnodes=1")
+
+
+@pytest.mark.parametrize(("tool", "words"), [("nsys", "records CUDA devices"), ("npu", "an Ascend device")])
+def test_profilers_of_other_devices_are_what_the_machine_lacks(base, tool, words):
+    found = problems(*base, f"global_profiler.tool={tool}", "global_profiler.steps=[2]")
+    only(found, "machine", words, "set it to torch")
+
+
+def test_a_run_folder_inside_a_submitted_jobs_copy_is_said_to_be_lost(base, tmp_path, monkeypatch):
+    copy = tmp_path / "session_x/runtime_resources/working_dir_files/_ray_pkg_1"
+    copy.mkdir(parents=True)
+    assert "temporary copy" not in notices(*base)
+    monkeypatch.chdir(copy)
+    assert "trainer.default_local_dir=runs/a is inside Ray's temporary copy" in notices(
+        *base, "trainer.default_local_dir=runs/a"
+    )
+    assert "temporary copy" not in notices(*base, f"trainer.default_local_dir={tmp_path}/runs")

@@ -1,0 +1,336 @@
+"""The check: every rule of spec config.md §16 that can apply."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.unit.config_rules.cases import ARR, only, problems, write_model, write_rows
+from verl.config import load
+from verl.config.check import check
+from verl.config.layout import Sizes, rank_problems
+
+
+def test_a_right_one(base):
+    report = check(load(base))
+    assert report.problems == [] and report.exit_code == 0 and report.notices == []
+
+
+# (overrides, parts of the one problem they make)
+REFUSED = [
+    ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
+    (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
+    # 1
+    (
+        [f"{ARR}.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"],
+        ["KL would be charged twice", "keep one"],
+    ),
+    # 2
+    (["algorithm.adv_estimator=grop"], ["grpo_vectorized", "nearest: grpo", "register_adv_est"]),
+    ([f"{ARR}.actor.policy_loss.loss_mode=vanila"], ["nearest: vanilla", "register_policy_loss"]),
+    ([f"{ARR}.actor.loss_agg_mode=token_mean"], ["nearest: token-mean"]),
+    ([f"{ARR}.actor.kl_loss_type=k4"], ["low_var_kl"]),
+    (["algorithm.kl_penalty=full"], ["low_var_kl"]),
+    (["reward_model.reward_manager=nave"], ["nearest: naive"]),
+    (["trainer.device=gpu"], ["cuda"]),
+    ([f"{ARR}.rollout.name=vlm"], ["nearest: vllm"]),
+    ([f"{ARR}.rollout.multi_turn.format=herms"], ["nearest: hermes"]),
+    (["trainer.logger=[console,wandbb]"], ["trainer.logger=wandbb", "nearest: wandb"]),
+    (["data.truncation=centre"], ["data.truncation=centre", "middle"]),
+    (["trainer.resume_mode=yes"], ["disable"]),
+    ([f"{ARR}.actor.optim.lr_scheduler_type=cos"], ["cosine"]),
+    # 6
+    ([f"{ARR}.rollout.temperature=0"], ["set 1.0"]),
+    ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
+    ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
+    ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
+    ([f"{ARR}.rollout.dtype=half"], ["the native engine computes in float32 or bfloat16"]),
+    ([f"{ARR}.actor.fsdp_config.mixed_precision.param_dtype=bf61"], ["nearest: bf16"]),
+    ([f"{ARR}.rollout.top_p=0"], ["above 0 and at most 1"]),
+    ([f"{ARR}.rollout.top_p=1.1"], ["at most 1"]),
+    # 7
+    (["data.max_response_length=2000"], ["2512", "2048"]),
+    ([f"{ARR}.rollout.max_model_len=100"], ["1024", "max_model_len=100"]),
+    # 8
+    (
+        [f"{ARR}.rollout.enable_chunked_prefill=False", f"{ARR}.rollout.max_num_batched_tokens=100"],
+        ["raise it to 1024"],
+    ),
+    # 9
+    ([f"{ARR}.rollout.tensor_model_parallel_size=2"], ["1 devices of the node"]),
+    ([f"{ARR}.rollout.data_parallel_size=2"], ["does not divide the pool of 1", "use one of 1"]),
+    # 10
+    ([f"{ARR}.rollout.expert_parallel_size=2"], ["no experts"]),
+    # 11
+    ([f"{ARR}.actor.ulysses_sequence_parallel_size=2"], ["does not divide the 1 ranks"]),
+    ([f"{ARR}.actor.fsdp_config.fsdp_size=3"], ["does not divide the 1 ranks"]),
+    # 13
+    (["data.train_batch_size=0"], ["at least 1"]),
+    ([f"{ARR}.actor.ppo_mini_batch_size=0"], ["at least 1"]),
+    ([f"{ARR}.actor.ppo_micro_batch_size_per_gpu=0"], ["at least 1"]),
+    ([f"{ARR}.rollout.n=0"], ["at least 1"]),
+    # 14
+    ([f"{ARR}.actor.clip_ratio_c=1"], ["above 1"]),
+    ([f"{ARR}.actor.clip_ratio_low=-0.1"], ["at least 0"]),
+    (["algorithm.gamma=1.1"], ["at least 0 and at most 1"]),
+    (
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0", "algorithm.use_kl_in_reward=True"],
+        ["above 0"],
+    ),
+    (
+        [
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.target_kl=0",
+            "algorithm.use_kl_in_reward=True",
+        ],
+        ["above 0"],
+    ),
+    # 15
+    (["algorithm.rollout_correction.loss_type=reinforce"], ["bypass_mode=True"]),
+    # 16
+    (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"], ["at most", "max_resp_len=512"]),
+    (["reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:513}"], ["513"]),
+    # 18
+    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=1"]),
+    ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
+    # 20
+    (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
+    (["custom_reward_function.path=pkg://no.such.module"], ["no module no.such.module"]),
+    (
+        [f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"],
+        ["override_optimizer_config.lr", "set", "optim.lr"],
+    ),
+    # 21
+    (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
+    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),
+    # 25
+    (["data.train_batch_size=17"], ["more than the 16 rows", "lower it to 16"]),
+    (["data.train_max_samples=4"], ["more than the 4 rows"]),
+    # recognised values
+    ([f"{ARR}.rollout.name=trtllm"], ["TensorRT-LLM", "closest"]),
+    ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
+    (["critic.strategy=torchtitan"], ["TorchTitan"]),
+    # not in this release
+    (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
+    ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
+    ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
+    (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
+    (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
+    (["critic.enable=True"], ["the critic"]),
+    ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
+    (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
+    (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),
+    (["skip.rollout.enable=True"], ["replay"]),
+    (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
+    (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
+    (
+        [
+            "global_profiler.tool=torch",
+            "global_profiler.steps=[1]",
+            f"+{ARR}.actor.profiler.tool_config.torch.contents=[cpu,nonsense]",
+        ],
+        ["nonsense is not known", "cpu, cuda, npu, memory, shapes, stack"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
+)
+def test_refused(base, overrides, parts):
+    only(problems(*base, *overrides), "configuration", *parts)
+
+
+# (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse
+LAYOUTS = [
+    (
+        {"ulysses": 2, "tensor": 4},
+        {"num_attention_heads": 8},
+        "ulysses × tensor",
+        "= 8 does not divide the 4 ranks; lower one of them",
+    ),
+    ({"tensor": 2}, {"num_key_value_heads": 1}, "tensor", "1 key-value heads; use one of 1"),
+    ({"tensor": 2}, {"num_attention_heads": 3}, "tensor", "3 attention heads; use one of 1, 3"),
+    ({"tensor": 2}, {"intermediate_size": 33}, "tensor", "33 intermediate_size; use one of 1, 3, 11, 33"),
+    ({"tensor": 2}, {"num_experts": 8}, "tensor", "the model has experts, which are not cut so; set 1"),
+    ({"ulysses": 2}, {"num_attention_heads": 3}, "ulysses", "3 attention heads; use one of 1, 3"),
+    ({"ulysses": 2, "tensor": 2}, {"num_attention_heads": 2}, "ulysses", "use one of 1"),
+    ({"ulysses": 2}, {"layer_types": ["linear_attention", "full_attention"]}, "ulysses", "linear_attention"),
+    ({"shard": 3}, {}, "shard", "does not divide the 4 ranks; use one of 1, 2, 4"),
+    ({"shard": 2, "tensor": 4}, {}, None, ""),
+    ({"shard": 4, "tensor": 2}, {}, None, "all of them"),
+    ({"ulysses": 2, "tensor": 2, "shard": 2}, {"num_key_value_heads": 2, "intermediate_size": 64}, None, ""),
+]
+
+
+@pytest.mark.parametrize("entry", ["ppo", "sft"])
+@pytest.mark.parametrize(("sizes", "changes", "named", "text"), LAYOUTS)
+def test_layouts_are_checked_as_the_ranks_do(base, tmp_path, monkeypatch, entry, sizes, changes, named, text):
+    role, engine = ("engine", "engine") if entry == "sft" else (f"{ARR}.actor", f"{ARR}.actor.fsdp_config")
+    keys = {
+        "ulysses": f"{role}.ulysses_sequence_parallel_size",
+        "tensor": f"{engine}.tensor_parallel_size",
+        "shard": f"{engine}.fsdp_size",
+    }
+    write_model(tmp_path / "model", **changes)
+    if entry == "ppo":
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        argv = [*base, "trainer.n_gpus_per_node=4"]
+    else:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        rows = write_rows(tmp_path / "sft.parquet", messages=[[{"role": "user", "content": "1"}]] * 16)
+        argv = [f"data.train_files={rows}", f"model.path={tmp_path / 'model'}", "data.train_batch_size=4"]
+        argv += ["trainer.device=cpu"]
+    found = problems(*argv, *(f"{keys[name]}={size}" for name, size in sizes.items()), entry=entry)
+    if named is None:
+        assert found == []
+    else:
+        words = [f"{keys[name]}={sizes[name]}" for name in named.split(" × ")]
+        only(found, "configuration", " × ".join(words) + ": ", text)
+
+
+def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    argv = [*base, "trainer.n_gpus_per_node=4", f"{ARR}.ref.fsdp_config.fsdp_size=3"]
+    assert problems(*argv) == []
+    argv.append(f"{ARR}.actor.use_kl_loss=True")
+    only(
+        problems(*argv), "configuration", f"{ARR}.ref.fsdp_config.fsdp_size=3", "does not divide the 4 ranks"
+    )
+
+
+def test_sizes_without_a_problem_can_be_laid_out():
+    for ranks, sequence, tensor, shard in itertools.product(
+        range(1, 13), (1, 2, 3), (1, 2, 3, 4), range(-1, 13)
+    ):
+        if not list(rank_problems(Sizes(sequence, tensor, shard), ranks)):
+            parts = ranks // tensor
+            assert ranks % (sequence * tensor) == 0
+            assert shard <= 0 or shard >= parts or parts % shard == 0, (ranks, tensor, shard)
+    (problem,) = rank_problems(Sizes(1, 3, 3), 12)
+    assert problem == (
+        "fsdp_config.fsdp_size=3",
+        "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
+    )
+
+
+# (overrides, parts that must be among the problems): combinations that more than one rule refuses
+ALSO_REFUSED = [
+    # 3
+    (["algorithm.adv_estimator=gae", "critic.enable=False"], "enable the critic or use grpo"),
+    (["algorithm.use_pf_ppo=True"], "PF-PPO goes with gae"),
+    # 4
+    (["algorithm.adv_estimator=grpo_passk", f"{ARR}.rollout.n=1"], "set actor_rollout_ref.rollout.n=2"),
+    (["algorithm.filter_groups.enable=True", f"{ARR}.rollout.n=1"], "filter_groups compares"),
+    # 5
+    (["algorithm.adv_estimator=gdpo"], "gdpo needs the keys"),
+    (
+        [
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[a,b]",
+            "algorithm.gdpo_reward_weights=[1]",
+        ],
+        "1 weights for 2 keys",
+    ),
+    # 9
+    (
+        [f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"],
+        "4 attention heads; use one of 1, 2, 4",
+    ),
+    (
+        [f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3", "trainer.nnodes=1"],
+        "pool of 3",
+    ),
+    # 10
+    (
+        [
+            f"{ARR}.rollout.pipeline_model_parallel_size=2",
+            f"{ARR}.rollout.name=vllm",
+            "trainer.n_gpus_per_node=2",
+        ],
+        "not run in pipeline",
+    ),
+    # 11
+    ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
+    # 12
+    (
+        [f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.tensor_model_parallel_size=2"],
+        "tensor × pipeline × context = 2",
+    ),
+    (
+        [f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.virtual_pipeline_model_parallel_size=2"],
+        "needs pipeline",
+    ),
+    (
+        [
+            f"{ARR}.actor.strategy=megatron",
+            f"{ARR}.actor.megatron.pipeline_model_parallel_size=4",
+            "trainer.n_gpus_per_node=4",
+        ],
+        "2 layers over 4 chunks",
+    ),
+    ([f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.expert_model_parallel_size=2"], "no experts"),
+    # 14
+    ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
+    # 15
+    (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs needs one"),
+    (
+        [
+            "algorithm.rollout_correction.rollout_rs=token_k9",
+            "algorithm.rollout_correction.rollout_rs_threshold=2",
+        ],
+        "token_k1..3",
+    ),
+    (
+        [
+            "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
+            "algorithm.rollout_correction.rollout_rs_threshold='1,2,3'",
+        ],
+        "3 thresholds for 2 rules",
+    ),
+    (
+        [
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+            "algorithm.rollout_correction.rollout_rs_threshold=2_x",
+        ],
+        "write a number",
+    ),
+    (
+        [
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_is_threshold=5_2",
+        ],
+        "write a number",
+    ),
+    (
+        [
+            "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+        ],
+        "seq_max_k2 has an upper bound only",
+    ),
+    (
+        [
+            "algorithm.rollout_correction.rollout_rs='token_k2,seq_mean_k1'",
+            "algorithm.rollout_correction.rollout_rs_threshold='0.5,0.5'",
+        ],
+        "seq_mean_k1 is bounded on both sides",
+    ),
+    (
+        ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],
+        "needs the sampler's log-probs",
+    ),
+    # 17
+    (["reward_model.enable=True"], "reward_model.model.path"),
+    # 24
+    ([f"{ARR}.model.lora_rank=600", f"{ARR}.rollout.name=vllm"], "at most 512"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"), ALSO_REFUSED, ids=lambda v: v[-1][-48:] if isinstance(v, list) else None
+)
+def test_refused_among_others(base, overrides, part):
+    found = problems(*base, *overrides)
+    assert any(part in p and p.startswith("configuration") for p in found), found
