@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -73,28 +74,59 @@ def build(folder: Path, shape: Shape, data: Path | None, device: str = "cpu") ->
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = questions(shape.prompts, data, shape.seed)
+    tokenizer = _tokenizer(texts, shape)
+    tokenizer.save_pretrained(folder / "model")
+    model = _model(shape, device)
+    model.save_pretrained(folder / "model")
+    prompts = texts[: shape.prompts]
+    lengths = answer_lengths(shape)
+    rows = [
+        {
+            "data_source": "bench",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": "0"},
+            "extra_info": {"index": i, "lengths": lengths[i]},
+        }
+        for i, text in enumerate(prompts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    work = {
+        "shape": asdict(shape),
+        "prompts": prompts,
+        "lengths": lengths,
+        "prompt_tokens": [len(tokenizer(text)["input_ids"]) for text in prompts],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    (folder / "work.json").write_text(json.dumps(work))
+    return work
+
+
+def _tokenizer(texts: list[str], shape: Shape) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|end|>", "<|pad|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=min(shape.vocab, 4096),
-        special_tokens=special,
-        initial_alphabet=alphabet,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE
     )
-    fast.save_pretrained(folder / "model")
+
+
+def _model(shape: Shape, device: str) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(shape.seed)
     config = Qwen3Config(
         vocab_size=shape.vocab,
@@ -115,29 +147,7 @@ def build(folder: Path, shape: Shape, data: Path | None, device: str = "cpu") ->
     with torch.device(device):
         model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(before)
-    model.save_pretrained(folder / "model")
-    prompts = texts[: shape.prompts]
-    lengths = answer_lengths(shape)
-    rows = [
-        {
-            "data_source": "bench",
-            "prompt": [{"role": "user", "content": text}],
-            "reward_model": {"style": "rule", "ground_truth": "0"},
-            "extra_info": {"index": i, "lengths": lengths[i]},
-        }
-        for i, text in enumerate(prompts)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
-    sizes = [len(fast(text)["input_ids"]) for text in prompts]
-    work = {
-        "shape": asdict(shape),
-        "prompts": prompts,
-        "lengths": lengths,
-        "prompt_tokens": sizes,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    (folder / "work.json").write_text(json.dumps(work))
-    return work
+    return model
 
 
 def least_flops(work: dict) -> dict[str, float]:

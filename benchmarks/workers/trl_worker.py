@@ -10,7 +10,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 
 def device_peak_gib() -> float | None:
@@ -29,44 +31,28 @@ def peak_gib() -> float:
     return float("nan")
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("--precision", default="default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--optimizer", help="TRL's name of it; its default without")
-    args = parser.parse_args()
-    if args.threads:
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    return parser.parse_args()
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from bench_reward import score_text
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    work = json.loads((args.work / "work.json").read_text())
+def settings(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
+    """Of TRL's GRPOConfig: its defaults but for the work, and for what reports and saves."""
     shape = work["shape"]
-    index = {prompt: i for i, prompt in enumerate(work["prompts"])}
-    fp32 = args.precision == "fp32"
-    tokenizer = AutoTokenizer.from_pretrained(args.work / "model")
-    model = AutoModelForCausalLM.from_pretrained(args.work / "model", dtype=torch.float32)
     total = shape["prompts"] * shape["answers"]
-    longest = max(max(row) for row in work["lengths"])
-    settings = {
+    batch = min(8, total)
+    chosen: dict[str, Any] = {
         "output_dir": str(args.work / "trl_out"),
         "use_cpu": args.device == "cpu",
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": total // 8,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": total // batch,
         "num_generations": shape["answers"],
-        "max_completion_length": longest,
+        "max_completion_length": max(max(row) for row in work["lengths"]),
         "max_steps": 1000,
         "beta": 0.0,
         "learning_rate": 1e-6,
@@ -76,85 +62,131 @@ def main() -> None:
         "disable_tqdm": True,
         "seed": 1,
     }
-    if fp32:
-        settings |= {"bf16": False, "gradient_checkpointing": False}
+    if args.precision == "fp32":
+        chosen |= {"bf16": False, "gradient_checkpointing": False}
     if args.optimizer:
-        settings["optim"] = args.optimizer
-    state = {"sampling": 0.0, "lengths": []}
+        chosen["optim"] = args.optimizer
+    return chosen
 
-    class Exact(LogitsProcessor):
-        """Ends row i at its own length and not before."""
 
-        def __init__(self, prompt_width: int, lengths: list[int]):
-            self.width, self.lengths = prompt_width, torch.tensor(lengths)
+class Exact:
+    """A logits processor that ends row i at its own length and not before. Nothing in it waits for a device."""
 
-        def __call__(self, input_ids, scores):
-            # Nothing here waits for a device.
-            done = input_ids.shape[1] - self.width
-            self.lengths = self.lengths.to(scores.device)
-            last = self.lengths <= done + 1
-            scores.masked_fill_(last[:, None], float("-inf"))
-            scores[:, 0] = torch.where(last, 0.0, float("-inf"))
-            return scores
+    def __init__(self, prompt_width: int, lengths: list[int]):
+        import torch
 
-    class Wait(TrainerCallback):
-        def on_step_begin(self, *_args, **_kwargs):
-            if not sys.stdin.readline():
-                os._exit(0)
-            state["sampling"], state["start"] = 0.0, time.perf_counter()
-            state["cpu"] = time.process_time()
+        self.width, self.lengths = prompt_width, torch.tensor(lengths)
 
-        def on_step_end(self, *_args, **_kwargs):
-            step = time.perf_counter() - state["start"]
-            print(
-                json.dumps(
-                    {
-                        "step": step,
-                        "sampling": state["sampling"],
-                        "training": step - state["sampling"],
-                        "cpu": time.process_time() - state["cpu"],
-                        "peak_gib": peak_gib(),
-                        "device_peak_gib": device_peak_gib(),
-                        "tokens": state["lengths"],
-                    }
-                ),
-                file=out,
-                flush=True,
-            )
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        import torch
 
-    def reward(completions, **_kwargs):
-        state["lengths"] = sum(len(row) for row in _kwargs.get("completion_ids", []))
-        return [score_text(text) for text in completions]
+        done = input_ids.shape[1] - self.width
+        self.lengths = self.lengths.to(scores.device)
+        last = self.lengths <= done + 1
+        scores.masked_fill_(last[:, None], float("-inf"))
+        scores[:, 0] = torch.where(last, 0.0, float("-inf"))
+        return scores
 
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=GRPOConfig(**settings),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in work["prompts"]]),
-        processing_class=tokenizer,
-        callbacks=[Wait()],
-    )
-    generate, sample = model.generate, trainer._generate_and_score_completions
 
-    def generate_exact(*positional, **kwargs):
+def exactly(generate: Callable[..., Any], tokenizer: Any, work: dict[str, Any]) -> Callable[..., Any]:
+    """`generate` with each answer as long as the work says."""
+    index = {prompt: i for i, prompt in enumerate(work["prompts"])}
+
+    def generate_exact(*positional: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids", positional[0] if positional else None)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         seen: dict[str, int] = {}
         lengths = []
-        for text in texts:
+        for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
             number = seen.get(text, 0)
             seen[text] = number + 1
             lengths.append(work["lengths"][index[text]][number])
         return generate(*positional, **kwargs, logits_processor=[Exact(ids.shape[1], lengths)])
 
-    def timed(inputs):
-        start = time.perf_counter()
-        result = sample(inputs)
-        state["sampling"] += time.perf_counter() - start
-        return result
+    return generate_exact
 
-    model.generate = generate_exact
-    trainer._generate_and_score_completions = timed
+
+class Clock:
+    """Times of the step under way; one record for each step."""
+
+    def __init__(self, out: TextIO):
+        self.out, self.sampling, self.tokens = out, 0.0, 0
+
+    def begin(self) -> None:
+        """Waits for the next line on stdin."""
+        if not sys.stdin.readline():
+            os._exit(0)
+        self.sampling, self.tokens = 0.0, 0
+        self.start, self.cpu = time.perf_counter(), time.process_time()
+
+    def timed(self, sample: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`sample`, its time counted as sampling."""
+
+        def counted(inputs: Any) -> Any:
+            start = time.perf_counter()
+            result = sample(inputs)
+            self.sampling += time.perf_counter() - start
+            return result
+
+        return counted
+
+    def end(self) -> None:
+        """Prints the record."""
+        step = time.perf_counter() - self.start
+        record = {
+            "step": step,
+            "sampling": self.sampling,
+            "training": step - self.sampling,
+            "cpu": time.process_time() - self.cpu,
+            "peak_gib": peak_gib(),
+            "device_peak_gib": device_peak_gib(),
+            "tokens": self.tokens,
+        }
+        print(json.dumps(record), file=self.out, flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from bench_reward import score_text
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    work = json.loads((args.work / "work.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(args.work / "model")
+    model = AutoModelForCausalLM.from_pretrained(args.work / "model", dtype=torch.float32)
+    clock = Clock(out)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            clock.end()
+
+    def reward(completions: list[str], completion_ids: Any = (), **_kwargs: Any) -> list[float]:
+        clock.tokens = sum(len(row) for row in completion_ids)
+        return [score_text(text) for text in completions]
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**settings(args, work)),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in work["prompts"]]),
+        processing_class=tokenizer,
+        callbacks=[Steps()],
+    )
+    model.generate = exactly(model.generate, tokenizer, work)
+    trainer._generate_and_score_completions = clock.timed(trainer._generate_and_score_completions)
     print(json.dumps({"ready": True}), file=out, flush=True)
     trainer.train()
 
