@@ -53,6 +53,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Keys repeated before attention; layers with other heads for windows.
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mimo_v2_flash": EXPERTS | LAYERS | {"num_hidden_layers": 4, "v_head_dim": 12},
+    # Frequencies from an alpha of its own, under the name of those that follow the length.
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}
+    },
     # Scaled logits; a bias in the head.
     "cohere": {"logit_scale": 0.25},
     "phi": {},

@@ -180,6 +180,10 @@ def _differs(module: PreTrainedModel, config: Any) -> str:
     indexed = any(getattr(config, key, None) for key in ("index_topk", "index_topk_blocks"))
     if indexed or config.model_type in _MASKS_OF_ITS_OWN:
         return "chooses for itself which tokens its attention sees"
+    encodes = any(getattr(part, "is_decoder", True) is False for part in module.modules())
+    both = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if encodes or both or not getattr(config, "is_causal", True):
+        return "attends in both directions"
     window = getattr(config, "sliding_window", None)
     if config.model_type in _WINDOW_IN_MASK and window and window < config.max_position_embeddings:
         return f"attends to a window of {window} tokens in a way of its own"
