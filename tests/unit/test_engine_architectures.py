@@ -36,6 +36,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "diffllama": {},
     "phi3": {"sliding_window": 6},
+    # Frequencies from an alpha of its own, under the name of those that follow the length.
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 100.0, "factor": 1.0}
+    },
 }
 
 
@@ -67,7 +71,7 @@ def test_log_probs_and_gradients_are_the_models_own(tmp_path: Path, arch: str) -
     module, rows = built(arch), rows_of(ROWS)
     module.save_pretrained(tmp_path)
     log_probs, gradients = alone(module, rows)
-    engine = LocalEngine(tmp_path, role_cfg=FP32, device="cpu")
+    engine = LocalEngine(tmp_path, role_cfg=FP32, device="cpu", longest=64)
     np.testing.assert_allclose(engine.log_probs(rows, temperature=1.0).log_probs, log_probs, atol=1e-4)
     engine.step(rows, lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
     for name, parameter in engine.module.named_parameters():
@@ -152,6 +156,8 @@ def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
     [
         ("roberta", {"is_decoder": True}, "positions"),
         ("doge", {}, "chooses for itself"),
+        ("bert", {"is_decoder": False}, "both directions"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
         ("minimax_m3_vl_text", {"num_local_experts": 4, "num_experts_per_tok": 2}, "chooses for itself"),
         ("phimoe", {"sliding_window": 6, "num_local_experts": 4}, "window of 6"),
     ],

@@ -42,6 +42,22 @@ def test_a_forward_pass_costs_what_torch_counts(arch: str, tied: bool) -> None:
     assert counter.get_total_flops() == pytest.approx(ours + rotary, rel=1e-3)
 
 
+def test_pairs_cost_what_each_layer_has() -> None:
+    """Two products of a head and pair: as wide as a key (of 16 here) and as a value."""
+
+    def per_pair(arch: str, **more: object) -> float:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(arch, **more))
+        cost = model_cost(model, Known(), torch.bfloat16)
+        assert cost is not None
+        return cost.per_pair
+
+    ranks_of = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    assert per_pair("deepseek_v3", v_head_dim=12, **ranks_of) == 2 * 2 * 4 * (16 + 12)
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    assert per_pair("gemma4_text", global_head_dim=32, **sliding) == 2 * 4 * (16 + 16 + 32 + 32)
+
+
 def test_of_the_experts_those_that_are_chosen_count() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
     config = model.config  # 4 experts, 2 of them chosen; 2 layers of width 32

@@ -15,6 +15,7 @@ import torch
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
+from verl.errors import UserError
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -352,7 +353,7 @@ def test_one_group_has_one_prompt(model: Any) -> None:
 
 def test_unknown_layers_are_refused(model: Any) -> None:
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="linear_attention"):
+    with pytest.raises(UserError, match="linear_attention"):
         engine_of(model)
 
 

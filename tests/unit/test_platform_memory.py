@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from verl.engine.rollout.native.memory import bytes_per_token, default_cache_tokens
+from verl.engine.rollout.native.memory import default_cache_tokens
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.platform import cores, memory
@@ -68,8 +68,7 @@ def test_samplers_plan_with_it(machine: Path) -> None:
         launch.cpu_arguments(settings, SimpleNamespace(**shape), arguments)
         assert arguments["kv_cache_memory_bytes"] == expected
 
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**shape))
+    per_token = 64 * 32 * 2 * 128 * 4
     for engines in (1, 2):
-        tokens = default_cache_tokens(model, 256, 512, torch.float32, engines)
-        assert tokens == 2 * GIB // engines // bytes_per_token(model, torch.float32)
+        tokens = default_cache_tokens(per_token, torch.device("cpu"), 256, 512, engines)
+        assert tokens == 2 * GIB // engines // per_token

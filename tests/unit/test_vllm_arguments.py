@@ -11,6 +11,7 @@ from verl.config import engine_packages
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
 from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     BatchSampling,
     EngineSettings,
@@ -206,6 +207,10 @@ def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
     plenty = cache_bytes(config, settings(), 1 << 40)
     assert plenty % bytes_per_token == 0 and 8 * 100 <= plenty // bytes_per_token <= 9 * (100 + 2 * 32)
     assert cache_bytes(config, settings(tensor_parallel_size=2), 1 << 40) == plenty // 2
+    # one of the two layers has heads twice as wide
+    own = [SimpleNamespace(**(vars(config) | {"head_dim": width})) for width in (32, 64)]
+    mixed = SimpleNamespace(num_hidden_layers=2, is_heterogeneous=True, per_layer_config=own)
+    assert cache_bytes(mixed, settings(), 1 << 40) == plenty * 3 // 2
     assert cache_bytes(config, settings(gpu_memory_utilization=0.25), 4000) == 1000
     assert cache_bytes(config, settings(gpu_memory_utilization=0.25, engines=2), 4000) == 500
 
@@ -258,3 +263,15 @@ def test_a_request_that_fits_exactly_is_taken() -> None:
     check_request("r", 99, SamplingParams(max_tokens=5), 100)
     with pytest.raises(ValueError, match="100 tokens leaves no room"):
         check_request("r", 100, SamplingParams(max_tokens=5), 100)
+
+
+def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda: [32, 64])
+    own = [SimpleNamespace(head_dim=width, hidden_size=128) for width in (32, 48)]
+    text = SimpleNamespace(num_attention_heads=4, is_heterogeneous=True, per_layer_config=own)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    with pytest.raises(UserError, match="heads have 48 elements; on a CPU vLLM has kernels for 32, 64"):
+        launch.check_model(config, 1, cpu=True)
+    launch.check_model(config, 2, cpu=False)
+    own[1].head_dim = 64
+    launch.check_model(config, 1, cpu=True)

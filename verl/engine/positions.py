@@ -41,7 +41,14 @@ def _varies(kind: Any) -> bool:
 def _fill(part: Any, prefix: str, kind: str, longest: int, **which: str) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    if "dynamic" in kind and (longest <= getattr(part, "original_max_seq_len", 0) or _has_own_base(part)):
+        return
     buffer = getattr(part, f"{prefix}inv_freq")
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, buffer.device, seq_len=longest, **which)
     buffer.copy_(frequencies)
     setattr(part, f"{prefix}attention_scaling", scaling)
+
+
+def _has_own_base(part: Any) -> bool:
+    """True for frequencies that the model's code made from an `alpha` (Hunyuan): they do not depend on any length."""
+    return bool((getattr(part.config, "rope_parameters", None) or {}).get("alpha"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verl.engine.layers import attention_sizes
 from verl.tracking.mfu import ModelCost
 
 if TYPE_CHECKING:
@@ -21,10 +22,8 @@ def model_cost(
     if peak is None:
         return None
     config = module.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    # Scores and weighted values: two products of `width` for each head and pair.
-    per_pair = 4.0 * heads * width * int(config.num_hidden_layers)
+    # scores and weighted values: a product each for every head and pair
+    per_pair = sum(2.0 * s.heads * (s.key_width + s.value_width) for s in attention_sizes(config))
     return ModelCost(2.0 * product_weights(module, config), per_pair, peak * devices)
 
 

@@ -24,6 +24,7 @@ from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
 from verl.engine import attention, positions
 from verl.engine.adapters import PlainView
+from verl.engine.layers import is_recurrent, layer_configs
 from verl.engine.packed_attention import Segment
 from verl.engine.training import meta_init, sharded_state
 from verl.engine.training import model as models
@@ -126,7 +127,7 @@ class FSDPEngine(PackedEngine):
     # -- building --------------------------------------------------------------------------------------------
 
     def _refuse_sizes(self, sizes: Sizes) -> None:
-        for config in models.layer_configs(self.config.get_text_config()):
+        for config in layer_configs(self.config.get_text_config()):
             for text, problem in model_problems(
                 sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}
             ):
@@ -135,7 +136,7 @@ class FSDPEngine(PackedEngine):
     def _sequence_parallel(self) -> SequenceParallel | None:
         if self.layout.sequence is None:
             return None
-        if models.is_recurrent(self.module):
+        if is_recurrent(self.module):
             raise UserError(
                 f"ulysses_sequence_parallel_size={self.layout.sequence_size}: {type(self.module).__name__} carries a "
                 "state along the row, so a row cannot be split; set it to 1"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.layout import ATTENTION_LAYERS
 from verl.engine import adapters, attention
+from verl.engine.layers import layer_configs, sizes_of
 from verl.engine.packed_attention import PackedPlan, Segment
 from verl.engine.training import overrides
 from verl.engine.training.log_prob import Head
@@ -180,19 +180,14 @@ def _differs(module: PreTrainedModel, config: Any) -> str:
     indexed = any(getattr(config, key, None) for key in ("index_topk", "index_topk_blocks"))
     if indexed or config.model_type in _MASKS_OF_ITS_OWN:
         return "chooses for itself which tokens its attention sees"
+    encodes = any(getattr(part, "is_decoder", True) is False for part in module.modules())
+    both = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if encodes or both or not getattr(config, "is_causal", True):
+        return "attends in both directions"
     window = getattr(config, "sliding_window", None)
     if config.model_type in _WINDOW_IN_MASK and window and window < config.max_position_embeddings:
         return f"attends to a window of {window} tokens in a way of its own"
     return ""
-
-
-def is_recurrent(module: PreTrainedModel) -> bool:
-    """True if some layer carries a state along the row, so that two sequences must not share one."""
-    kinds = set(getattr(module.config.get_text_config(), "layer_types", None) or ())
-    if kinds:
-        return bool(kinds - ATTENTION_LAYERS)
-    words = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
-    return any(w in type(m).__name__.lower() for m in module.modules() for w in words)
 
 
 def body(module: PreTrainedModel) -> torch.nn.Module:
@@ -254,25 +249,18 @@ def activation_bytes(config: Any, tokens: int) -> int:
     24 per attention unit, for each token and layer (within 20 % of the growth in resident memory).
     """
     text = config.get_text_config()
-    layers = layer_configs(text)
-    per_token = max(_layer_bytes(layer) for layer in layers)
+    per_token = max(_layer_bytes(layer) for layer in layer_configs(text))
     return tokens * int(text.num_hidden_layers) * per_token
 
 
 def _layer_bytes(c: Any) -> int:
-    heads = int(c.num_attention_heads)
-    width = int(getattr(c, "head_dim", None) or c.hidden_size // heads)
-    attention_units = width * (heads + 2 * int(getattr(c, "num_key_value_heads", None) or heads))
+    sizes = sizes_of(c)
+    attention_units = sizes.heads * sizes.key_width + sizes.cached
     used = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
     used = max(used) if isinstance(used, (list, tuple)) else int(used)
     if getattr(c, "num_experts_per_tok", None):
         used = int(getattr(c, "moe_intermediate_size", None) or used) * int(c.num_experts_per_tok)
     return 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
-
-
-def layer_configs(text: Any) -> list[Any]:
-    """The configuration as each layer has it, where layers differ in their sizes (Gemma 4); else the one of all."""
-    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
 
 
 def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

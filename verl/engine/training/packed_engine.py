@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from verl.engine import attention
+from verl.engine.layers import is_recurrent
 from verl.engine.training import model as models
 from verl.engine.training.base import MicroBatch, MicroLoss, StepResult, TokenStats, TrainingEngine
 from verl.engine.training.fuse import FusedForwards
@@ -101,7 +102,7 @@ class PackedEngine(TrainingEngine):
             passes = micro_batching(log_prob_cfg, "log_prob", share_prompt=share, preferred=preferred)
         updates = replace(updates, tokens=updates.tokens * devices)
         passes = replace(passes, tokens=passes.tokens * devices)
-        if models.is_recurrent(self.module):
+        if is_recurrent(self.module):
             updates, passes = replace(updates, one_by_one=True), replace(passes, one_by_one=True)
         self.update_batching, self.forward_batching = updates, passes
         self._heads = int(self.config.get_text_config().num_attention_heads)

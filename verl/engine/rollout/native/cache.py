@@ -127,7 +127,7 @@ class TilePool:
         if keys.shape[2] != kv_heads or keys.shape[4] != key_dim or values.shape[4] != value_dim:
             raise ValueError(
                 f"layer {index} attended with {kv_heads} heads of {key_dim}/{value_dim} after {keys.shape[2]} heads of "
-                f"{keys.shape[4]}/{values.shape[4]}: one layer index must name one attention layer"
+                f"{keys.shape[4]}/{values.shape[4]}: its keys must keep their shape"
             )
         return found
 

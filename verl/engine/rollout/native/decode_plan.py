@@ -16,7 +16,7 @@ import torch
 
 from verl.engine.rollout.native.cache import Book
 from verl.engine.rollout.native.reader import MASKED, Reader
-from verl.engine.rollout.native.writer import Writer, layer_index
+from verl.engine.rollout.native.writer import Calls, Writer
 
 Name = tuple[Hashable, ...]
 
@@ -24,8 +24,8 @@ Name = tuple[Hashable, ...]
 class DecodePlan:
     """See the module. `prepare` once per step, then the model calls `attend` in each layer."""
 
-    def __init__(self, prompts: Book, answers: Book, compute: torch.dtype):
-        self._writer = Writer(prompts.pool, compute)
+    def __init__(self, prompts: Book, answers: Book, compute: torch.dtype, calls: Calls):
+        self._writer = Writer(prompts.pool, compute, calls)
         self._prompts, self._answers = Reader(prompts), Reader(answers)
         self._device = prompts.pool.device
         self._compute = compute
@@ -150,11 +150,13 @@ class DecodePlan:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `AttentionPlan`."""
-        layer, window = layer_index(module), self._window(sliding_window)
+        layer, window = self._writer.calls.number(module), self._window(sliding_window)
         heads, rows = key.shape[1], query.shape[2]
         self._writer.write(layer, key, value, self._get("write", heads))
         per_head, dim = query.shape[1] // heads, query.shape[-1]
         q = query[0].transpose(0, 1).reshape(rows, -1).to(self._compute).to(self._writer.pool.key_dtype)
+        # a part of one product for queries, keys and values (GPT-2) has gaps between its rows
+        q = q.contiguous()
 
         asked = q.view(rows * heads, per_head * dim).index_select(0, self._get("to prompts", heads))
         asked = asked.view(-1, self._per_prompt * per_head, dim)

@@ -21,12 +21,13 @@ from verl.engine.adapters import PlainView, exported, is_adapted
 from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.engine.rollout.native.cache import Geometry, TilePool
-from verl.engine.rollout.native.memory import default_cache_tokens
+from verl.engine.rollout.native.memory import bytes_per_token, default_cache_tokens
 from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
 from verl.engine.rollout.native.stopping import Stopper
+from verl.engine.rollout.native.supported import refuse_unfit
 from verl.platform import detect
 from verl.platform.handles import device_id
 
@@ -75,6 +76,7 @@ class NativeEngine(RolloutEngine):
         ):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
+        refuse_unfit(model)
         compute = _DTYPES[dtype]
         self._eos = frozenset(int(i) for i in eos_token_ids)
         self._max_model_len = max_model_len
@@ -82,8 +84,9 @@ class NativeEngine(RolloutEngine):
         positions.settle(model, max_model_len)
         device = next(model.parameters()).device
         self._platform = detect(device.type)
+        per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
-            cache_tokens = default_cache_tokens(model, max_num_seqs, max_model_len, compute, engines)
+            cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
         geometry = Geometry.fit(cache_tokens, max_model_len, max_num_seqs)
         key_dtype = torch.float32 if device.type == "cpu" else compute
         self._pool = TilePool(geometry, device, key_dtype, compute)

@@ -5,9 +5,8 @@ tiles) has been seen before is captured, and later ones with the same signature 
 Answers that grow together change their signature once per tile, every 128 tokens. Rows are padded to whole banks
 and answers per prompt to powers of two, so that finished answers rarely change it.
 
-A model whose step waits for the device cannot be captured and is sampled from without graphs. Of two kinds it is known
-beforehand (`why_not`): rotary embeddings that look how long the row is, and experts, whose products in float32 look how
-many tokens each of them got.
+A model whose step waits for the device cannot be captured and is sampled from without graphs. Of experts it is known
+beforehand (`why_not`): their products in float32 look how many tokens each of them got.
 
 The bookkeeping is tested on CPU with a capture that re-runs the step. `verl.platform.graphs.Recorder`, which
 records the real graph, has never run: no GPU was at hand when it was written.
@@ -30,10 +29,6 @@ def why_not(model: torch.nn.Module) -> str:
     """Why a step of the model is known to wait for the device, "" if that is not known."""
     for module in model.modules():
         kind = type(module).__name__
-        kinds = getattr(module, "rope_type", None) or ()
-        for rope in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if "dynamic" in rope or rope == "longrope":
-                return f"the frequencies of its {rope} rotary embedding follow the length of the row"
         if kind.endswith("Experts"):
             return f"{kind} ask the device how many tokens each expert got"
     return ""

@@ -5,28 +5,68 @@ Free memory is never asked on a CPU: a resumed run must schedule exactly as the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from verl.engine import attention
+from verl.engine.rollout.native.supported import INSTEAD
+from verl.errors import UserError
 from verl.platform.memory import total_memory
 
 _SHARE = 0.25
 
 
-def bytes_per_token(model: torch.nn.Module, compute: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key = 4 if next(model.parameters()).device.type == "cpu" else compute.itemsize
-    return int(config.num_hidden_layers * heads * dim * (key + compute.itemsize))
+class _Measure:
+    """An `AttentionPlan` that counts the numbers of keys and values that one token brings."""
+
+    keys = 0
+    values = 0
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        self.keys += key.shape[1] * key.shape[3]
+        self.values += value.shape[1] * value.shape[3]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.no_grad()
+def bytes_per_token(model: Any, compute: torch.dtype) -> int:
+    """Keys and values of one token in all attention calls of a pass, seen in a pass of one token.
+
+    The configuration would not do: layers differ in their sizes (Gemma 4, MiMo), some architectures repeat keys before
+    they attend (JetMoE), attend twice in a layer or go through their layers several times. UserError for a model that
+    never asks for attention.
+    """
+    attention.register()
+    device, plan = next(model.parameters()).device, _Measure()
+    training, before = model.training, model.config._attn_implementation
+    model.eval()
+    if before != attention.IMPLEMENTATION:
+        model.set_attn_implementation(attention.IMPLEMENTATION)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    try:
+        with attention.use(plan):
+            model(input_ids=zero, position_ids=zero, use_cache=False)
+    finally:
+        if before != attention.IMPLEMENTATION:
+            model.set_attn_implementation(before)
+        model.train(training)
+    if not plan.keys:
+        raise UserError(
+            f"the embedded sampler cannot sample from {type(model).__name__}: it never asks for the attention function that "
+            f"is set, so its tokens would not see each other; {INSTEAD}"
+        )
+    key = 4 if device.type == "cpu" else compute.itemsize
+    return plan.keys * key + plan.values * compute.itemsize
 
 
 def default_cache_tokens(
-    model: torch.nn.Module, max_num_seqs: int, max_model_len: int, compute: torch.dtype, engines: int = 1
+    per_token: int, device: torch.device, max_num_seqs: int, max_model_len: int, engines: int = 1
 ) -> int:
-    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory. On a CPU `engines`
-    samplers divide that quarter: its memory is one for all."""
-    device = next(model.parameters()).device
+    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory, at `per_token`
+    bytes. On a CPU `engines` samplers divide that quarter: its memory is one for all."""
     # whole tiles of at most 16 × 128 tokens, and both books as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     total = total_memory() // engines
@@ -35,5 +75,5 @@ def default_cache_tokens(
 
         # twice: half of what is free
         total = 2 * detect(device.type).room(device.index or 0)
-    most = int(total * _SHARE) // bytes_per_token(model, compute)
+    most = int(total * _SHARE) // per_token
     return min(wanted, max(most, max_model_len))

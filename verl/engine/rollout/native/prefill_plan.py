@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from verl.engine.rollout.native.cache import Book, TilePool
 from verl.engine.rollout.native.reader import MASKED
-from verl.engine.rollout.native.writer import Writer, layer_index
+from verl.engine.rollout.native.writer import Calls, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Segment:
 class PrefillPlan:
     """Packed segments; each sees its prompt, what its slot already holds, and itself causally."""
 
-    def __init__(self, pool: TilePool, segments: Sequence[Segment], compute: torch.dtype):
-        self._writer = Writer(pool, compute)
+    def __init__(self, pool: TilePool, segments: Sequence[Segment], compute: torch.dtype, calls: Calls):
+        self._writer = Writer(pool, compute, calls)
         self._segments = segments
         self._compute = compute
         places = [
@@ -53,7 +53,7 @@ class PrefillPlan:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `AttentionPlan`."""
-        layer = layer_index(module)
+        layer = self._writer.calls.number(module)
         index = self._index.get(key.shape[1])
         if index is None:
             index = self._index[key.shape[1]] = torch.from_numpy(self._writer.index(key.shape[1])).to(

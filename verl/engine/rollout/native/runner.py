@@ -15,28 +15,23 @@ from verl.engine.rollout.native.linear import FastLinears
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.scheduler import Prefill, Scheduler
-
-_ATTENDING = {"full_attention", "sliding_attention"}
+from verl.engine.rollout.native.supported import takes_logits_to_keep
+from verl.engine.rollout.native.writer import Calls
 
 
 class Runner:
     """The model, its fast linear layers, and the two ways to call it."""
 
     def __init__(self, model: torch.nn.Module, scheduler: Scheduler, dtype: torch.dtype):
-        text = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        others = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
-        if others:
-            raise ValueError(
-                f"{type(model).__name__} has layers of kind {sorted(others)}, which the embedded sampler does not know "
-                f"(it knows {sorted(_ATTENDING)}): use another rollout engine"
-            )
         self.model = model
+        self._chooses = takes_logits_to_keep(model)
         self.device = next(model.parameters()).device
         self.linears = FastLinears(model, dtype)
         self._dtype = dtype
         self._answers = scheduler.answers
         self._pool = scheduler.answers.pool
-        self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype)
+        self._calls = Calls()
+        self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype, self._calls)
         self._graphs: DecodeGraphs | None = None
         self._forbidden: torch.Tensor | None = None
         attention.register()
@@ -93,7 +88,7 @@ class Runner:
         # several answers may start from one row, and one from an earlier row than the answer before it (its prompt's
         # last): the head runs once for each row, in their order
         wanted, back = np.unique(rows, return_inverse=True)
-        plan = PrefillPlan(self._pool, work.segments, self._dtype)
+        plan = PrefillPlan(self._pool, work.segments, self._dtype, self._calls)
         keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
         logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep)
         in_order = np.array_equal(wanted, rows)
@@ -135,14 +130,15 @@ class Runner:
         plan: attention.AttentionPlan,
         keep: torch.Tensor | int,
     ) -> torch.Tensor:
+        choice = {"logits_to_keep": keep} if self._chooses else {}
+        self._calls.start()
         with attention.use(plan):
-            out = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=keep,
-            )
-        logits = out.logits[0].float()
+            out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **choice)
+        self._calls.finish()
+        rows = out.logits[0]
+        if not self._chooses and isinstance(keep, torch.Tensor):
+            rows = rows.index_select(0, keep)
+        logits = rows.float()
         if self._forbidden is not None:
             logits.index_fill_(1, self._forbidden, -torch.inf)
         return logits

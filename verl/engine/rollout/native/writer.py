@@ -10,13 +10,55 @@ import numpy as np
 import torch
 
 from verl.engine.rollout.native.cache import TilePool
+from verl.engine.rollout.native.supported import INSTEAD
+
+
+class Calls:
+    """Numbers the attention calls of a pass: the cache has a layer for each.
+
+    Not the architecture's own numbers, because some attend twice in a layer (DiffLlama), go through their layers several
+    times (HRM), or number nothing. Every pass makes the same calls in the same order, which is checked.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[torch.nn.Module] = []
+        self._whole = False
+        self._next = 0
+
+    def start(self) -> None:
+        """A pass begins."""
+        self._next = 0
+
+    def number(self, module: torch.nn.Module) -> int:
+        """The number of this call. RuntimeError if another module made it in earlier passes."""
+        at, self._next = self._next, self._next + 1
+        if at == len(self._modules) and not self._whole:
+            self._modules.append(module)
+        if at >= len(self._modules) or self._modules[at] is not module:
+            raise RuntimeError(self._changed(module, f"makes attention call {at}"))
+        return at
+
+    def finish(self) -> None:
+        """A pass is over. RuntimeError if it made fewer calls than earlier ones."""
+        if self._next != len(self._modules):
+            module = self._modules[self._next]
+            raise RuntimeError(self._changed(module, f"stops after {self._next} attention calls"))
+        self._whole = True
+
+    @staticmethod
+    def _changed(module: torch.nn.Module, what: str) -> str:
+        return (
+            f"{type(module).__name__}: a pass {what}, unlike the passes before it, so the embedded sampler cannot tell "
+            f"whose keys it stored: {INSTEAD}"
+        )
 
 
 class Writer:
     """Where the tokens of this forward pass go in the cache."""
 
-    def __init__(self, pool: TilePool, compute: torch.dtype):
+    def __init__(self, pool: TilePool, compute: torch.dtype, calls: Calls):
         self.pool = pool
+        self.calls = calls
         self._compute = compute
         self._rows = np.zeros(0, np.int64)
         self._cols = np.zeros(0, np.int64)
@@ -36,13 +78,3 @@ class Writer:
         for store, new in ((keys, key), (values, value)):
             rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             store.view(-1, new.shape[-1]).index_copy_(0, index, rows.to(self._compute).to(store.dtype))
-
-
-def layer_index(module: torch.nn.Module) -> int:
-    """`module.layer_idx`. Raises ValueError when the architecture does not number its attention layers."""
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
-        raise ValueError(
-            f"{type(module).__name__} has no layer_idx: the sampler cannot tell its cache from the others'"
-        )
-    return index

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.engine_kwargs import LORA_RANKS, translate
+from verl.engine.layers import attention_sizes
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 
@@ -197,22 +198,14 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     On a CPU vLLM would take gpu_memory_utilization of the whole machine, whatever else runs there.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_rank = max(1, heads // settings.tensor_parallel_size)
+    ranks = settings.tensor_parallel_size
+    per_token = sum(
+        max(1, s.kv_heads // ranks) * (s.key_width + s.value_width) for s in attention_sizes(text)
+    )
     item = _DTYPE_BYTES.get(settings.dtype, 2)
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
-    wanted = (
-        2
-        * text.num_hidden_layers
-        * per_rank
-        * size
-        * item
-        * blocks
-        * _CPU_BLOCK
-        * (settings.max_num_seqs + 1)
-    )
+    wanted = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
     ranks = settings.tensor_parallel_size * settings.engines
     return min(wanted, int(available * settings.gpu_memory_utilization) // ranks)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.engine.layers import layer_configs
 from verl.engine.rollout.vllm.adapter import Vllm
 from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cache_bytes, cpu_binding
 from verl.engine.rollout.vllm.worker import start_time
@@ -73,12 +74,13 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
             f"{valid}"
         )
     sizes = _cpu_head_sizes() if cpu else []
-    size = getattr(text, "head_dim", None) or int(getattr(text, "hidden_size", 0)) // max(heads, 1)
-    if sizes and size and size not in sizes:
-        raise UserError(
-            f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}: "
-            "set rollout.name=native"
-        )
+    for layer in layer_configs(text):
+        size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
+        if sizes and size and size not in sizes:
+            raise UserError(
+                f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for "
+                f"{', '.join(map(str, sizes))}: set rollout.name=native"
+            )
 
 
 def _cpu_head_sizes() -> list[int]:
