@@ -198,16 +198,16 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     On a CPU vLLM would take gpu_memory_utilization of the whole machine, whatever else runs there.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    ranks = settings.tensor_parallel_size
+    parts = settings.tensor_parallel_size
     per_token = sum(
-        max(1, s.kv_heads // ranks) * (s.key_width + s.value_width) for s in attention_sizes(text)
+        max(1, s.kv_heads // parts) * (s.key_width + s.value_width) for s in attention_sizes(text)
     )
     item = _DTYPE_BYTES.get(settings.dtype, 2)
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     wanted = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
-    ranks = settings.tensor_parallel_size * settings.engines
-    return min(wanted, int(available * settings.gpu_memory_utilization) // ranks)
+    sharing = parts * settings.engines
+    return min(wanted, int(available * settings.gpu_memory_utilization) // sharing)
 
 
 def cpu_binding(ranks: int, allowed: Iterable[int]) -> str:
