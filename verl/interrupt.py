@@ -25,7 +25,7 @@ def check() -> None:
 
 
 def noted() -> bool:
-    """True once a signal has come since `handled` began."""
+    """True once a signal has come in `handled`, until that ends."""
     return _noted
 
 
@@ -38,6 +38,7 @@ def handled() -> Iterator[None]:
     try:
         yield
     finally:
+        _noted = False
         for number, handler in old.items():
             signal.signal(number, handler)
 

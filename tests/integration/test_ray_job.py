@@ -54,7 +54,7 @@ def source(tmp_path: Path) -> Path:
 def submitted(line: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """`line` in `folder`, once a node of the cluster takes jobs: Ray itself waits ten seconds for that, and its message is to
     try again later."""
-    for _ in range(12):
+    for _ in range(6):
         done = subprocess.run(
             line, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
         )
@@ -86,7 +86,9 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
     line = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{port}"]
     line += ["--runtime-env", "verl/trainer/runtime_env.yaml", "--working-dir", ".", "--"]
     line += ["env", *variables.split(), "python3", "-m", "verl.trainer.main_ppo", *words]
-    with cluster_of(2, head={"include_dashboard": True, "dashboard_port": port}) as cluster:
+    # An agent that finds its usual port taken, by another test's cluster, serves no jobs.
+    head = {"include_dashboard": True, "dashboard_port": port, "dashboard_agent_listen_port": free_port()}
+    with cluster_of(2, head=head) as cluster:
         unpack = [sys.executable, "-c", UNPACK, cluster.address]
         subprocess.run(unpack, cwd=source, env=environment(), check=True, timeout=120)
         done = submitted(line, source)
