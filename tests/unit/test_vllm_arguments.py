@@ -290,4 +290,7 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         launch.check_model(config, 1, cpu=True)
     launch.check_model(config, 1, cpu=False)
     text.kv_lora_rank = 512
+    with pytest.raises(UserError, match=r"rope_type=default.*rollout\.name=native"):
+        launch.check_model(config, 1, cpu=True)
+    text.rope_parameters = {"rope_type": "yarn"}
     launch.check_model(config, 1, cpu=True)

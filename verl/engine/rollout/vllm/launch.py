@@ -74,11 +74,7 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
             f"{valid}"
         )
     if cpu and (latent := _latent_width(text)):
-        if (known := _cpu_head_sizes("mla.cpu_mla", "CPUMLABackend")) and latent not in known:
-            raise UserError(
-                f"the model's latent attention keeps {latent} elements a token (kv_lora_rank + qk_rope_head_dim); on a CPU "
-                f"vLLM has kernels for {', '.join(map(str, known))}: set rollout.name=native"
-            )
+        _check_latent(text, latent)
         return
     sizes = _cpu_head_sizes("cpu_attn", "CPUAttentionBackend") if cpu else []
     for layer in layer_configs(text):
@@ -88,6 +84,20 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
                 f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for "
                 f"{', '.join(map(str, sizes))}: set rollout.name=native"
             )
+
+
+def _check_latent(text: Any, width: int) -> None:
+    if (known := _cpu_head_sizes("mla.cpu_mla", "CPUMLABackend")) and width not in known:
+        raise UserError(
+            f"the model's latent attention keeps {width} elements a token (kv_lora_rank + qk_rope_head_dim); on a CPU vLLM "
+            f"has kernels for {', '.join(map(str, known))}: set rollout.name=native"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "default":
+        raise UserError(
+            "latent attention with plain rotary positions (rope_type=default): on a CPU vLLM 0.32 turns its keys wrongly "
+            "and samples from another distribution than the model's; set rollout.name=native"
+        )
 
 
 def _latent_width(text: Any) -> int:
