@@ -283,7 +283,7 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
     sizes = {"cpu_attn": [32, 64], "mla.cpu_mla": [576]}
     monkeypatch.setattr(launch, "_cpu_head_sizes", lambda module, name: sizes[module])
     text = SimpleNamespace(
-        model_type="deepseek_v3", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
+        model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
     )
     config = SimpleNamespace(get_text_config=lambda: text)
     with pytest.raises(UserError, match=r"keeps 80 elements a token .* kernels for 576"):
@@ -294,3 +294,6 @@ def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch
         launch.check_model(config, 1, cpu=True)
     text.rope_parameters = {"rope_type": "yarn"}
     launch.check_model(config, 1, cpu=True)
+    text.model_type = "deepseek_v3"
+    with pytest.raises(UserError, match="DeepSeek V3 on a CPU"):
+        launch.check_model(config, 1, cpu=True)
