@@ -23,7 +23,13 @@ def require_vllm() -> None:
 
 def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
     """A tiny model with attention heads of 32 elements, the smallest that vLLM's CPU kernels have."""
-    shape = {"hidden_size": 128} if arch == "qwen2" else {"hidden_size": 64, "head_dim": 32}
+    shape: dict[str, Any] = {"hidden_size": 64, "head_dim": 32}
+    if arch in ("qwen2", "gpt2"):
+        shape = {"hidden_size": 128} | ({"n_layer": 2, "n_head": 4, "head_dim": 32} if arch == "gpt2" else {})
+    if arch == "gemma2":
+        shape |= {"sliding_window": 40, "query_pre_attn_scalar": 32}
+    if arch == "gpt_oss":
+        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     return tiny_model(path, arch, tied=tied, scale=3.0, **shape)
 
 

@@ -27,6 +27,7 @@ TEMPERATURE = 0.8
 LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
 PROMPTS = [LONG, LONG[:7], [250]]
 MODELS = [("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
+MODELS += [("gemma2", True), ("gpt2", True)]
 
 
 def trainer(path: Path) -> Any:
@@ -101,6 +102,23 @@ def refuses_weights_that_are_not_the_models(actor: Any, sampler: Any) -> None:
         sample(sampler, PROMPTS)
     with pytest.raises(RuntimeError, match="started anew"):
         sampler.load_weights(actor.named_weights(), 3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"), [("gemma2", "an output matrix of its own"), ("gpt_oss", "copies 10 weights by itself")]
+)
+def test_models_that_would_keep_old_weights_are_refused(tmp_path: Path, arch: str, said: str) -> None:
+    from verl.weight_sync.base import WeightSyncError
+
+    path = vllm_model(tmp_path / "model", arch)
+    sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True)
+    try:
+        with pytest.raises(WeightSyncError, match=said):
+            sampler.load_weights(trainer(path).named_weights(), 0)
+        with pytest.raises(RuntimeError, match="started anew"):
+            sample(sampler, PROMPTS)
+    finally:
+        sampler.close()
 
 
 TENSOR_PARALLEL = """

@@ -266,7 +266,8 @@ def test_a_request_that_fits_exactly_is_taken() -> None:
 
 
 def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda: [32, 64])
+    sizes = {"cpu_attn": [32, 64], "mla.cpu_mla": [576]}
+    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda module, name: sizes[module])
     own = [SimpleNamespace(head_dim=width, hidden_size=128) for width in (32, 48)]
     text = SimpleNamespace(num_attention_heads=4, is_heterogeneous=True, per_layer_config=own)
     config = SimpleNamespace(get_text_config=lambda: text)
@@ -275,3 +276,24 @@ def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: 
     launch.check_model(config, 2, cpu=False)
     own[1].head_dim = 64
     launch.check_model(config, 1, cpu=True)
+
+
+def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of latent vectors is as wide as they are, whatever head_dim says."""
+    sizes = {"cpu_attn": [32, 64], "mla.cpu_mla": [576]}
+    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda module, name: sizes[module])
+    text = SimpleNamespace(
+        model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
+    )
+    config = SimpleNamespace(get_text_config=lambda: text)
+    with pytest.raises(UserError, match=r"keeps 80 elements a token .* kernels for 576"):
+        launch.check_model(config, 1, cpu=True)
+    launch.check_model(config, 1, cpu=False)
+    text.kv_lora_rank = 512
+    with pytest.raises(UserError, match=r"rope_type=default.*rollout\.name=native"):
+        launch.check_model(config, 1, cpu=True)
+    text.rope_parameters = {"rope_type": "yarn"}
+    launch.check_model(config, 1, cpu=True)
+    text.model_type = "deepseek_v3"
+    with pytest.raises(UserError, match="DeepSeek V3 on a CPU"):
+        launch.check_model(config, 1, cpu=True)

@@ -73,7 +73,10 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
             f"rollout.tensor_model_parallel_size={ranks} does not divide the model's {heads} attention heads; use one of "
             f"{valid}"
         )
-    sizes = _cpu_head_sizes() if cpu else []
+    if cpu and (latent := _latent_width(text)):
+        _check_latent(text, latent)
+        return
+    sizes = _cpu_head_sizes("cpu_attn", "CPUAttentionBackend") if cpu else []
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
         if sizes and size and size not in sizes:
@@ -83,11 +86,38 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
             )
 
 
-def _cpu_head_sizes() -> list[int]:
+def _check_latent(text: Any, width: int) -> None:
+    if (known := _cpu_head_sizes("mla.cpu_mla", "CPUMLABackend")) and width not in known:
+        raise UserError(
+            f"the model's latent attention keeps {width} elements a token (kv_lora_rank + qk_rope_head_dim); on a CPU vLLM "
+            f"has kernels for {', '.join(map(str, known))}: set rollout.name=native"
+        )
+    if text.model_type == "deepseek_v3":
+        raise UserError(
+            "DeepSeek V3 on a CPU: vLLM 0.32 samples there from another distribution than the model's (seen, not explained); "
+            "set rollout.name=native"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "default":
+        raise UserError(
+            "latent attention with plain rotary positions (rope_type=default): on a CPU vLLM 0.32 turns its keys wrongly "
+            "and samples from another distribution than the model's; set rollout.name=native"
+        )
+
+
+def _latent_width(text: Any) -> int:
+    """Elements per token in the cache of DeepSeek's latent attention, 0 for other models."""
+    rank = int(getattr(text, "kv_lora_rank", None) or 0)
+    if not rank or not str(getattr(text, "model_type", "")).startswith("deepseek"):
+        return 0
+    return rank + int(getattr(text, "qk_rope_head_dim", None) or 0)
+
+
+def _cpu_head_sizes(module: str, name: str) -> list[int]:
     import importlib
 
     try:
-        backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+        backend = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
         return [int(size) for size in backend.get_supported_head_sizes()]
     except (ImportError, AttributeError):
         return []  # a version that keeps it elsewhere says it itself, later

@@ -1,12 +1,14 @@
 """What is added to vLLM's own workers: they fetch weights from shared memory and put them into their model.
 
-The class is mixed into vLLM's worker (`worker_extension_cls`), so its names must not be the worker's own. Four things
-that go wrong without a word on a CPU are looked after here (the fourth, the prefix cache, by the engine):
+The class is mixed into vLLM's worker (`worker_extension_cls`), so its names must not be the worker's own. What would go
+wrong without a word is looked after here (the prefix cache by the engine):
 
 - linear weights were packed when they were first loaded: every load goes through vLLM's layer-wise reload;
-- a tied output matrix has a packed copy of its own: it is loaded again under its own name;
+- a tied output matrix has a packed copy of its own on a CPU: it is packed again, whatever the names of its weights are;
 - expert layers keep their packed kernel: it is dropped, so that it is built from the new weights. On a device the kernel
-  stays: it reads the weights where they are, and captured graphs hold on to what it has.
+  stays: it reads the weights where they are, and captured graphs hold on to what it has;
+- some models copy weights by themselves, past the reload, and say that they loaded them: nothing would change, so that
+  is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
@@ -73,17 +74,18 @@ class WeightReceiver:
 
 
 class _Arrived:
-    """Counts what comes, copies it out of the bucket, and sends a tied head after its embedding."""
+    """Counts what comes, and copies it out of the bucket."""
 
     def __init__(self, model: Any, checksums: bool):
-        self._tied = _tied(model)
+        self._model = model
+        self._headless = not _has_head(model)
         self._wanted = checksums
         self.checksums: dict[str, str] = {}
         self.count = self.bytes = 0
 
     def watch(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same weights, each in memory of its own: the reload keeps some until their layer is complete."""
-        head_came, embedding = False, None
+        """The same weights, each in memory of its own: the reload keeps some until their layer is complete. Without the
+        tied output matrix for a model that has none besides its embedding; ValueError for one of its own then."""
         for name, view in weights:
             tensor = view.clone()
             self.count += 1
@@ -92,12 +94,13 @@ class _Arrived:
                 from verl.weight_sync.verify import checksums
 
                 self.checksums |= checksums([(name, tensor)])
-            head_came |= name.endswith(_HEAD)
-            if self._tied and name.endswith(_EMBEDDING):
-                embedding = (name, tensor)
-            yield name, tensor
-        if embedding is not None and not head_came:
-            yield _HEAD, embedding[1]
+            if not (self._headless and name.endswith(_HEAD)):
+                yield name, tensor
+            elif not _tied(self._model):
+                raise ValueError(
+                    f"load_weights: vLLM's {type(self._model).__name__} always computes logits with its embedding, and this "
+                    "model has an output matrix of its own (tie_word_embeddings=False): set rollout.name=native"
+                )
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
@@ -112,10 +115,19 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
             method.moe_kernel = None
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
-        loaded = model.load_weights(weights)
-        incomplete = _incomplete(model)
+        # What a model derives from its weights once they are there (MLA's matrices) is not among these.
+        wanted = {name for name, _ in model.named_parameters()}
+        try:
+            loaded = model.load_weights(weights)
+        except KeyError as error:
+            raise ValueError(
+                f"load_weights: vLLM's {type(model).__name__} has no place for the weight {error}; it builds the model from "
+                "config.json in a different way than the trainer"
+            ) from error
+        incomplete, past = _incomplete(model), _past_the_reload(model, loaded or set())
         finalize_layerwise_reload(model, worker.model_config)
-    _require(model, loaded, incomplete)
+        _pack_tied(model)
+    _require(model, wanted, loaded, incomplete, past)
     for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
         if callable(getattr(runner, name, None)):
             getattr(runner, name)()
@@ -135,15 +147,59 @@ def _incomplete(model: Any) -> list[str]:
     return out
 
 
-def _require(model: Any, loaded: set[str] | None, incomplete: list[str]) -> None:
+def _past_the_reload(model: Any, loaded: set[str]) -> list[str]:
+    """Weights that the model says it loaded, of layers that the reload saw nothing for: they were copied into stand-ins
+    without memory, and the old values come back. Before `finalize_layerwise_reload`."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    out = []
+    for name, layer in model.named_modules():
+        info: Any = layerwise.get_layerwise_info(layer)
+        if info.can_load() and not getattr(info, "load_numel", 0):
+            own = (f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False))
+            out += [weight for weight in own if weight in loaded]
+    return out
+
+
+def _require(
+    model: Any, wanted: set[str], loaded: set[str] | None, incomplete: list[str], past: list[str]
+) -> None:
+    if past:
+        raise ValueError(
+            f"load_weights: vLLM's {type(model).__name__} copies {len(past)} weights by itself, past the reload of this vLLM, "
+            f"among them {past[:3]}: it would go on with the old ones. Set rollout.name=native"
+        )
     missing = incomplete
     if loaded is not None:
-        known = {name for name, _ in model.named_parameters()}
+        known = {name for name, _ in model.named_parameters() if name in wanted}
         missing = missing + sorted(known - loaded)
     if missing:
         raise ValueError(
             f"load_weights: no value came for {len(missing)} of vLLM's weights, among them {missing[:3]}"
         )
+
+
+def _pack_tied(model: Any) -> None:
+    """Pack again what several vocabulary layers share: only those that were loaded under their own name have been."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    sharing: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            sharing.setdefault(id(module.weight), []).append(module)
+    for modules in sharing.values():
+        for module in modules if len(modules) > 1 else ():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _has_head(model: Any) -> bool:
+    """Whether the model has a module for its output matrix, tied or not, under whatever name."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return any(isinstance(m, ParallelLMHead) for m in model.modules()) or any(
+        name.endswith(_HEAD) for name in names
+    )
 
 
 def _tied(model: Any) -> bool:
