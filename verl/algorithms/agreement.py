@@ -145,10 +145,8 @@ def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
     bound = np.percentile(sample, 0.98 * percent) if len(sample) * (100 - percent) >= 1000 else -math.inf
     top = np.concatenate([part[part > bound] for part in parts])
     equal = sum(int(np.count_nonzero(part == bound)) for part in parts)
-    low, above = (
-        math.floor(place),
-        count - len(top),
-    )  # in order: lesser ones, the equal ones, from `above` on `top`
+    # In order of size: lesser ones, the equal ones, and from `above` on those of `top`.
+    low, above = math.floor(place), count - len(top)
     if low < above - equal:
         return float(np.percentile(np.concatenate(list(parts)), percent))
     wanted = (low, min(low + 1, count - 1))

@@ -34,7 +34,7 @@ class AttentionPlan(Protocol):
     ) -> torch.Tensor:
         """query [1, Hq, S, D], key and value [1, Hkv, S, D] of the packed tokens → output [1, S, Hq, D].
 
-        `module.layer_idx` names the layer.
+        `module` is the layer that asks; it may ask more than once in a pass.
         """
 
 

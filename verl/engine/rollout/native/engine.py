@@ -84,6 +84,7 @@ class NativeEngine(RolloutEngine):
         positions.settle(model, max_model_len)
         device = next(model.parameters()).device
         self._platform = detect(device.type)
+        # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
