@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.engine.adapters import adapted_layers, merged_weight
+from verl.models.adapters import adapted_layers, merged_weight
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
