@@ -17,6 +17,27 @@ def slow(self):
 NativeEngine.step = slow
 """
 
+STANDING_STILL = """
+import os, signal
+from verl.engine.rollout.native.engine import NativeEngine
+
+_step, calls = NativeEngine.step, [0]
+
+def step(self):
+    calls[0] += 1
+    if calls[0] == {call}:
+        try:
+            mark = os.open("{mark}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            pass
+        else:
+            os.write(mark, str(os.getpid()).encode() + b"\\n")
+            os.kill(os.getpid(), signal.SIGSTOP)
+    _step(self)
+
+NativeEngine.step = step
+"""
+
 HANGING_RANK = """
 import time
 from verl.workers.train_worker import TrainWorker
