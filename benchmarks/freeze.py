@@ -83,7 +83,7 @@ def train(place: Workplace, name: str) -> Facts:
     run, folder = RUNS[name.removeprefix("run/")], place.folder / f"{name.replace('/', '-')}-out"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt, which the run would resume
     words = place.words([*run.words, f"trainer.default_local_dir={folder}"], run=folder)
-    done = place.start([sys.executable, *run.program, *words], name, limit=500)
+    done = place.start([sys.executable, *run.program, *words], name, limit=1200)
     if done.returncode != 0:
         print(f"  {name} ended with {done.returncode}:\n{done.stderr[-2000:]}", flush=True)
     facts = run_facts(folder, {str(folder): "<run>", **place.texts}) if folder.is_dir() else {}
