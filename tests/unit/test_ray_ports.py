@@ -152,14 +152,14 @@ def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(
     from verl.config import load
     from verl.errors import UserError
     from verl.workers.ray.actors import TrainActor
-    from verl.workers.ray.worker_group import RayWorkerGroup, WorkerHandle
+    from verl.workers.ray.calls import RayCalls, WorkerHandle
 
     plain = json.loads(json.dumps(load(["trainer.device=cpu"]).to_dict(), default=str))
     with cluster_of(1) as cluster, socket.create_server(("127.0.0.1", 0)) as taken:
         ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         try:
             handles = [TrainActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
-            group = RayWorkerGroup(
+            group = RayCalls(
                 [WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)]
             )
             group.call("facts")

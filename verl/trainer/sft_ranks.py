@@ -48,7 +48,7 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.workers.balance import partition
+        from verl.workers.plan import partition
 
         return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from verl.platform import Platform
     from verl.tracking.mfu import ModelCost
-    from verl.trajectory import Trajectory
+    from verl.trajectory import Segment
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class MicroBatch:
     (entropy too when asked for). Scratch for the loss lives in `cache`.
     """
 
-    rows: Sequence[Trajectory]
+    rows: Sequence[Segment]
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -76,14 +76,12 @@ class TrainingEngine(ABC):
     dp_size: int = 1
 
     @abstractmethod
-    def log_probs(
-        self, rows: Sequence[Trajectory], *, temperature: float, entropy: bool = False
-    ) -> TokenStats:
+    def log_probs(self, rows: Sequence[Segment], *, temperature: float, entropy: bool = False) -> TokenStats:
         """Log-probs of the response tokens under softmax(logits / temperature), no gradient."""
 
     @abstractmethod
     def step(
-        self, rows: Sequence[Trajectory], loss: MicroLoss, *, temperature: float, entropy: bool = False
+        self, rows: Sequence[Segment], loss: MicroLoss, *, temperature: float, entropy: bool = False
     ) -> StepResult:
         """Forward and backward over micro-batches, clip, and one optimizer step.
 
