@@ -21,7 +21,7 @@ from verl.trainer.refused import RefusedSteps
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Trajectory
-    from verl.workers.actor import UpdateResult
+    from verl.workers.plan import UpdateResult
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]

@@ -89,7 +89,7 @@ def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
         if name not in COLUMNS:
             raise ValueError(f"{name!r} is not a column; known: {', '.join(COLUMNS)}")
         have = [row for row in rows if name in row.columns]
-        if not have:
+        if not have and name not in _ALWAYS:
             continue
         joined = _join([row.columns[name] for row in have], _ON_THE_WAY.get(name, COLUMNS[name].dtype))
         expected = sum(row.length for row in have)

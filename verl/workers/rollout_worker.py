@@ -56,7 +56,7 @@ class RolloutWorker(Profiled):
         from verl.platform import detect
         from verl.platform.allocator import tune_allocator
         from verl.workers import build
-        from verl.workers.train_worker import quiet_libraries
+        from verl.workers.worker import quiet_libraries
 
         tune_allocator()
         quiet_libraries()

@@ -17,7 +17,7 @@ from verl.errors import UserError
 from verl.platform.cores import usable
 from verl.platform.environment import DEFAULTS
 from verl.platform.network import check_reachable
-from verl.workers.choose import no_cluster
+from verl.workers.resources import no_cluster
 from verl.workers.ray.calls import joined, within
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
