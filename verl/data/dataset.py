@@ -116,7 +116,7 @@ class PromptDataset:
     def _unscored(self, sources: set[str]) -> dict[str, str]:
         """Sources that no built-in function scores, each with what to say about it."""
         if self._score_known is None:
-            from verl.reward.registry import unsupported
+            from verl.reward.rules import unsupported
 
             return unsupported(sorted(sources))
         message = "no built-in reward function for {!r}; set custom_reward_function.path"

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from verl.errors import UserError
-from verl.reward.gsm8k import clean_number, same_number
 from verl.reward.outcome import Outcome
 from verl.reward.pool import FunctionSpec
 from verl.reward.reference import GARBAGE, HOSTILE, forms, reference_answers, rule_or_none, truth_text
-from verl.reward.registry import unsupported
+from verl.reward.rules import unsupported
+from verl.reward.rules.gsm8k import clean_number, same_number
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Prompt

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.reward.errors import UnknownSource
-from verl.reward.registry import rule_for
+from verl.reward.rules import rule_for
 
 _FORMS = {
     "gsm8k": "#### {}",

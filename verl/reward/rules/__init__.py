@@ -64,7 +64,7 @@ def unsupported(sources: Iterable[str]) -> dict[str, str]:
 
 
 def _rule(name: str) -> Callable[..., Any]:
-    return importlib.import_module(f"verl.reward.{name}").compute_score
+    return importlib.import_module(f"verl.reward.rules.{name}").compute_score
 
 
 def _options(rule: str) -> list[str]:
@@ -74,12 +74,14 @@ def _options(rule: str) -> list[str]:
 
 def check_kwargs(kwargs: Iterable[str]) -> None:
     """RewardLoadError if no built-in rule takes one of these `custom_reward_function.reward_kwargs`."""
+    unknown = set(kwargs)
+    if not unknown:
+        return
     rules = dict.fromkeys([*_TABLE.values(), *_PREFIXES.values()])
     known = {option: None for rule in rules for option in _options(rule)}
-    unknown = [name for name in kwargs if name not in known]
-    if unknown:
+    if unknown := unknown - known.keys():
         raise RewardLoadError(
-            f"custom_reward_function.reward_kwargs.{unknown[0]}: no built-in reward takes it (they take: "
+            f"custom_reward_function.reward_kwargs.{min(unknown)}: no built-in reward takes it (they take: "
             f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
         )
 
