@@ -444,11 +444,11 @@ def test_precheck_shows_values_and_refuses_a_function_that_fails(
     prompts = [answer("", truth=t).prompt for t in ("72", "raise", "5")]
     probes = asyncio.run(precheck(make(), prompts[:1] + prompts[2:]))
     assert [(p.of_reference.score, p.of_empty.score) for p in probes] == [(1.0, 0.0)] * 2
-    assert "the reference '72' scores 1, an empty answer 0" in capsys.readouterr().err
-    with pytest.raises(RewardPrecheckError, match=r"on the answer 'raise' to f\.parquet row 3 .*KeyError"):
+    assert "the reference '72' scores 1, an empty response 0" in capsys.readouterr().err
+    with pytest.raises(RewardPrecheckError, match=r"on the response 'raise' to f\.parquet row 3 .*KeyError"):
         asyncio.run(precheck(make(), prompts))
     (tmp_path / "empty.py").write_text("def compute_score(**k): return 1 / len(k['solution_str'])\n")
-    with pytest.raises(RewardPrecheckError, match=r"on an empty answer .*ZeroDivisionError"):
+    with pytest.raises(RewardPrecheckError, match=r"on an empty response .*ZeroDivisionError"):
         asyncio.run(precheck(make(path=str(tmp_path / "empty.py")), prompts))
 
 
