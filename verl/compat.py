@@ -41,7 +41,7 @@ SERVED: dict[str, str | dict[str, str]] = {
         "collate_fn": "verl.data.plugins:collate_fn",
     },
     "verl.utils.dataset.multiturn_sft_dataset": {
-        "MultiTurnSFTDataset": "verl.data.plugins:MultiTurnSFTDataset"
+        "MultiTurnSFTDataset": "verl.data.sft:SFTDataset"
     },
     "verl.experimental.dataset.sampler": {
         "AbstractSampler": "verl.data.plugins:AbstractSampler",

@@ -369,6 +369,7 @@ class RowFiles:
         if not paths:
             raise DataError("no data file is named; set data.train_files (or data.val_files)")
         self.files = [open_file(str(path), cache_dir, use_shm=use_shm) for path in paths]
+        self.paths = [file.path for file in self.files]
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
         self._starts = [0]
         for file in self.files:

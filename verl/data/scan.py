@@ -7,10 +7,10 @@ data.filter_overlong_prompts_workers asks for them.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,32 +18,13 @@ from verl.data.chat import BadRow, ChatRenderer
 from verl.data.rows import RowFields, RowRules, chat_row, plain_row
 
 CHUNK = 512
+# Fewer rows than this are scanned in this process: starting others takes longer.
 WORTH_PROCESSES = 20_000
-"""Fewer rows than this are scanned in this process: starting others takes longer."""
-
-
-class RowSource(Protocol):
-    """Numbered rows: files, or a custom dataset."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each file."""
-        ...
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows start..stop−1."""
-        ...
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """(file number, row number in that file)."""
-        ...
 
 
 @dataclass
 class Scan:
-    """lengths int32 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row."""
+    """lengths int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row."""
 
     lengths: np.ndarray
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -52,9 +33,9 @@ class Scan:
 
 @dataclass
 class Scanner:
-    """Everything a process needs to scan rows. `plain[f]` says whether file f has the plain format."""
+    """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format?"""
 
-    source: RowSource
+    source: Any
     plain: Sequence[bool]
     rules: RowRules
     renderer: ChatRenderer
@@ -67,34 +48,33 @@ class Scanner:
         return chat_row(row, self.rules)
 
     def chunk(self, start: int, stop: int) -> Scan:
-        """Scan rows start..stop−1; positions in the result count from 0."""
-        scan = Scan(np.full(stop - start, -1, np.int32), sources=[""] * (stop - start))
+        """Scan rows start..stop−1; `bad` has row numbers of the whole source."""
+        scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
-        for offset, row in enumerate(self.source.rows(start, stop)):
+        for index, row in enumerate(self.source.rows(start, stop), start):
             try:
-                fields = self.fields(row, start + offset)
-                scan.sources[offset] = fields.data_source
-                texts[offset] = self.renderer.prompt_text(fields.cell, self.rules.prompt_key)
+                fields = self.fields(row, index)
+                scan.sources[index - start] = fields.data_source
+                texts[index] = self.renderer.prompt_text(fields.cell, self.rules.prompt_key)
             except BadRow as bad:
-                scan.bad[offset] = (bad.problem, bad.detail)
-        for offset, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):
-            scan.lengths[offset] = len(ids)
-            if len(ids) == 0:
-                scan.lengths[offset], scan.bad[offset] = -1, ("prompt empty", "it renders to no token")
+                scan.bad[index] = (bad.problem, bad.detail)
+        for index, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):
+            if len(ids):
+                scan.lengths[index - start] = len(ids)
+            else:
+                scan.bad[index] = ("prompt empty", "it renders to no token")
         return scan
 
 
-def scan_all(scanner: Scanner, workers: int = 1, on_progress: Callable[[int], None] | None = None) -> Scan:
-    """Scan every row of the source. `on_progress` receives the number of rows done so far."""
+def scan_all(scanner: Scanner, workers: int = 1) -> Scan:
+    """Scan every row of the source."""
     total = len(scanner.source)
     spans = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
-    whole = Scan(np.full(total, -1, np.int32), sources=[""] * total)
-    for (start, stop), part in zip(spans, _parts(scanner, spans, workers), strict=True):
-        whole.lengths[start:stop] = part.lengths
-        whole.sources[start:stop] = part.sources
-        whole.bad.update({start + offset: what for offset, what in part.bad.items()})
-        if on_progress is not None:
-            on_progress(stop)
+    parts = list(_parts(scanner, spans, workers))
+    whole = Scan(np.concatenate([part.lengths for part in parts]))
+    for part in parts:
+        whole.bad |= part.bad
+        whole.sources += part.sources
     return whole
 
 
