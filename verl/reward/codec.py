@@ -23,14 +23,14 @@ class NotPlain(TypeError):
     """A value is of a kind that cannot be sent to a scoring process; the message names the path to it."""
 
 
-def encode(message: Any) -> bytes:
-    """One line. The message must be plain (see `to_plain`)."""
-    return dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
+def encode(message: Any, name: str = "message") -> bytes:
+    """One line. NotPlain names the place (in `name`) and the type of what cannot travel."""
+    return dumps(to_plain(message, name), separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Any:
     """The message of a line. ValueError for a line that holds none."""
-    return loads(line)
+    return from_plain(loads(line))
 
 
 def to_plain(value: Any, where: str = "value") -> Any:

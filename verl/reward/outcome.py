@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from verl.reward.codec import NotPlain, from_plain, to_plain
+from verl.reward.codec import NotPlain, to_plain
 from verl.reward.errors import BadScore
 
 KINDS = ("exception", "timeout", "crash", "value", "load")
@@ -35,13 +35,13 @@ class Outcome:
     traceback: str = ""
 
     def to_row(self) -> list[Any]:
-        """The fields in order, as values that travel."""
-        return [to_plain(getattr(self, name)) for name in self.__slots__]
+        """The fields in order."""
+        return [getattr(self, name) for name in self.__slots__]
 
     @classmethod
     def from_row(cls, row: list[Any]) -> Outcome:
         """Inverse of `to_row`. ValueError for a row that is neither a finite score nor a failure."""
-        outcome = cls(*map(from_plain, row))
+        outcome = cls(*row)
         if outcome.error is None:
             outcome.score = _number(outcome.score, "the score sent")
         return outcome

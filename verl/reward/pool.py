@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.platform.cores import usable
-from verl.reward.codec import decode, encode, to_plain
+from verl.reward.codec import decode, encode
 from verl.reward.outcome import Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
@@ -77,17 +77,6 @@ class FunctionSpec:
     def label(self) -> str:
         """For messages."""
         return f"{self.name} ({self.path})" if self.path else "the built-in reward"
-
-    def init(self) -> dict[str, Any]:
-        """First message to a process. NotPlain if the kwargs cannot be sent."""
-        return {
-            "path": self.path,
-            "name": self.name,
-            "kwargs": to_plain(self.kwargs, "custom_reward_function.reward_kwargs"),
-            "batch": self.batch,
-            "positional": self.positional,
-            "manager": to_plain(self.manager, "the configuration"),
-        }
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,10 @@ class RateGate:
 class _Task:
     """A call on its way. `alone`: it is run again, in a process that runs nothing else."""
 
-    message: dict[str, Any]
+    id: int
+    message: bytes
+    timeout: float
+    count: int
     future: Future[list[Outcome]]
     queued: float
     alone: bool = False
@@ -169,7 +161,7 @@ class _Worker:
         self.timer: asyncio.TimerHandle | None = None
         self.process: asyncio.subprocess.Process | None = None
 
-    async def start(self, init: dict[str, Any]) -> None:
+    async def start(self, init: bytes) -> None:
         """Start the process and send it its function. OSError if the system gives no process or socket."""
         paths = json.dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
         ours, theirs = socket.socketpair()
@@ -188,11 +180,7 @@ class _Worker:
             except BaseException:
                 self.writer.close()
                 raise
-        self.send(init)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send without waiting. A process that is gone loses its messages; its death is seen by its reader."""
-        self.writer.write(encode(message))
+        self.writer.write(init)
 
     def takes(self, task: _Task) -> bool:
         """True if the task can start here now."""
@@ -244,17 +232,12 @@ class Pool:
     `notices` collects what happened to processes ({"event", …}), for the caller to drain.
     """
 
-    def __init__(
-        self, spec: FunctionSpec, *, workers: int, name: str = "reward", gate: RateGate | None = None
-    ):
-        if workers < 1:
-            raise ValueError(f"reward_model.num_workers={workers}: at least one scoring process is needed")
+    def __init__(self, spec: FunctionSpec, *, workers: int, gate: RateGate | None = None):
         self.spec = spec
         self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
-        self._init = spec.init()
+        self._init = encode(vars(spec), spec.label)
         self._max = workers
         self._cpus = usable()
-        self._name = name
         self._gate = gate
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -275,15 +258,9 @@ class Pool:
 
         `timeout` in seconds counts from the moment a process takes the call. RuntimeError after `close`.
         """
-        message = {
-            "id": next(self._ids),
-            "call": to_plain(call.arguments, "the row"),
-            "kwargs": to_plain(call.kwargs, "reward_kwargs"),
-            "seed": call.seed,
-            "timeout": timeout,
-            "count": call.count,
-        }
-        task = _Task(message, Future(), time.monotonic())
+        number = next(self._ids)
+        message = encode({"id": number, "timeout": timeout, **vars(call)}, "the call")
+        task = _Task(number, message, timeout, call.count, Future(), time.monotonic())
         with self._lock:
             if self._closed:
                 raise RuntimeError("the scoring pool is closed")
@@ -302,15 +279,10 @@ class Pool:
             thread.join(timeout=10)
         atexit.unregister(self.close)
 
-    @property
-    def size(self) -> int:
-        """Processes there are now."""
-        return len(self._workers)
-
     def _start_thread(self) -> None:
         self._stop = asyncio.Event()
         self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name=f"{self._name}-pool", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -359,12 +331,11 @@ class Pool:
 
     def _give(self, task: _Task, worker: _Worker) -> None:
         task.started = time.monotonic()
-        limit = task.message["timeout"]
-        verdict = failed("timeout", f"it took more than {limit:g} s")
+        verdict = failed("timeout", f"it took more than {task.timeout:g} s")
         grace = ASYNC_GRACE if worker.is_async else 0.0
-        task.timer = self._loop.call_later(limit + grace, self._condemn, worker, verdict)
-        worker.running[task.message["id"]] = task
-        worker.send(task.message)
+        task.timer = self._loop.call_later(task.timeout + grace, self._condemn, worker, verdict)
+        worker.running[task.id] = task
+        worker.writer.write(task.message)
 
     def _grow(self, task: _Task) -> None:
         """Start one more process for the oldest call, or set a timer for when one is due."""
@@ -423,7 +394,7 @@ class Pool:
         match message:
             case {"id": number, "outcomes": rows}:
                 outcomes = [Outcome.from_row(row) for row in rows]
-                if len(outcomes) != worker.running[number].message["count"]:
+                if len(outcomes) != worker.running[number].count:
                     raise ValueError(f"{len(outcomes)} outcomes")
                 self._finish(worker.running.pop(number), *outcomes)
             case {"section": None}:
@@ -446,7 +417,7 @@ class Pool:
         """End a process that is over a limit, after it has said where it is."""
         if worker.verdict is None:
             worker.verdict = verdict
-            worker.send({"stack": True})
+            worker.writer.write(encode({"stack": True}))
             worker.set_timer(self._loop.call_later(STACK_WAIT, worker.kill))
 
     def _bury(self, worker: _Worker) -> None:
@@ -454,7 +425,12 @@ class Pool:
         self._workers.remove(worker)
         outcome = worker.verdict or failed("crash", f"it ended the scoring process ({worker.exit_text()})")
         if not worker.ready:
-            self._failed_start(worker, outcome)
+            self._start_failures += 1
+            if outcome.kind != "load" and self._start_failures >= START_ATTEMPTS:
+                message = f"importing {self.spec.label} ends the scoring process ({worker.exit_text()})"
+                outcome = failed("load", message)
+            if outcome.kind == "load":
+                self._give_up(outcome)
         elif self._unusable is None:
             pid = worker.process.pid if worker.process is not None else None
             self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
@@ -467,14 +443,6 @@ class Pool:
             for task in tasks:
                 self._finish(task, replace(outcome, seconds=time.monotonic() - (task.started or 0.0)))
         self._dispatch()
-
-    def _failed_start(self, worker: _Worker, outcome: Outcome) -> None:
-        self._start_failures += 1
-        if outcome.kind == "load":
-            self._give_up(outcome)
-        elif self._start_failures >= START_ATTEMPTS:
-            message = f"importing {self.spec.label} ends the scoring process ({worker.exit_text()})"
-            self._give_up(failed("load", message))
 
     def _give_up(self, outcome: Outcome) -> None:
         """No further process can be started: go on with those that run, or fail everything."""
@@ -490,6 +458,6 @@ class Pool:
         task.cancel_timer()
         if self._gate is not None and task.started is not None:
             self._gate.finish()
-        many = outcomes if len(outcomes) > 1 else outcomes * task.message["count"]
+        many = outcomes if len(outcomes) > 1 else outcomes * task.count
         if not task.future.done():
             task.future.set_result(list(many))

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from verl.reward.codec import decode, encode, from_plain
+from verl.reward.codec import decode, encode
 from verl.reward.errors import RewardLoadError
 from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, failed, outcome_of, raised, text_of
 
@@ -130,7 +130,7 @@ class Function:
     """The function of this process and how it is called."""
 
     def __init__(self, init: dict[str, Any]):
-        self.kwargs: dict[str, Any] = from_plain(init["kwargs"])
+        self.kwargs: dict[str, Any] = init["kwargs"]
         self.batch: bool = init["batch"]
         self.positional = False
         self.is_async = False
@@ -138,7 +138,7 @@ class Function:
         if init["manager"]:
             from verl.reward.managers import Manager
 
-            manager = Manager(init["path"], init["name"], from_plain(init["manager"]))
+            manager = Manager(init["path"], init["name"], init["manager"])
             self.call, self.is_async = manager, manager.is_async
         elif init["path"] is None:
             from verl.reward.rules import check_kwargs, default_compute_score
@@ -156,8 +156,7 @@ class Function:
             self.is_async = load.is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
-        arguments = from_plain(message["call"])
-        kwargs = {**from_plain(message["kwargs"]), **self.kwargs}
+        arguments, kwargs = message["arguments"], {**message["kwargs"], **self.kwargs}
         _seed(message["seed"])
         if self.positional:
             return self.call(*arguments.values(), **kwargs)
@@ -187,10 +186,6 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def _reply(channel: Channel, message: dict[str, Any], outcomes: list[Outcome]) -> None:
-    channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
-
-
 def _serve(channel: Channel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
@@ -205,7 +200,7 @@ def _serve(channel: Channel, function: Function) -> None:
             outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], _clock() - started)
-        _reply(channel, message, outcomes)
+        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
 
 
 async def _finish(value: Any) -> Any:
@@ -228,7 +223,7 @@ def _serve_async(channel: Channel, function: Function) -> None:
             outcomes = [outcome] * message["count"]
         else:
             outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
-        _reply(channel, message, outcomes)
+        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()

@@ -120,7 +120,7 @@ def _in_helper(answer: str, truth: str, limit: float) -> bool:
     with _helper_lock:
         if _helper is None or _helper[0] != os.getpid():
             spec = FunctionSpec(path="pkg://verl.reward.rules.verify", name="compare_task")
-            _helper = (os.getpid(), Pool(spec, workers=1, name="math-verify"))
+            _helper = (os.getpid(), Pool(spec, workers=1))
         pool = _helper[1]
     call = Call(
         {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}
