@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from verl.trajectory import Trajectory
 
 KEY = "reward_manager"
+_PROMPT = ("uid", "ids", "messages", "data_source", "ground_truth", "columns")
+_RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
 _CLASSES: dict[str, type] = {}
 
 
@@ -88,22 +90,10 @@ def manager_function(config: Any) -> FunctionSpec:
 
 
 def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """The response as values that travel."""
-    prompt = trajectory.prompt
-    return {
-        "uid": prompt.uid,
-        "index": trajectory.index,
-        "prompt_ids": prompt.ids.tolist(),
-        "messages": prompt.messages,
-        "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": extra_info,
-        "columns": prompt.columns,
-        "response_ids": trajectory.response_ids.tolist(),
-        "response_mask": trajectory.response_mask.tolist(),
-        "text": trajectory.text,
-        "num_turns": trajectory.num_turns,
-    }
+    """The fields of the response and of its prompt from which `Manager` makes them again, as values that travel."""
+    prompt = {name: getattr(trajectory.prompt, name) for name in _PROMPT}
+    response = {name: getattr(trajectory, name) for name in _RESPONSE}
+    return {"prompt": prompt | {"extra_info": extra_info}, "response": response}
 
 
 class Manager:
@@ -162,22 +152,14 @@ class Manager:
 
         from verl.trajectory import Prompt, Trajectory
 
-        ids, mask = row["response_ids"], row["response_mask"]
-        if not ids and row["text"]:  # a text that is tried before the run
-            ids = self._tokenizer.encode(row["text"], add_special_tokens=False)
-            mask = [True] * len(ids)
-        prompt = Prompt(
-            row["uid"],
-            np.array(row["prompt_ids"], np.int64),
-            row["messages"],
-            row["data_source"],
-            row["ground_truth"],
-            row["extra_info"],
-            columns=row["columns"],
-        )
-        found = Trajectory(prompt, row["index"], np.array(ids, np.int64), np.array(mask, bool))
-        found.text, found.num_turns = row["text"], row["num_turns"]
-        return found
+        response = dict(row["response"])
+        if not response["response_ids"] and response["text"]:  # a text that is tried before the run
+            response["response_ids"] = self._tokenizer.encode(response["text"], add_special_tokens=False)
+            response["response_mask"] = [True] * len(response["response_ids"])
+        ids = np.array(response.pop("response_ids"), np.int64)
+        mask = np.array(response.pop("response_mask"), bool)
+        prompt = Prompt(**row["prompt"] | {"ids": np.array(row["prompt"]["ids"], np.int64)})
+        return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
 def _compute_score(custom: Any) -> Callable[..., Any]:

@@ -143,7 +143,8 @@ class Function:
         elif init["path"] is None:
             from verl.reward.rules import check_kwargs, default_compute_score
 
-            check_kwargs(self.kwargs)
+            if self.kwargs:  # the check loads every rule
+                check_kwargs(self.kwargs)
             self.call = default_compute_score
         else:
             from verl.reward import load
