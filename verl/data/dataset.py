@@ -131,19 +131,9 @@ class PromptDataset(CheckedRows):
             if self.config.data.filter_overlong_prompts:
                 raise BadRow("prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before")
             ids = truncate(ids, self._limit, self.config.data.truncation)
-        return Prompt(
-            uid=f"{file}:{number}@{epoch}",
-            ids=ids,
-            messages=as_messages(fields.cell, self.rules.prompt_key),
-            data_source=fields.data_source,
-            ground_truth=fields.ground_truth,
-            extra_info=fields.extra_info,
-            file=self.paths[file],
-            row=number,
-            epoch=epoch,
-            agent_name=fields.agent_name,
-            columns=fields.columns,
-        )
+        messages = as_messages(fields.cell, self.rules.prompt_key)
+        place = {"file": self.paths[file], "row": number, "epoch": epoch}
+        return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """The columns of usable row `row` as a dict, with `raw_prompt` (messages), for samplers and plugins."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.chat import BadRow, ChatRenderer
-from verl.data.rows import RowFields, RowRules, chat_row, plain_row
+from verl.data.rows import RowFields, RowRules, fields_of
 
 CHUNK = 512
 # Fewer rows than this are scanned in this process: starting others takes longer.
@@ -43,9 +43,7 @@ class Scanner:
     def fields(self, row: dict[str, Any], index: int) -> RowFields:
         """The row's parts. Raises BadRow."""
         file, number = self.source.locate(index)
-        if self.plain[file]:
-            return plain_row(row, number, self.rules)
-        return chat_row(row, self.rules)
+        return fields_of(row, number, self.plain[file], self.rules)
 
     def chunk(self, start: int, stop: int) -> Scan:
         """Scan rows start..stop−1; `bad` has row numbers of the whole source."""

@@ -113,7 +113,7 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
     from verl.data.chat import BadRow
     from verl.data.files import open_file
-    from verl.data.rows import RowRules, chat_row, check_columns, plain_row
+    from verl.data.rows import RowRules, check_columns, fields_of
 
     file = open_file(path)
     rules = RowRules(needs_truth=not custom)
@@ -122,24 +122,12 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     prompts, bad = [], []
     for number in numbers:
         try:
-            row = file.row(number)
-            fields = plain_row(row, number, rules) if plain else chat_row(row, rules)
+            fields = fields_of(file.row(number), number, plain, rules)
         except BadRow as error:
             bad.append(f"{path} row {number} cannot be used: {error}")
             continue
-        prompts.append(
-            Prompt(
-                uid=f"0:{number}@0",
-                ids=np.zeros(0, np.int64),
-                messages=fields.cell,
-                data_source=fields.data_source,
-                ground_truth=fields.ground_truth,
-                extra_info=fields.extra_info,
-                file=path,
-                row=number,
-                columns=fields.columns,
-            )
-        )
+        uid, no_ids = f"0:{number}@0", np.zeros(0, np.int64)
+        prompts.append(fields.prompt(uid, no_ids, fields.cell, file=path, row=number))
     return prompts, len(file), bad
 
 
@@ -222,7 +210,8 @@ def _judge(report: Report, built_in: bool) -> None:
                 f"(row {worst.prompt.row}: {worst.outcome.seconds:.1f} s)"
             )
     _judge_scores(report, built_in)
-    _note_references(report)
+    if all(trial.kind != "reference" for trial in report.trials):
+        report.notes.append("no row has a reference: right responses could not be tried")
 
 
 def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
@@ -266,21 +255,6 @@ def _judge_scores(report: Report, built_in: bool) -> None:
             f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns "
             f"{trial.score:g} on row {trial.prompt.row}, where the reference earns {score:g}"
         )
-
-
-def _note_references(report: Report) -> None:
-    labels = {k: v for k, v in _by_label(report.trials).items() if v[0].kind == "reference"}
-    means = {k: np.mean([t.score for t in v]) for k, v in labels.items()}
-    best = max(means.values(), default=0.0)
-    for label, mean in means.items():
-        if mean < best - 1e-9:
-            example = min(labels[label], key=lambda t: t.score)
-            report.notes.append(
-                f"{label} earns {mean:.3g} on average, less than the best form of the reference ({best:.3g}); "
-                f"row {example.prompt.row}: {short(example.response[-60:])}"
-            )
-    if not labels:
-        report.notes.append("no row has a reference: right responses could not be tried")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -70,11 +70,9 @@ def _prepare() -> None:
     global _ready
     if _ready:
         return
-    try:
-        import math_verify.grader
-        import math_verify.parser
-    except ImportError as error:
-        raise VerifyFailed(f"math-verify cannot be imported: {error}") from error
+    import math_verify.grader
+    import math_verify.parser
+
     # It warns once that its own limits are off; ours are on.
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
     math_verify.grader.TIMEOUT_WARNING_SHOWN = True
