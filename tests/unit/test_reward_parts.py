@@ -156,7 +156,7 @@ def test_the_directory_of_the_file_is_importable(user_file: str) -> None:
 
 
 def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardLoadError, match=r"my_rewrd\.py: no such file .*beside it: my_reward\.py"):
+    with pytest.raises(RewardLoadError, match=r"my_rewrd\.py: no such file .*in that folder: my_reward\.py"):
         load.load_function(str(tmp_path / "my_rewrd.py"), "compute_score")
     with pytest.raises(RewardLoadError, match="a directory"):
         load.load_function(str(tmp_path), "compute_score")

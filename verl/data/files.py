@@ -104,14 +104,18 @@ def _private(shared: Path) -> Path:
 
 
 def _missing(path: str, local: Path) -> str:
-    folder = next((p for p in local.parents if p.is_dir()), Path("/"))
-    if folder != local.parent:
+    if not local.parent.is_dir():
         return (
             f"{path}: no such file (the folder {local.parent} does not exist); `verl prepare` makes data sets"
         )
-    names = [p.name for p in folder.iterdir() if p.suffix in _READERS]
-    close = difflib.get_close_matches(local.name, names, n=1, cutoff=0.4) or sorted(names)[:3]
-    return f"{path}: no such file" + (f"; in that folder: {', '.join(close)}" if close else "")
+    return f"{path}: no such file{files_beside(local, tuple(_READERS))}"
+
+
+def files_beside(path: Path, suffixes: tuple[str, ...]) -> str:
+    """For messages about a file that is missing: the names like its own in its folder, else the first ones."""
+    names = sorted(p.name for p in path.parent.glob("*") if p.suffix in suffixes)
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
+    return f"; in that folder: {', '.join(close)}" if close else ""
 
 
 @contextmanager

@@ -27,10 +27,8 @@ class SFTRow:
     mask: np.ndarray
 
 
-@dataclass(slots=True)
-class _Rendered:
-    text: str
-    spans: list[Span]
+# A rendered dialogue: its text, and the spans of it that are learned.
+_Rendered = tuple[str, list[Span]]
 
 
 class SFTDataset(CheckedRows):
@@ -135,25 +133,27 @@ class SFTDataset(CheckedRows):
         if not self._renderer.has_template and self.question_answer and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
-            return _Rendered(whole, [(len(question), len(question) + len(response))])
+            return whole, [(len(question), len(question) + len(response))]
         options = self._options(row)
         text = self._renderer.text(messages, generation=False, **options)
         try:
-            return _Rendered(text, self._finder.spans(messages, text, **options))
+            return text, self._finder.spans(messages, text, **options)
         except BadRow:
             if not self.config.ignore_input_ids_mismatch:
                 raise
-            return _Rendered(*self._finder.turns_alone(messages, **options))
+            return self._finder.turns_alone(messages, **options)
 
     def _encode(self, rendered: Sequence[_Rendered]) -> list[SFTRow]:
         if not rendered:
             return []
-        texts = [one.text for one in rendered]
+        texts = [text for text, _ in rendered]
         found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         out = []
-        for one, ids, offsets in zip(rendered, found["input_ids"], found["offset_mapping"], strict=True):
+        for (text, spans), ids, offsets in zip(
+            rendered, found["input_ids"], found["offset_mapping"], strict=True
+        ):
             array = np.array(ids, np.int64)
-            out.append(SFTRow(array, token_mask(array, offsets, one.text, one.spans, self._special)))
+            out.append(SFTRow(array, token_mask(array, offsets, text, spans, self._special)))
         return out
 
     def _cut(self, row: SFTRow) -> SFTRow:
