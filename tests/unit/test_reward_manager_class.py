@@ -171,4 +171,4 @@ def test_what_cannot_be_a_manager_is_refused_before_the_run(config, name, messag
 def test_a_manager_that_asks_for_what_nobody_has_says_so(config) -> None:
     t = answer("a")
     score(config("Greedy"), [t])
-    assert t.score is None and "asks for dragons; a manager gets" in t.score_error
+    assert t.score is None and "'dragons'; a manager gets" in t.score_error

@@ -59,6 +59,7 @@ async def later(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "hang": await asyncio.sleep(60)
     if solution_str == "block": time.sleep(60)
     if solution_str == "exit": os._exit(7)
+    if solution_str == "nonsense": tell("I am not a message")
     await asyncio.sleep(0.2)
     return 1.0
 
@@ -301,7 +302,10 @@ def test_an_async_function_over_its_time_is_cancelled_without_killing_the_others
     assert bad.extra["score_failure"]["kind"] == "timeout"
 
 
-@pytest.mark.parametrize(("text", "message"), [("exit", "exit code 7"), ("block", "took more than 2 s")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("exit", "exit code 7"), ("block", "took more than 2 s"), ("nonsense", "no message of ours")],
+)
 def test_only_the_guilty_of_several_concurrent_calls_fails(
     make: Any, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,30 +262,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="verl reward check",
         description="Try a reward function on rows of a data file: the reference, empty, garbage, hostile text.",
     )
-    parser.add_argument(
-        "paths", nargs="*", metavar="FILE", help="reward file (.py or pkg://module) and data file"
-    )
-    parser.add_argument("--data", help="data file: parquet, json or jsonl")
-    parser.add_argument(
-        "--reward", help="file.py or pkg://module; without it the built-in rules by data_source"
-    )
-    parser.add_argument(
-        "--name", default="compute_score", help="name of the function (default: compute_score)"
-    )
-    parser.add_argument("--samples", type=int, default=32, help="rows to try (default: 32)")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
-    parser.add_argument("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="FILE", help="reward file (.py or pkg://module) and data file")
+    add("--data", help="data file: parquet, json or jsonl")
+    add("--reward", help="file.py or pkg://module; without it the built-in rules by data_source")
+    add("--name", default="compute_score", help="name of the function (default: compute_score)")
+    add("--samples", type=int, default=32, help="rows to try (default: 32)")
+    add("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
+    add("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
     return parser
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
-    args = parser.parse_args(list(argv)[1:] if list(argv)[:1] == ["check"] else list(argv))
+    args = parser.parse_args(argv[1:] if argv[:1] == ["check"] else argv)
     for path in args.paths:
-        is_reward = path.endswith(".py") or path.startswith("pkg://")
-        if getattr(args, "reward" if is_reward else "data"):
-            parser.error(f"two {'reward' if is_reward else 'data'} files are named: {path} is the second")
-        setattr(args, "reward" if is_reward else "data", path)
+        kind = "reward" if path.endswith(".py") or path.startswith("pkg://") else "data"
+        if getattr(args, kind):
+            parser.error(f"two {kind} files are named: {path} is the second")
+        setattr(args, kind, path)
     if not args.data:
         parser.error("name a data file: verl reward check --data train.parquet [--reward file.py]")
     if args.samples < 1:
@@ -295,7 +290,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`verl reward check …`: 0 nothing looks wrong, 1 something does, 2 it could not be tried."""
-    args = _arguments(sys.argv[1:] if argv is None else argv)
+    args = _arguments(sys.argv[1:] if argv is None else list(argv))
     try:
         kwargs = json.loads(args.kwargs)
         if not isinstance(kwargs, dict):

@@ -175,20 +175,17 @@ def _compute_score(custom: Any) -> Callable[..., Any]:
 
 def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the class names, and with **kwargs what `reward_model.reward_kwargs` holds."""
-    parameters = inspect.signature(kind).parameters.values()
+    signature = inspect.signature(kind)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     given = {**options, **offered}
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in given
-    ]
-    if missing:
+    chosen = {n: v for n, v in given.items() if n in signature.parameters or (takes_all and n in options)}
+    try:
+        signature.bind(**chosen)
+    except TypeError as error:
         raise RewardLoadError(
-            f"{KEY}.name={kind.__name__} asks for {', '.join(missing)}; a manager gets {', '.join(given)}"
-        )
-    chosen = {p.name: given[p.name] for p in parameters if p.name in given}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return {**options, **chosen} if takes_all else chosen
+            f"{KEY}.name={kind.__name__}: {error}; a manager gets {', '.join(given)}"
+        ) from error
+    return chosen
 
 
 def _single(result: Any) -> Any:

@@ -31,14 +31,13 @@ def parser(
     """The flags that every script has; `folder` is the default under ~/data."""
     folder = folder or name
     out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
-    out.add_argument("--local_save_dir", default=None, help=f"where to write (default ~/data/{folder})")
-    out.add_argument("--local_dir", default=None, help="old name of --local_save_dir")
+    add = out.add_argument
+    add("--local_save_dir", help=f"where to write (default ~/data/{folder})")
+    add("--local_dir", help="old name of --local_save_dir")
     if local_raw:
-        out.add_argument(
-            "--local_dataset_path", default=None, help="raw data on disk; without it, the hub is asked"
-        )
-    out.add_argument("--hdfs_dir", default=None, help="copy the result there (any fsspec URL)")
-    out.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
+        add("--local_dataset_path", help="raw data on disk; without it, the hub is asked")
+    add("--hdfs_dir", help="copy the result there (any fsspec URL)")
+    add("--limit", type=int, help="at most so many rows per split")
     out.set_defaults(default_folder=folder)
     return out
 
