@@ -92,7 +92,7 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
 
 
 def _private(shared: Path) -> Path:
-    """This user's own folder in one that everybody may write to. DataError if somebody else has made it."""
+    """This user's own folder in one that all users may write to. DataError if it belongs to another user."""
     folder = shared / f"verl-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -2,7 +2,7 @@
 
     submit (any thread, any event loop) → queue → a free process → Future[list[Outcome]]
 
-Each process has a task that starts it, reads its messages and buries it, so that whatever a process does or sends ends
+Each process has a task that starts it, reads its messages and removes it, so that whatever a process does or sends ends
 that process alone. A process over its limit is killed, one that dies or sends nonsense is replaced, and the call it
 worked on is failed. Several calls share a process only if the function is async; when such a process has to be killed
 or dies, they are run again one by one, so that only the guilty one fails. A call whose process sent nonsense is run
@@ -40,7 +40,7 @@ from verl.reward.outcome import Outcome, failed
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
 # death to come (the exit code, or what was still on its way); for an async function to be cancelled in its process at
 # the limit, after which the process is killed.
-START_LIMIT, STACK_WAIT, LAST_WORDS, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
+START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
 START_ATTEMPTS = 3
 CONCURRENCY = 128  # calls at once in a process with an async function
 LONGEST_MESSAGE = 2**31
@@ -150,14 +150,15 @@ class _Task:
 
 
 class _Worker:
-    """A scoring process. `verdict` says why the run ends it; `doubtful`: perhaps not for the fault of its call."""
+    """A scoring process. `failure` says why the run ends it, if it does; `blame_unknown`: an earlier call may be the
+    cause of that."""
 
     def __init__(self) -> None:
         self.running: dict[int, _Task] = {}
         self.ready = False
         self.is_async = False
-        self.verdict: Outcome | None = None
-        self.doubtful = False
+        self.failure: Outcome | None = None
+        self.blame_unknown = False
         self.timer: asyncio.TimerHandle | None = None
         self.process: asyncio.subprocess.Process | None = None
 
@@ -184,7 +185,7 @@ class _Worker:
 
     def takes(self, task: _Task) -> bool:
         """True if the task can start here now."""
-        if not self.ready or self.verdict is not None:
+        if not self.ready or self.failure is not None:
             return False
         alone = task.alone or any(t.alone for t in self.running.values())
         return len(self.running) < (CONCURRENCY if self.is_async and not alone else 1)
@@ -205,7 +206,7 @@ class _Worker:
         """End the connection of a process that is gone: one that it started may hold the other end open."""
         assert self.process is not None
         await self.process.wait()
-        asyncio.get_running_loop().call_later(LAST_WORDS, self.writer.close)
+        asyncio.get_running_loop().call_later(EXIT_WAIT, self.writer.close)
 
     async def end(self) -> None:
         """Kill what is left, collect the process, close the connection."""
@@ -243,7 +244,7 @@ class Pool:
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
         self._workers: list[_Worker] = []
-        self._attending: set[asyncio.Task[None]] = set()
+        self._worker_tasks: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._unusable: Outcome | None = None
@@ -296,10 +297,10 @@ class Pool:
         await self._stop.wait()
         self._unusable = failed("crash", "the scoring pool was closed before it was scored")
         for worker in self._workers:
-            worker.verdict = self._unusable
-        for attending in self._attending:
-            attending.cancel()
-        await asyncio.gather(*self._attending, return_exceptions=True)
+            worker.failure = self._unusable
+        for task in self._worker_tasks:
+            task.cancel()
+        await asyncio.gather(*self._worker_tasks, return_exceptions=True)
         self._dispatch()
 
     def _add(self, task: _Task) -> None:
@@ -331,9 +332,9 @@ class Pool:
 
     def _give(self, task: _Task, worker: _Worker) -> None:
         task.started = time.monotonic()
-        verdict = failed("timeout", f"it took more than {task.timeout:g} s")
+        failure = failed("timeout", f"it took more than {task.timeout:g} s")
         grace = ASYNC_GRACE if worker.is_async else 0.0
-        task.timer = self._loop.call_later(task.timeout + grace, self._condemn, worker, verdict)
+        task.timer = self._loop.call_later(task.timeout + grace, self._stop_worker, worker, failure)
         worker.running[task.id] = task
         worker.writer.write(task.message)
 
@@ -349,29 +350,27 @@ class Pool:
             return
         worker = _Worker()
         self._workers.append(worker)
-        attending = self._loop.create_task(self._attend(worker))
-        self._attending.add(attending)
-        attending.add_done_callback(self._attending.discard)
+        started = self._loop.create_task(self._run_worker(worker))
+        self._worker_tasks.add(started)
+        started.add_done_callback(self._worker_tasks.discard)
 
-    async def _attend(self, worker: _Worker) -> None:
+    async def _run_worker(self, worker: _Worker) -> None:
         """A process from its start to its end."""
         late = failed("load", f"importing {self.spec.label} took more than {START_LIMIT:g} s")
         watching = None
         try:
             await worker.start(self._init)
-            worker.set_timer(self._loop.call_later(START_LIMIT, self._condemn, worker, late))
+            worker.set_timer(self._loop.call_later(START_LIMIT, self._stop_worker, worker, late))
             watching = self._loop.create_task(worker.close_after_exit())
             await self._listen(worker)
-            await asyncio.wait(
-                {watching}, timeout=LAST_WORDS
-            )  # it may have closed the connection and gone on
+            await asyncio.wait({watching}, timeout=EXIT_WAIT)  # it may have closed the connection and gone on
         except OSError as error:
-            worker.verdict = worker.verdict or failed("load", f"no scoring process can be started: {error}")
+            worker.failure = worker.failure or failed("load", f"no scoring process can be started: {error}")
         finally:
             if watching is not None:
                 watching.cancel()
             await worker.end()
-            self._bury(worker)
+            self._remove(worker)
 
     async def _listen(self, worker: _Worker) -> None:
         """Messages until the connection ends. The function may write into it: nonsense ends this process only."""
@@ -379,16 +378,16 @@ class Pool:
             while line := await worker.reader.readline():
                 self._handle(worker, decode(line))
         except Exception as error:
-            worker.doubtful = worker.verdict is None
+            worker.blame_unknown = worker.failure is None
             message = f"its scoring process was ended, which sent what is no message of ours ({error!r})"
-            worker.verdict = worker.verdict or failed("crash", message)
+            worker.failure = worker.failure or failed("crash", message)
             worker.kill()
 
     def _handle(self, worker: _Worker, message: Any) -> None:
         """Act on a message. Raises where it is not one that a process sends."""
-        if worker.verdict is not None:
+        if worker.failure is not None:
             if "stack" in message:
-                worker.verdict.traceback = message["stack"]
+                worker.failure.traceback = message["stack"]
                 worker.kill()
             return
         match message:
@@ -400,8 +399,8 @@ class Pool:
             case {"section": None}:
                 worker.set_timer(None)
             case {"section": limit, "what": what}:
-                verdict = failed("timeout", f"{what} took more than {limit:g} s")
-                worker.set_timer(self._loop.call_later(limit, self._condemn, worker, verdict))
+                failure = failed("timeout", f"{what} took more than {limit:g} s")
+                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, failure))
             case {"ready": bool(is_async)}:
                 worker.set_timer(None)
                 worker.ready, worker.is_async = True, is_async
@@ -413,17 +412,17 @@ class Pool:
                 raise ValueError(f"{message!r:.200}")
         self._dispatch()
 
-    def _condemn(self, worker: _Worker, verdict: Outcome) -> None:
+    def _stop_worker(self, worker: _Worker, failure: Outcome) -> None:
         """End a process that is over a limit, after it has said where it is."""
-        if worker.verdict is None:
-            worker.verdict = verdict
+        if worker.failure is None:
+            worker.failure = failure
             worker.writer.write(encode({"stack": True}))
             worker.set_timer(self._loop.call_later(STACK_WAIT, worker.kill))
 
-    def _bury(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         """Take a process out that has ended, and decide about the calls it had."""
         self._workers.remove(worker)
-        outcome = worker.verdict or failed("crash", f"it ended the scoring process ({worker.exit_text()})")
+        outcome = worker.failure or failed("crash", f"it ended the scoring process ({worker.exit_text()})")
         if not worker.ready:
             self._start_failures += 1
             if outcome.kind != "load" and self._start_failures >= START_ATTEMPTS:
@@ -435,7 +434,7 @@ class Pool:
             pid = worker.process.pid if worker.process is not None else None
             self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
         tasks = list(worker.running.values())
-        if len(tasks) > 1 or (worker.doubtful and not any(task.alone for task in tasks)):
+        if len(tasks) > 1 or (worker.blame_unknown and not any(task.alone for task in tasks)):
             for task in reversed(tasks):
                 task.alone = True
                 self._queue.appendleft(task)

@@ -72,7 +72,7 @@ def worked_answer(chain: Chain) -> str:
 
 
 def forget_one(chain: Chain, rng: random.Random) -> Chain:
-    """The chain without one of its operations: what somebody careless works out."""
+    """The chain without one of its operations: a careless solution."""
     left_out = rng.randrange(1, len(chain))
     return chain[:left_out] + chain[left_out + 1 :]
 
