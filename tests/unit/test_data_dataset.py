@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import tiny_tokenizer
 from verl.config import load
-from verl.data import scan
+from verl.data import dataset
 from verl.data.checked import epoch_order
 from verl.data.dataset import PromptDataset, truncate
 from verl.data.files import DataError, open_file
@@ -310,8 +310,8 @@ def test_scan_in_processes_equals_scan_here(
 ) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
-    monkeypatch.setattr(scan, "WORTH_PROCESSES", 1)
-    monkeypatch.setattr(scan, "CHUNK", 16)
+    monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(dataset, "CHUNK", 16)
     more = ("data.max_bad_row_ratio=0.5", "data.filter_overlong_prompts_workers=2")
     there = open_rows(tmp_path, rows, tokenizer, *more, name="x.parquet")
     assert there.report == here.report and there.bad_rows == here.bad_rows
