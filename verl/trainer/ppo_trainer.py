@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.stream import PromptStream
     from verl.report.live import LiveReport
-    from verl.reward import RewardRunner
+    from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.timer import Phases
@@ -138,8 +138,8 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            metrics = evict_stale(batch, step - 1, self.config.trainer.max_staleness)
-            return metrics | parts.rewards.check_errors(batch)
+            parts.rewards.check_errors(batch)
+            return evict_stale(batch, step - 1, self.config.trainer.max_staleness)
 
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
