@@ -376,9 +376,9 @@ def fill_flat(rows: Sequence[Row], column: str, values: np.ndarray) -> None:
     total = int(ends[-1]) if len(ends) else 0
     if len(values) != total:
         raise ValueError(f"{column}: {len(values)} values for {total} tokens")
-    parts = np.split(np.asarray(values, dtype=COLUMNS[column].dtype), ends[:-1])
-    for part, row in zip(parts, rows, strict=True):
-        row.put(column, part)
+    values = np.asarray(values, dtype=COLUMNS[column].dtype)
+    for end, row in zip(ends.tolist(), rows, strict=True):
+        row.put(column, values[end - row.length : end])
 
 
 def split_groups(groups: Sequence[list[Trajectory]], parts: int) -> list[list[list[Trajectory]]]:

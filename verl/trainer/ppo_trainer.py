@@ -138,8 +138,9 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
+            metrics = evict_stale(batch, step - 1, self.config.trainer.max_staleness)
             parts.rewards.check_errors(batch)
-            return evict_stale(batch, step - 1, self.config.trainer.max_staleness)
+            return metrics
 
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
