@@ -15,7 +15,7 @@ import ray
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.errors import UserError
 from verl.trajectory import Trajectory
-from verl.workers import codec, codec
+from verl.workers import codec
 
 
 class Where:
