@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.names import BUILT_IN
 from verl.config.problems import ConfigError, Problem
-from verl.config.tables import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,9 @@ class Layer:
     choice: bool = False
 
 
-def read(name: str, folders: list[Path], entry: str) -> list[Layer]:
-    """The layers of a configuration, in the order in which they count. Raises ConfigError."""
+def read(name: str | None, folders: list[Path], entry: str) -> list[Layer]:
+    """The layers of a configuration (None: the entry point's own), in the order in which they count. Raises ConfigError."""
+    name = name or next(built_in for built_in, (program, _) in BUILT_IN.items() if program == entry)
     return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, entry, ()))
 
 
@@ -37,21 +38,14 @@ def _layers(name: str, folders: list[Path], entry: str, parents: tuple[str, ...]
     tree = load_yaml(file)
     defaults = tree.pop("defaults", None)
     tree.pop("hydra", None)
-    own = Layer("", tree, str(file))
-    if defaults is None:
-        yield own
-        return
-    if not isinstance(defaults, list):
+    if not isinstance(defaults, list | None):
         raise _error(f"{file}: `defaults` is a list, for example [ppo_trainer, _self_]")
-    placed = False
-    for item in defaults:
+    items = defaults or []
+    for item in items if "_self_" in items else [*items, "_self_"]:
         if item == "_self_":
-            placed = True
-            yield own
+            yield Layer("", tree, str(file))
         else:
             yield from _default(item, file, folders, entry, (*parents, name))
-    if not placed:
-        yield own
 
 
 def _default(

@@ -166,7 +166,7 @@ def test_supervised(tmp_path):
     )
     only(problems(*argv, pairs, entry="sft"), "configuration", "no column 'messages'", "data.prompt_key")
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
-    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "use fsdp or fsdp2")
+    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
 
 

@@ -120,7 +120,7 @@ REFUSED = [
     (["critic.enable=True"], ["the critic"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),
+    (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
     (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
     (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),

@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl.config.rules.context import Check, nearest
+from verl.config.names import nearest
+from verl.config.rules.context import Check
 
 _ARGUMENTS = {
     "one": ("data_source", "solution_str", "ground_truth", "extra_info"),

@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from verl.config import release
+from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
@@ -172,7 +172,7 @@ def _model(c: Check) -> None:
             f"{c.model_key}.trust_remote_code=False",
             f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code",
         )
-    if facts.vision and not release.VISION:
+    if facts.vision:
         c.lacks(
             f"{key}={c.model.path}", f"vision models ({facts.name}) are not in this release; use a text model"
         )
@@ -187,7 +187,7 @@ def _trackers(c: Check) -> None:
         if package and importlib.util.find_spec(package) is None:
             text = f"trainer.logger={name}: {package} is not installed; left out (pip install {package})"
             c.notice(text, run_says=True)
-        elif package is None and name not in release.LOGGERS:
+        elif package is None and name not in names.LOGGERS:
             text = f"trainer.logger={name}: not in this release, left out; metrics.jsonl has everything"
             c.notice(text, run_says=True)
     offline = not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists()

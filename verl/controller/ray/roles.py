@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.elsewhere import for_elsewhere
+from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
 from verl.controller.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.controller.ray.daemons import ClusterLost
