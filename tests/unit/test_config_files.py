@@ -139,5 +139,5 @@ def test_null_and_empty(tmp_path):
 
 
 def test_an_interpolation_that_does_not_end_is_a_problem():
-    with pytest.raises(ConfigError, match="trainer.experiment_name: .* cannot be resolved"):
+    with pytest.raises(ConfigError, match=r"trainer.experiment_name: .* cannot be resolved"):
         load(["trainer.experiment_name='${a'"])

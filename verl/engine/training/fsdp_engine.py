@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
+from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine import attention, positions
 from verl.engine.adapters import PlainView
 from verl.engine.layers import is_recurrent, layer_configs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.adapter_files import ADAPTER_FOLDER
+from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine import attention, positions
 from verl.engine.adapters import PlainView
 from verl.engine.training import model as models
