@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.runs import environment
 from tests.unit.engine_cases import simple_loss
@@ -175,4 +176,6 @@ def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Pat
     while left := {pid for pid, started in processes if start_time(pid) == started}:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
-    assert found["shared"] and not [path for path in found["shared"] if Path(path).exists()]
+    if torch.cpu._is_avx512_supported():
+        assert found["shared"], "vLLM's build for AVX512 shares memory between its processes"
+    assert not [path for path in found["shared"] if Path(path).exists()]

@@ -54,6 +54,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(probe, "nvidia_gpus", list)
     monkeypatch.setattr(probe, "needs_cuda", lambda name: False)
     monkeypatch.setattr(probe, "wants", lambda name, other: None)
+    monkeypatch.setattr(probe, "bf16_products", lambda: "in hardware")
     return found
 
 
@@ -175,6 +176,15 @@ def test_self_test_that_fails_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"threads": 1, "fp32": 50, "bf16": 200, "devices": 0}
     monkeypatch.setattr(doctor, "_BENCH", f"print({json.dumps(json.dumps(report))})")
     assert "bf16 is 4.0× as fast" in list(doctor._bench())[1].found
+
+
+def test_how_bf16_products_are_computed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    probe.bf16_products.cache_clear()
+    try:
+        assert "multiplies in fp32" in named("bf16").found
+    finally:
+        probe.bf16_products.cache_clear()
 
 
 @pytest.mark.parametrize(

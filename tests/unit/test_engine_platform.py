@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,9 @@ def test_too_many_devices(monkeypatch):
 def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
     platform = detect("cpu")
     monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
+    monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: False)
+    assert platform.default_dtype == torch.float32
+    monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: True)
     assert platform.default_dtype == torch.bfloat16
     assert compute_dtype({}, platform) == torch.bfloat16
     assert compute_dtype({"fsdp_config": {"dtype": "float32"}}, platform) == torch.float32
@@ -66,6 +70,35 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
     )
     with pytest.raises(UserError, match=r"fsdp_config\.dtype='int8'"):
         compute_dtype({"fsdp_config": {"dtype": "int8"}}, platform)
+
+
+_AS_WITHOUT_AVX512 = """
+import sys, torch
+from verl.engine.rollout.native.linear import FastLinears
+from verl.platform.cpu import CpuPlatform, has_packed_products
+assert not has_packed_products(torch.bfloat16) and CpuPlatform().default_dtype == torch.float32
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 33, bias=False))
+x = torch.randn(20, 96)
+fast = FastLinears(model, torch.bfloat16)
+with torch.no_grad(), fast.active():
+    found = model(x)
+fast.check()
+with torch.no_grad():
+    wanted = model.to(torch.bfloat16)(x.to(torch.bfloat16))
+assert found.dtype == torch.bfloat16
+torch.testing.assert_close(found, wanted, rtol=1.6e-2, atol=1e-3)
+"""
+
+
+def test_a_processor_without_packed_bfloat16_products_samples_in_it_all_the_same():
+    """oneDNN behaves as on AVX2 when asked to; the variable counts only from the start of a process."""
+    if not cpu.has_packed_products(torch.float32):
+        pytest.skip("torch without oneDNN")
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", _AS_WITHOUT_AVX512]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
 
 
 def test_micro_batches_suit_the_device_within_the_budget():
@@ -106,6 +139,7 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
         assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
         cpu.onednn_float32.cache_clear()
         monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512_bf16"}))
+        monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: True)
         monkeypatch.setattr(cpu, "_float32_error", lambda: 1e-2)
         assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
     finally:

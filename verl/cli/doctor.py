@@ -169,13 +169,8 @@ def _devices() -> Iterator[Finding]:
     usable, quota = cores()
     limited = f", of which the container may use {quota:g}" if quota is not None and quota < usable else ""
     yield Finding("devices", "cpu", f"{name}, {usable} cores{limited}")
-    fast = {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)
-    text = (
-        "in hardware: bf16 products are several times faster than fp32"
-        if fast
-        else "not in hardware: fp32 is used"
-    )
-    yield Finding("devices", "bf16", f"{text} ({', '.join(flags) or 'no known flags'})", OK if fast else NOTE)
+    products = probe.bf16_products() or "unknown: torch does not start"
+    yield Finding("devices", "bf16", f"{products} ({', '.join(flags) or 'no known flags'})")
 
 
 def _machine() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Look at the machine: packages, devices, memory, limits. Reads files and asks small tools; imports no torch.
+"""Look at the machine: packages, devices, memory, limits. Reads files and asks small tools; imports no torch itself.
 
 Every function returns plain values and None (or an empty list) where the machine does not say.
 """
@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -128,6 +129,18 @@ def cpu() -> tuple[str, list[str]]:
     have = set(flags.group(1).split()) if flags else set()
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
     return (name.group(1) if name else platform.machine()), [flag for flag in wanted if flag in have]
+
+
+@cache
+def bf16_products() -> str | None:
+    """How bfloat16 products are computed on this CPU, tried out in a process that imports torch (2 s); None where it
+    cannot."""
+    code = "from verl.platform.cpu import CpuPlatform; print(CpuPlatform().bfloat16_products())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() or None
 
 
 def memory() -> tuple[int | None, int | None]:

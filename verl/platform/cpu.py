@@ -56,10 +56,18 @@ class CpuPlatform(Platform):
         return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """bfloat16 where the processor multiplies it (AVX512-BF16, AMX, Arm BF16)."""
+        """bfloat16 where the processor multiplies it (AVX512-BF16, AMX, Arm BF16) and oneDNN makes use of that."""
         if dtype == torch.bfloat16:
-            return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+            return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
         return dtype == torch.float32
+
+    def bfloat16_products(self) -> str:
+        """How bfloat16 products are computed on this processor, for people."""
+        if self.supports(torch.bfloat16):
+            return "in hardware, packed weights: several times faster than fp32"
+        if has_packed_products(torch.bfloat16):
+            return "emulated, packed weights: fp32 is the default"
+        return "no packed products here: sampling in bf16 rounds to it and multiplies in fp32; fp32 is the default"
 
     def empty_cache(self) -> None:
         """The C library's heap, which `tune_allocator` lets grow, gives its free pages back."""
@@ -79,6 +87,21 @@ class CpuPlatform(Platform):
 
 
 @cache
+def has_packed_products(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies by prepacked weights of this data type here; found by trying a tiny product.
+
+    In bfloat16 it needs AVX512 or AVX-NE-CONVERT, whether or not the processor has bfloat16 instructions. oneDNN's
+    environment variable ONEDNN_MAX_CPU_ISA=AVX2 makes it behave as on a processor with AVX2 alone.
+    """
+    try:
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), 16)
+        torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 16, dtype=dtype), weight, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+@cache
 def onednn_float32() -> bool:
     """Let oneDNN compute float32 matrix products in this process; True if it does.
 
@@ -91,7 +114,7 @@ def onednn_float32() -> bool:
     if (
         "avx512_bf16" not in flags
         or any(f.startswith("amx") for f in flags)
-        or not torch.backends.mkldnn.is_available()
+        or not has_packed_products(torch.bfloat16)
     ):
         return False
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

@@ -294,7 +294,7 @@ ALSO_REFUSED = [
             "algorithm.rollout_correction.rollout_rs=token_k1",
             "algorithm.rollout_correction.rollout_rs_threshold=2_x",
         ],
-        "write a number",
+        "one number above 1",
     ),
     (
         [
@@ -315,7 +315,7 @@ ALSO_REFUSED = [
             "algorithm.rollout_correction.rollout_rs='token_k2,seq_mean_k1'",
             "algorithm.rollout_correction.rollout_rs_threshold='0.5,0.5'",
         ],
-        "seq_mean_k1 is bounded on both sides",
+        "seq_mean_k1 needs ratio bounds",
     ),
     (
         ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],

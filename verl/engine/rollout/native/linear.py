@@ -2,6 +2,8 @@
 
 On CPU the products go to oneDNN with prepacked weights. Measured on Zen 5, one thread, 256 rows: float32
 230 GFLOP/s (torch's default, MKL, 100), bfloat16 470 (unpacked 440, and the cast of the master weight saved).
+A processor without AVX512 has no packed bfloat16 product, and torch's unpacked one runs at a fifth of float32's rate:
+there the weights and inputs are rounded to bfloat16 and multiplied in float32.
 Elsewhere bfloat16 copies are kept in buffers that are written, never allocated, at each refresh.
 
 Only instances of torch.nn.Linear itself are touched, and adapted ones, only inside `active()`, and only their
@@ -20,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.engine.adapters import adapted_layers, merged_weight
+from verl.models.adapters import adapted_layers, merged_weight
+from verl.platform.cpu import has_packed_products
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
@@ -40,10 +43,6 @@ def _is_stack(layer: Any) -> bool:
     return hasattr(layer, "parameter_name")
 
 
-def _onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 class FastLinears:
     """Replacement forwards for a model's linear layers, refreshed when its weights change."""
 
@@ -51,7 +50,9 @@ class FastLinears:
         self._dtype = dtype
         self._model = model
         self._modules = _linears(model)
-        self._on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
+        on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
+        # The data type in which packed products multiply; None where there are none.
+        self._inner = next((d for d in (dtype, torch.float32) if on_cpu and has_packed_products(d)), None)
         self._copies: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._forwards: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
         self._stale = True
@@ -69,7 +70,7 @@ class FastLinears:
         if not self._stale:
             return
         self._stale = False
-        if self._on_cpu and _onednn():
+        if self._inner is not None:
             # one after the other: an old copy goes when the new one is there, not after all of them
             if len(self._forwards) != len(self._modules):
                 self._forwards = [(m, m.forward) for m in self._modules]
@@ -79,18 +80,21 @@ class FastLinears:
             self._forwards = [(m, self._copied(m)) for m in self._modules if m.weight.dtype != self._dtype]
 
     def _packed(self, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        dtype = self._dtype
+        dtype, inner = self._dtype, self._inner
         weight = torch.ops.mkldnn._reorder_linear_weight(
-            merged_weight(module).to(dtype).contiguous(), _ROWS_HINT
+            merged_weight(module).to(dtype).to(inner).contiguous(), _ROWS_HINT
         )
-        bias = None if module.bias is None else module.bias.detach().to(dtype)
+        bias = None if module.bias is None else module.bias.detach().to(dtype).to(inner)
         self._copies[module] = (weight, bias)
         product = torch.ops.mkldnn._linear_pointwise.default
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             return product(x.to(dtype), weight, bias, "none", [], "")
 
-        return forward
+        def forward_rounded(x: torch.Tensor) -> torch.Tensor:
+            return product(x.to(dtype).to(inner), weight, bias, "none", [], "").to(dtype)
+
+        return forward if inner == dtype else forward_rounded
 
     def _copied(self, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         if module not in self._copies:
@@ -110,9 +114,9 @@ class FastLinears:
         self.refresh()
         for module, (weight, bias) in self._copies.items():
             plain = weight.to_dense() if weight.is_mkldnn else weight
-            same = torch.equal(plain, merged_weight(module).to(plain.dtype))
+            same = torch.equal(plain, merged_weight(module).to(self._dtype).to(plain.dtype))
             if bias is not None:
-                same = same and torch.equal(bias, cast(Any, module).bias.to(bias.dtype))
+                same = same and torch.equal(bias, cast(Any, module).bias.to(self._dtype).to(bias.dtype))
             if not same:
                 name = next((n for n, m in self._model.named_modules() if m is module), "?")
                 raise WeightSyncError(
