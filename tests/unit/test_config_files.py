@@ -89,7 +89,7 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
     ("text", "expected"),
     [
         ("data: {train_batch_sizes: 1}\n", "nearest: data.train_batch_size"),
-        ("data: {seed: 1, seed: 2}\n", "twice"),
+        ("data: {seed: 1, seed: 2}\n", "duplicate key"),
         ("data: [1]\n", "group of keys"),
         ("data: {\n", "cannot be read as YAML"),
         ("- a\n", "expected a mapping"),

@@ -193,33 +193,28 @@ class Absent(NamedTuple):
 
 
 _ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
-REFUSED: dict[tuple[str, str], Absent] = {
-    ("distillation", "enabled"): Absent(
+REFUSED = {
+    "distillation:enabled": Absent(
         "distillation from a teacher", "supervised fine-tuning on the teacher's answers"
     ),
-    ("*.model.mtp", "enable"): Absent("multi-token prediction", "train without the extra heads"),
-    ("actor_rollout_ref.actor.qat", "enable"): Absent(
+    "*.model.mtp:enable": Absent("multi-token prediction", "train without the extra heads"),
+    "actor_rollout_ref.actor.qat:enable": Absent(
         "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"
     ),
-    ("transfer_queue", "enable"): Absent(
-        "a transfer queue between processes", "leave it off: the driver holds the trajectories"
-    ),
-    ("actor_rollout_ref.rollout.disaggregation", "enabled"): Absent(
+    "transfer_queue:enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
+    "actor_rollout_ref.rollout.disaggregation:enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    (
-        "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay",
-        "mode",
-    ): _ROUTES,
-    ("actor_rollout_ref.rollout.agent.custom_async_server", "path"): Absent(
+    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay:mode": _ROUTES,
+    "actor_rollout_ref.rollout.agent.custom_async_server:path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
-    ("actor_rollout_ref.rollout.enable_rollout_routing_replay", ""): _ROUTES,
-    ("actor_rollout_ref.rollout.over_sample_rate", ""): Absent(
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
+    "actor_rollout_ref.rollout.over_sample_rate": Absent(
         "over-sampling of prompts", "algorithm.filter_groups.enable"
     ),
 }
-"""Groups outside the schema and their switch ("": the key itself). Other keys of such a group are accepted."""
+"""Keys outside the schema that switch something on; in front of a colon a group whose other keys are accepted."""
 OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
 """Values of a switch that leave it off, in lower case."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {

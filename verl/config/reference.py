@@ -209,7 +209,7 @@ def _other_names() -> Iterator[str]:
     unread = [(_plain(row.keys), row.reason) for row in names.UNREAD]
     rows = [*((_plain(glob), reason) for glob, reason in names.NO_EFFECT.items()), *unread]
     yield _table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
-    refused = [(".".join(filter(None, (_plain(g), s))), *absent) for (g, s), absent in names.REFUSED.items()]
+    refused = [(_plain(glob.replace(":", ".")), *absent) for glob, absent in names.REFUSED.items()]
     for key, values in names.REFUSED_VALUES.items():
         refused += [(f"{key}={value}", *absent) for value, absent in values.items()]
     refused += [(key, *absent) for key, absent in names.FEATURES.items()]

@@ -196,7 +196,8 @@ class Resolver:
 
     def _refused(self, name: str, value: Value) -> bool:
         """True if the key belongs to a feature outside the schema; a problem if it switches that on."""
-        for (family, switch), absent in names.REFUSED.items():
+        for glob, absent in names.REFUSED.items():
+            family, _, switch = glob.partition(":")
             found = names.compiled(family).match(name)
             if not found:
                 continue

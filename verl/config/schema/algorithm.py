@@ -1,28 +1,14 @@
 """`algorithm.`: advantages, KL in the reward, group filtering, rollout correction."""
 
 from verl.config.schema.actor import KL_OPTIONS
-from verl.config.schema.base import Group, choice, group, key, sub
+from verl.config.schema.base import Group, choice, key, sub
 
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
+ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "reinforce_plus_plus")
+ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
+ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline")
 GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax"))
 
 
-@group
 class KLControlConfig(Group):
     """β of the KL in the reward."""
 
@@ -36,7 +22,6 @@ class KLControlConfig(Group):
     """adaptive: KL aimed at."""
 
 
-@group
 class FilterGroupsConfig(Group):
     """Dynamic sampling: groups whose answers all score the same are replaced."""
 
@@ -50,7 +35,6 @@ class FilterGroupsConfig(Group):
     """Batches in flight at most, in units of `train_batch_size`."""
 
 
-@group
 class RolloutCorrectionConfig(Group):
     """Correction for a sampler that is not the policy at the start of the step."""
 
@@ -70,7 +54,6 @@ class RolloutCorrectionConfig(Group):
     """`ppo_clip`, `reinforce` (with `bypass_mode`)."""
 
 
-@group
 class PFPPOConfig(Group):
     """Answers drawn again in proportion to a weight (gae only)."""
 
@@ -80,7 +63,6 @@ class PFPPOConfig(Group):
     """Exponent of `pow`."""
 
 
-@group
 class AlgorithmConfig(Group):
     """Advantages and rewards."""
 

@@ -6,13 +6,11 @@ source by `verl.config.reference`, only when asked for). No torch, no omegaconf:
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 PATH = "path"
 FilePath = Annotated[str, PATH]
 """A string in which `~` and `$VAR` are expanded when it names a local path."""
-
-T = TypeVar("T")
 
 
 class Map(dict[str, Any]):
@@ -38,17 +36,16 @@ class Map(dict[str, Any]):
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
-def group(cls: type[T]) -> type[T]:
-    """Make a class of annotated fields a configuration group."""
-    return dataclass(eq=False, repr=False, kw_only=True)(cls)
-
-
-@group
+@dataclass(eq=False, repr=False, kw_only=True)
 class Group:
-    """Base of all groups. `open_keys` groups take keys that the schema does not name."""
+    """Base of all groups; a class of annotated fields below it is one. `open_keys` groups take keys that the schema does
+    not name."""
 
     open_keys: ClassVar[bool] = False
     _extra: Map = field(default_factory=Map)
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False, kw_only=True)(cls)
 
     if not TYPE_CHECKING:
 
@@ -103,7 +100,6 @@ class Group:
         return f"{type(self).__name__}({self.to_dict()!r})"
 
 
-@group
 class Root(Group):
     """A whole configuration, with what is known of its making: which keys were set, what is to be said."""
 

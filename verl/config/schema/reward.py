@@ -2,13 +2,12 @@
 
 from typing import ClassVar
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, key, open_map, same_as, sub
+from verl.config.schema.base import FilePath, Group, Map, choice, key, open_map, same_as, sub
 from verl.config.schema.rollout import RewardRolloutConfig
 
 MANAGERS = ("naive", "batch", "dapo", "prime", "rate_limited", "limited", "gdpo", "remote")
 
 
-@group
 class CustomRewardFunctionConfig(Group):
     """The user's own reward function."""
 
@@ -20,7 +19,6 @@ class CustomRewardFunctionConfig(Group):
     """Keyword arguments of the function, and of built-in ones by name (`method=flexible`)."""
 
 
-@group
 class OverlongBufferConfig(Group):
     """Penalty on answers close to the length limit (DAPO)."""
 
@@ -34,7 +32,6 @@ class OverlongBufferConfig(Group):
     """Log it beside the score."""
 
 
-@group
 class RewardKwargsConfig(Group):
     """Arguments of the reward manager; further keys are passed to it."""
 
@@ -44,7 +41,6 @@ class RewardKwargsConfig(Group):
     """Length limit of the overlong penalty."""
 
 
-@group
 class SandboxConfig(Group):
     """Where code answers are run."""
 
@@ -56,7 +52,6 @@ class SandboxConfig(Group):
     """Memory of one program."""
 
 
-@group
 class RewardModelModelConfig(Group):
     """The reward model's weights."""
 
@@ -66,7 +61,6 @@ class RewardModelModelConfig(Group):
     """Run code that is shipped with the model."""
 
 
-@group
 class RewardModelConfig(Group):
     """The manager, its processes, and the reward model."""
 
@@ -100,7 +94,6 @@ class RewardModelConfig(Group):
     """Devices per node of that pool."""
 
 
-@group
 class RewardManagerModuleConfig(Group):
     """Module of a manager class."""
 
@@ -108,7 +101,6 @@ class RewardManagerModuleConfig(Group):
     """`file.py` or `pkg://module`."""
 
 
-@group
 class RewardManagerConfig(Group):
     """A manager class of the user's own."""
 

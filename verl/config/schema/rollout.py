@@ -1,24 +1,13 @@
 """`actor_rollout_ref.rollout.`: sampling, its engine, tools and agents."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, items, key, open_map, same_as, sub
+from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
 
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
-TOOL_FORMATS = (
-    "hermes",
-    "qwen",
-    "gpt-oss",
-    "qwen3_coder",
-    "glm",
-    "seed",
-    "minimax",
-    "kimi",
-    "deepseek_v4",
-    "gemma4",
-)
+TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
+TOOL_FORMATS += ("deepseek_v4", "gemma4")
 
 
-@group
 class ValKwargs(Group):
     """Sampling during validation."""
 
@@ -42,7 +31,6 @@ class ValKwargs(Group):
     """Tokens that end an answer; null = as in training."""
 
 
-@group
 class EngineKwargs(Group):
     """Arguments handed to the engine."""
 
@@ -52,7 +40,6 @@ class EngineKwargs(Group):
     """Passed to SGLang."""
 
 
-@group
 class CheckpointEngineConfig(Group):
     """How weights reach the sampler."""
 
@@ -64,7 +51,6 @@ class CheckpointEngineConfig(Group):
     """Arguments of the backend."""
 
 
-@group
 class MultiTurnConfig(Group):
     """Tools and turns."""
 
@@ -90,7 +76,6 @@ class MultiTurnConfig(Group):
     """How the model writes tool calls."""
 
 
-@group
 class AgentConfig(Group):
     """Agent loops."""
 
@@ -102,7 +87,6 @@ class AgentConfig(Group):
     """YAML list of `{name, _target_, …}`."""
 
 
-@group
 class PrometheusConfig(Group):
     """Engine metrics, on loopback."""
 
@@ -116,7 +100,6 @@ class PrometheusConfig(Group):
     """Name the metrics carry."""
 
 
-@group
 class TraceConfig(Group):
     """Traces of agent loops."""
 
@@ -128,7 +111,6 @@ class TraceConfig(Group):
     """Answers traced per step."""
 
 
-@group
 class RolloutConfig(Group):
     """Sampling and its engine."""
 
@@ -229,14 +211,12 @@ class RolloutConfig(Group):
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
-@group
 class RewardRolloutConfig(RolloutConfig):
     """The reward model's engine."""
 
     name: str = same_as("actor_rollout_ref.rollout.name", options=ENGINES)
     """As `rollout.name`."""
     prompt_length: int = key(2048, low=1)
-    """Longest prompt."""
     response_length: int = key(2048, low=1)
     """Longest answer."""
     max_num_seqs: int = key(1024, low=1)
@@ -245,16 +225,13 @@ class RewardRolloutConfig(RolloutConfig):
     """Weights come from disk."""
 
 
-@group
 class GenerationRolloutConfig(RolloutConfig):
     """Sampling without training."""
 
     n: int = same_as("data.n_samples", low=1)
     """Answers per prompt."""
     prompt_length: int = key(1536, low=1)
-    """Longest prompt."""
     response_length: int = key(512, low=1)
-    """An answer never exceeds it."""
     seed: int = 42
     """Per-request seeds are derived from it."""
     load_format: str = choice("auto", "dummy", "auto", "safetensors")

@@ -1,8 +1,8 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import FilePath, Group, choice, group, items, key
+from verl.config.schema.base import FilePath, Group, choice, items, key
 
-LOGGERS = (
+LOGGERS: tuple[str, ...] = (
     "console",
     "wandb",
     "tracking",
@@ -11,13 +11,11 @@ LOGGERS = (
     "mlflow",
     "clearml",
     "trackio",
-    "vemlp_wandb",
-    "file",
 )
+LOGGERS += ("vemlp_wandb", "file")
 DEVICES = ("auto", "cuda", "npu", "cpu")
 
 
-@group
 class TrainerConfig(Group):
     """The run."""
 
@@ -95,21 +93,15 @@ class TrainerConfig(Group):
     """Checksums on both sides after each sync."""
 
 
-@group
 class SFTTrainerConfig(TrainerConfig):
     """The run of supervised fine-tuning."""
 
     total_epochs: int = key(4, low=1)
-    """Passes over the training files."""
     project_name: str = "gsm8k-sft"
-    """First part of the run's name."""
     experiment_name: str = "test"
-    """Second part of the run's name."""
     seed: int = 1
-    """Everything random."""
 
 
-@group
 class GenerationTrainerConfig(Group):
     """Devices of generation."""
 
