@@ -97,7 +97,7 @@ NO_EFFECT: dict[str, str] = {
     "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, reward_model.launch_reward_fn_async}": (
         "one implementation; rewards always overlap sampling"
     ),
-    "*.rollout.mode": "one asynchronous engine interface; `sync` gives the same answers",
+    "*.rollout.mode": "one asynchronous engine interface; `sync` gives the same responses",
     "{*.rollout.layered_summon, *.entropy_checkpointing, *.entropy_from_logits_with_chunking, "
     "*.entropy_from_logits_chunk_size, actor_rollout_ref.actor.calculate_entropy}": (
         "weights are streamed and entropy is chunked always"
@@ -195,7 +195,7 @@ class Absent(NamedTuple):
 _ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
     "distillation:enabled": Absent(
-        "distillation from a teacher", "supervised fine-tuning on the teacher's answers"
+        "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
     ),
     "*.model.mtp:enable": Absent("multi-token prediction", "train without the extra heads"),
     "actor_rollout_ref.actor.qat:enable": Absent(

@@ -45,7 +45,7 @@ def _estimator(c: Check) -> None:
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
     if n < 2 and (name == "grpo_passk" or algorithm.filter_groups.enable):
         what = "grpo_passk" if name == "grpo_passk" else "filter_groups"
-        message = f"{what} compares answers to one prompt; set {ROLLOUT}.n=2 or more"
+        message = f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more"
         c.refuse(f"{ROLLOUT}.n={n}", message)
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
@@ -71,7 +71,7 @@ def _sampling(c: Check) -> None:
         message = "temperature 0 is greedy; set val_kwargs.temperature=1.0, or do_sample=False"
         c.refuse(f"{ROLLOUT}.val_kwargs.do_sample=True, val_kwargs.temperature=0", message)
     elif val.n > 1 and (val.do_sample is False or val.temperature == 0):
-        c.notice(f"{c.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all answers to a prompt will be the same")
+        c.notice(f"{c.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all responses to a prompt will be the same")
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         c.notice(
             f"{ROLLOUT}: top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p} truncate what is sampled; "
@@ -107,7 +107,7 @@ def _correction(c: Check) -> None:
         _thresholds(c, correction)
     if reinforce and correction.bypass_mode and not weights:
         c.notice(
-            f"{key}.loss_type=reinforce without rollout_is: answers of an older policy are trained on uncorrected "
+            f"{key}.loss_type=reinforce without rollout_is: responses of an older policy are trained on uncorrected "
             f"({key}.rollout_is=token weighs them)"
         )
     if correction.bypass_mode and not reinforce and weights:
@@ -141,13 +141,13 @@ def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _staleness(c: Check) -> None:
-    """Answers that may lag: who corrects for it, and whether the sampler has weights of its own to lag with."""
+    """Responses that may lag: who corrects for it, and whether the sampler has weights of its own to lag with."""
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
     if lag <= 0:
         return
     if not correction.rollout_is and not correction.bypass_mode:
         c.notice(
-            "trainer.max_staleness > 0 without algorithm.rollout_correction.rollout_is: stale answers are trained on "
+            "trainer.max_staleness > 0 without algorithm.rollout_correction.rollout_is: stale responses are trained on "
             "uncorrected (rollout_is=token corrects)"
         )
     key, own = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"

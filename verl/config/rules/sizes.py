@@ -201,9 +201,9 @@ def plan(c: Check) -> list[str]:
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),
-        f"each step: {size} prompts × {n} answers = {size * n} trajectories "
+        f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {each} answers × {_count(epochs, 'epoch')})",
+        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {each} responses × {_count(epochs, 'epoch')})",
         f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train):
@@ -236,13 +236,13 @@ def _steps(c: Check) -> str:
     return f"{each} = {_count(rows // size * epochs, 'step')}"
 
 
-def _micro(actor: Any, answers: int, ranks: int) -> str:
+def _micro(actor: Any, responses: int, ranks: int) -> str:
     rows = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or rows is None:
         budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
         return f"up to {budget} tokens each, packed"
-    share = math.ceil(answers / ranks)
-    return f"{math.ceil(share / rows)} of {min(rows, share)} answers per mini-batch"
+    share = math.ceil(responses / ranks)
+    return f"{math.ceil(share / rows)} of {min(rows, share)} responses per mini-batch"
 
 
 def _other_plan(c: Check) -> list[str]:
@@ -253,5 +253,5 @@ def _other_plan(c: Check) -> list[str]:
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":
         prompts = f"{c.rows.get('data.path', 'all')} prompts"
-        return [f"{prompts} × {data.n_samples} answers, {data.batch_size} at a time"]
+        return [f"{prompts} × {data.n_samples} responses, {data.batch_size} at a time"]
     return []

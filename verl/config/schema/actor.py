@@ -62,7 +62,7 @@ class ActorConfig(Group):
     strategy: str = choice("fsdp", *STRATEGIES)
     """`fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`."""
     ppo_mini_batch_size: int = key(256, low=1)
-    """Prompts per optimizer step, global; × `rollout.n` answers."""
+    """Prompts per optimizer step, global; × `rollout.n` responses."""
     ppo_epochs: int = key(1, low=1)
     """Passes over the step's batch."""
     shuffle: bool = False
@@ -70,7 +70,7 @@ class ActorConfig(Group):
     data_loader_seed: int = 42
     """Seed of that order."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Answers per forward on one device; null = by token budget."""
+    """Responses per forward on one device; null = by token budget."""
     use_dynamic_bsz: bool | None = key(None, ours=True)
     """True: token budget even if a micro-batch size is given; null: budget only if none is."""
     ppo_max_token_len_per_gpu: int = key(16384, low=1)
@@ -131,7 +131,7 @@ class RefConfig(Group):
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")
     """Compile the log-prob kernel where the platform can."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Answers per forward on one device; null = by token budget."""
+    """Responses per forward on one device; null = by token budget."""
     log_prob_use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
     """True: token budget even if a micro-batch size is given; null: budget only if none is."""
     log_prob_max_token_len_per_gpu: int = same_as(_ACTOR + "ppo_max_token_len_per_gpu", low=1)
@@ -160,13 +160,13 @@ class CriticConfig(Group):
     data_loader_seed: int = 42
     """Seed of that order."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Answers per forward of the update; null = by token budget."""
+    """Responses per forward of the update; null = by token budget."""
     use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
     """As the actor's."""
     ppo_max_token_len_per_gpu: int = key(32768, low=1)
     """Token budget of the update."""
     forward_micro_batch_size_per_gpu: int | None = same_as(".ppo_micro_batch_size_per_gpu", low=1)
-    """Answers per forward when values are computed."""
+    """Responses per forward when values are computed."""
     forward_max_token_len_per_gpu: int = same_as(".ppo_max_token_len_per_gpu", low=1)
     """Token budget when values are computed."""
     loss_agg_mode: str = same_as(_ACTOR + "loss_agg_mode", options=AGG_MODES)

@@ -17,13 +17,13 @@ class KLControlConfig(Group):
     kl_coef: float = 0.001
     """β, or its start."""
     horizon: int = 10000
-    """adaptive: answers over which β adapts."""
+    """adaptive: responses over which β adapts."""
     target_kl: float = 0.1
     """adaptive: KL aimed at."""
 
 
 class FilterGroupsConfig(Group):
-    """Dynamic sampling: groups whose answers all score the same are replaced."""
+    """Dynamic sampling: groups whose responses all score the same are replaced."""
 
     enable: bool = False
     """Drop such groups and draw more prompts."""
@@ -55,7 +55,7 @@ class RolloutCorrectionConfig(Group):
 
 
 class PFPPOConfig(Group):
-    """Answers drawn again in proportion to a weight (gae only)."""
+    """Responses drawn again in proportion to a weight (gae only)."""
 
     reweight_method: str = choice("pow", "pow", "max_min", "max_random")
     """`pow`, `max_min`, `max_random`."""
@@ -82,7 +82,7 @@ class AlgorithmConfig(Group):
     filter_groups: FilterGroupsConfig = sub(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = sub(RolloutCorrectionConfig)
     use_pf_ppo: bool = False
-    """Draw answers again by weight (gae only)."""
+    """Draw responses again by weight (gae only)."""
     pf_ppo: PFPPOConfig = sub(PFPPOConfig)
     gdpo_reward_keys: list[str] | None = None
     """Components of `gdpo`."""

@@ -38,7 +38,7 @@ class DataConfig(Group):
     val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
     """The same for validation; null = no validation."""
     train_batch_size: int = key(1024, low=1)
-    """Prompts per step; answers per step = this × `rollout.n`."""
+    """Prompts per step; responses per step = this × `rollout.n`."""
     gen_batch_size: int | None = key(None, low=1)
     """Prompts drawn at a time when groups are refilled; null = what is missing."""
     max_prompt_length: int = key(512, low=1)
@@ -132,7 +132,7 @@ class SFTDataConfig(Group):
     prompt_key: str | None = None
     """Column of the question; set it for question/answer rows."""
     response_key: str | None = None
-    """Column of the answer."""
+    """Column of the response."""
     prompt_dict_keys: list[str] | None = None
     """Keys inside a struct column."""
     response_dict_keys: list[str] | None = None

@@ -71,14 +71,14 @@ class SFTConfig(Root):
 
 
 class EvalDataConfig(Group):
-    """Answers to score."""
+    """Responses to score."""
 
     path: FilePath | None = key(None, required=True)
-    """Parquet file with answers; required."""
+    """Parquet file with responses; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "responses"
-    """Column of the answers."""
+    """Column of the responses."""
     data_source_key: str = "data_source"
     """Column that selects the reward function."""
     reward_model_key: str = "reward_model"
@@ -95,14 +95,14 @@ class EvalConfig(Root):
 
 
 class GenerationDataConfig(Group):
-    """Prompts to answer."""
+    """Prompts to sample responses for."""
 
     path: FilePath | None = key(None, required=True)
     """Parquet file with prompts; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     n_samples: int = key(5, low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     batch_size: int = key(128, low=1)
     """Prompts at a time."""
     output_path: FilePath | None = key(None, required=True)

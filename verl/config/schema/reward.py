@@ -1,4 +1,4 @@
-"""`custom_reward_function.`, `reward_model.`, `reward_manager.`: how answers are scored."""
+"""`custom_reward_function.`, `reward_model.`, `reward_manager.`: how responses are scored."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ class CustomRewardFunctionConfig(Group):
 
 
 class OverlongBufferConfig(Group):
-    """Penalty on answers close to the length limit (DAPO)."""
+    """Penalty on responses close to the length limit (DAPO)."""
 
     enable: bool = False
     """Charge the penalty."""
@@ -42,7 +42,7 @@ class RewardKwargsConfig(Group):
 
 
 class SandboxConfig(Group):
-    """Where code answers are run."""
+    """Where code in responses is run."""
 
     url: str | None = None
     """A remote sandbox; null = a local sandbox process."""
@@ -65,12 +65,12 @@ class RewardModelConfig(Group):
     """The manager, its processes, and the reward model."""
 
     reward_manager: str = choice("naive", *MANAGERS, registry="verl.workers.reward_manager.register")
-    """What is called for an answer, or the name of a registered manager; `limited` = `rate_limited`."""
+    """What is called for a response, or the name of a registered manager; `limited` = `rate_limited`."""
     reward_kwargs: RewardKwargsConfig = sub(RewardKwargsConfig)
     num_workers: int = key(8, low=1)
     """Scoring processes."""
     timeout: float = key(300.0, above=0, ours=True)
-    """Seconds per answer."""
+    """Seconds per response."""
     max_error_ratio: float = key(0.1, low=0, high=1, ours=True)
     """Share of failed scores in a step that stops the run."""
     max_concurrent: int = key(1, low=1)

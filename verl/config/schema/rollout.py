@@ -22,13 +22,13 @@ class ValKwargs(Group):
     repetition_penalty: float = key(1.0, above=0, ours=True)
     """1 = off."""
     n: int = key(1, low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     do_sample: bool | None = key(None, ours=True)
     """null: sample if temperature > 0; False: greedy; True: sample."""
     stop: list[str] = same_as("..stop", ours=True)
-    """Strings that end an answer; null = as in training."""
+    """Strings that end a response; null = as in training."""
     stop_token_ids: list[int] = same_as("..stop_token_ids", ours=True)
-    """Tokens that end an answer; null = as in training."""
+    """Tokens that end a response; null = as in training."""
 
 
 class EngineKwargs(Group):
@@ -63,7 +63,7 @@ class MultiTurnConfig(Group):
     max_parallel_calls: int = key(1, low=1)
     """Tool calls per turn."""
     max_tool_response_length: int = key(256, low=1)
-    """Characters of a tool's answer."""
+    """Characters of a tool's response."""
     tool_response_truncate_side: str = choice("middle", "left", "middle", "right")
     """Which part of a longer one is cut."""
     tool_config_path: FilePath | None = None
@@ -108,7 +108,7 @@ class TraceConfig(Group):
     token2text: bool = False
     """Text beside token ids."""
     max_samples_per_step_per_worker: int | None = key(None, low=1)
-    """Answers traced per step."""
+    """Responses traced per step."""
 
 
 class RolloutConfig(Group):
@@ -117,7 +117,7 @@ class RolloutConfig(Group):
     name: str = choice("auto", *ENGINES, ours=True)
     """`auto` (native in this release), `native`, `vllm`, `sglang`, `hf` (= native)."""
     n: int = key(1, low=1)
-    """Answers per prompt (group size)."""
+    """Responses per prompt (group size)."""
     temperature: float = 1.0
     """Training log-probs are taken at the same temperature."""
     top_p: float = key(1.0, above=0, high=1)
@@ -133,15 +133,15 @@ class RolloutConfig(Group):
     repetition_penalty: float = key(1.0, above=0)
     """1 = off."""
     stop: list[str] = items(ours=True)
-    """Strings that end an answer."""
+    """Strings that end a response."""
     stop_token_ids: list[int] = items(ours=True)
-    """Tokens that end an answer, beside the model's own."""
+    """Tokens that end a response, beside the model's own."""
     seed: int = same_as("trainer.seed")
-    """Per-request seeds are derived from it, the prompt's uid and the answer's number."""
+    """Per-request seeds are derived from it, the prompt's uid and the response's number."""
     prompt_length: int = same_as("data.max_prompt_length", low=1)
     """Longest prompt."""
     response_length: int = same_as("data.max_response_length", low=1)
-    """An answer never exceeds it."""
+    """A response never exceeds it."""
     dtype: str | None = same_as("actor_rollout_ref.actor.fsdp_config.dtype", ours=True)
     """Precision of sampling; null = the trainer's."""
     tensor_model_parallel_size: int | None = key(None, low=1, ours=True)
@@ -158,7 +158,7 @@ class RolloutConfig(Group):
     max_num_batched_tokens: int = key(8192, low=1)
     """Tokens of one forward."""
     max_num_seqs: int = key(256, low=1)
-    """Answers in flight."""
+    """Responses in flight."""
     max_model_len: int | None = key(None, low=1, ours=True)
     """Longest sequence; null = prompt_length + response_length."""
     enable_chunked_prefill: bool = True
@@ -178,7 +178,7 @@ class RolloutConfig(Group):
     logprobs_mode: str = choice("processed_logprobs", "processed_logprobs", "raw_logprobs")
     """Of the distribution sampled from, or before temperature and top-p."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Pass that recomputes old log-probs: answers per forward; null = by token budget."""
+    """Pass that recomputes old log-probs: responses per forward; null = by token budget."""
     log_prob_use_dynamic_bsz: bool | None = same_as("actor_rollout_ref.actor.use_dynamic_bsz")
     """That pass by token budget."""
     log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
@@ -218,7 +218,7 @@ class RewardRolloutConfig(RolloutConfig):
     """As `rollout.name`."""
     prompt_length: int = key(2048, low=1)
     response_length: int = key(2048, low=1)
-    """Longest answer."""
+    """Longest response."""
     max_num_seqs: int = key(1024, low=1)
     """Requests in flight."""
     load_format: str = choice("auto", "dummy", "auto", "safetensors")
@@ -229,7 +229,7 @@ class GenerationRolloutConfig(RolloutConfig):
     """Sampling without training."""
 
     n: int = same_as("data.n_samples", low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     prompt_length: int = key(1536, low=1)
     response_length: int = key(512, low=1)
     seed: int = 42
