@@ -12,16 +12,10 @@ from verl.config.coerce import expand
 from verl.config.files import read
 from verl.config.fill import fill
 from verl.config.grammar import GrammarError
+from verl.config.names import PROGRAMS
 from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
 from verl.config.resolve import Resolver
 from verl.config.schema import Root
-
-PROGRAMS = {
-    "ppo": "verl.trainer.main_ppo",
-    "sft": "verl.trainer.sft_trainer",
-    "eval": "verl.trainer.main_eval",
-    "generation": "verl.trainer.main_generation",
-}
 
 
 def _parser() -> argparse.ArgumentParser:

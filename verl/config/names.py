@@ -12,6 +12,13 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+PROGRAMS = {
+    "ppo": "verl.trainer.main_ppo",
+    "sft": "verl.trainer.sft_trainer",
+    "eval": "verl.trainer.main_eval",
+    "generation": "verl.trainer.main_generation",
+}
+
 _EVERYWHERE = {
     "*.optim.{warmup_style, lr_scheduler, lr_decay_style}": r"\1optim.lr_scheduler_type",
     "*.model.lora.{rank, alpha, adapter_path}": r"\1model.lora_\2",

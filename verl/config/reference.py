@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import names
-from verl.config.command_line import PROGRAMS
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
 from verl.config.rules.values import built_in
@@ -122,7 +121,7 @@ def _line(path: str, known: Field) -> str:
 def _overview(entry: str) -> str:
     root = ROOTS[entry]
     lines = [
-        f"usage: python3 -m {PROGRAMS[entry]} [options] [key=value …]",
+        f"usage: python3 -m {names.PROGRAMS[entry]} [options] [key=value …]",
         "",
         "options:",
         "  --check              resolve, validate, look at data and model, print the plan of batches; 0 good,",
@@ -160,7 +159,7 @@ def render(page: str) -> str:
     parts = [page.partition("## Keys of ")[0].rstrip("\n") + "\n"]
     seen: dict[type[Group], str] = {}
     for entry, root in ROOTS.items():
-        parts.append(f"## Keys of `{PROGRAMS[entry]}`\n")
+        parts.append(f"## Keys of `{names.PROGRAMS[entry]}`\n")
         for name, known in fields_of(root).items():
             if known.group is not None:
                 parts.extend(_sections(name, known.group, seen))
