@@ -10,6 +10,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 PROGRAMS = {
@@ -311,3 +312,16 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
     """Text that names the most similar options, or ""."""
     found = difflib.get_close_matches(str(name), list(options), count, cutoff)
     return f"; nearest: {', '.join(found)}" if found else ""
+
+
+@functools.cache
+def built_in(registry: str) -> tuple[str, ...]:
+    """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
+    folder = Path(__file__).parents[1] / "algorithms"
+    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
+    found = [
+        name.lower() for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())
+    ]
+    return tuple(
+        name for name in found if name != "bypass_mode"
+    )  # algorithm.rollout_correction chooses that one

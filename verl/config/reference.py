@@ -17,7 +17,6 @@ from typing import Any
 from verl.config import names
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
-from verl.config.rules.values import built_in
 from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
 
@@ -213,7 +212,7 @@ def _other_names() -> Iterator[str]:
         refused += [(f"{key}={value}", *absent) for value, absent in values.items()]
     refused += [(key, *absent) for key, absent in names.FEATURES.items()]
     here = (
-        f"Estimators here: {', '.join(built_in('ESTIMATORS'))}; policy losses: {', '.join(built_in('LOSSES'))} (and "
+        f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
         f"registered ones); engines: {', '.join(names.ENGINES)}; strategies: {', '.join(names.STRATEGIES)}."
     )
     yield _table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, SAMPLED, float_name, not_sampled
 from verl.config.fields import Field, leaves
-from verl.config.names import nearest
+from verl.config.names import built_in, nearest
 from verl.config.rules.context import Check
 
 REGISTRIES = {
@@ -138,19 +135,6 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         if path in names.CLOSED_REGISTRIES:
             more = "; your own are not in this release"
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
-
-
-@functools.cache
-def built_in(registry: str) -> tuple[str, ...]:
-    """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
-    folder = Path(__file__).parents[2] / "algorithms"
-    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
-    found = [
-        name.lower() for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())
-    ]
-    return tuple(
-        name for name in found if name != "bypass_mode"
-    )  # algorithm.rollout_correction chooses that one
 
 
 def _plugins(c: Check, registry: str) -> set[str]:
