@@ -63,16 +63,6 @@ RENAMES: dict[str, dict[str, str]] = {
 }
 """By entry point: an old spelling, and the schema's, in which \\1 and \\2 stand for the glob's variable parts."""
 
-GLOBAL_MICRO_BATCH = (
-    "actor_rollout_ref.actor.ppo_micro_batch_size",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
-    "critic.ppo_micro_batch_size",
-    "critic.forward_micro_batch_size",
-    "data.micro_batch_size",
-)
-"""Deprecated: a micro-batch size over all devices. The schema's key ends in `_per_gpu`."""
-
 STALENESS_MODE, STALENESS_LIMIT = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 """The public system's spelling of `trainer.max_staleness`."""
 

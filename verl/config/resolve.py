@@ -91,8 +91,8 @@ class Resolver:
         """Set one path. Mappings are taken apart down to the schema's keys; `spelled` is the user's name for it."""
         name, spelled = canonical(path, self.entry), spelled or path
         place = locate(self.root, name)
-        if name in names.GLOBAL_MICRO_BATCH:
-            self.old[name] = value
+        if name.endswith("micro_batch_size") and locate(self.root, f"{name}_per_gpu") is not None:
+            self.old[name] = value  # deprecated: a micro-batch size over all devices
         elif place is None:
             self._assign_unnamed(name, value, op, source)
         else:
