@@ -86,7 +86,7 @@ def _sources(c: Check, sources: set[str]) -> None:
     own = c.cfg.custom_reward_function.path or c.cfg.reward_manager.source == "importlib"
     if own or c.cfg.reward_model.enable or not sources:
         return
-    from verl.reward.registry import unsupported
+    from verl.reward.rules import unsupported
 
     for source, message in unsupported(sorted(sources)).items():
         c.refuse(f"{c.at('data.reward_fn_key')}, source {source}", message)
