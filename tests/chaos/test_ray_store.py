@@ -24,8 +24,6 @@ NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
-    from verl.workers.ray.training import Training
-
     from verl.workers.plan import UpdatePlan
     from verl.workers.ray.calls import Group, Worker
 

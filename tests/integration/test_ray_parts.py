@@ -122,9 +122,8 @@ def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text)
 
 
 def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
-    from verl.workers.ray.training import ActorGroup, Training
-
     from verl.workers.plan import UpdatePlan
+    from verl.workers.ray.training import ActorGroup, Training
 
     rng = np.random.default_rng(0)
     rows = []

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
+from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine.training import sharded_state
 from verl.engine.training.base import MicroBatch, MicroLoss
 from verl.engine.training.collectives import all_gather_json, merge_sums, on_all_ranks

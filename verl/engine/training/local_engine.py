@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.adapter_files import ADAPTER_FOLDER
+from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine.training import sharded_state
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob_head import LogProbHead

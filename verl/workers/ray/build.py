@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.needs import needs_reference
-from verl.config.elsewhere import for_elsewhere
+from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
 from verl.platform import stacks
 from verl.tracking.hooks import SILENT, RunHooks
