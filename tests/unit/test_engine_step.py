@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
-from tests.unit.engine_cases import rows_of, simple_loss
-from verl.engine.training.local_engine import LocalEngine
+from tests.unit.engine_cases import BOTH, rows_of, simple_loss
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (4, [6, 2])]
@@ -20,7 +20,7 @@ ROLE = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 1e-2}, "ppo_micro_b
 
 
 def engine_at(path, **changes):
-    return LocalEngine(path, role_cfg=ROLE | changes, device="cpu")
+    return FSDPEngine(path, role_cfg=ROLE | changes, device="cpu")
 
 
 def snapshot(engine):
@@ -65,7 +65,7 @@ def test_non_finite_moves_nothing(tmp_path, how):
 def test_metrics_follow_the_sum_and_weight_convention(tmp_path):
     engine = engine_at(tiny_model(tmp_path / "m"))
     rows = rows_of(GROUPS)
-    logp = engine.log_probs(rows, temperature=1.0).log_probs
+    logp = engine.forward(rows, temperature=1.0)["log_probs"]
     result = engine.step(rows, simple_loss(26), temperature=1.0)
     assert result.metrics["mean"] == pytest.approx(float(logp.mean()), rel=1e-5)
     a = np.concatenate([r.advantages for r in rows])
@@ -108,8 +108,8 @@ def test_adamw_is_adamw(tmp_path):
 def test_only_empty_responses(tmp_path):
     engine = engine_at(tiny_model(tmp_path / "m"))
     rows = rows_of([(4, [0, 0])])
-    assert engine.log_probs(rows, temperature=1.0, entropy=True).entropy.shape == (0,)
-    assert engine.log_probs([], temperature=1.0).log_probs.shape == (0,)
+    assert engine.forward(rows, BOTH, temperature=1.0)["entropy"].shape == (0,)
+    assert engine.forward([], temperature=1.0)["log_probs"].shape == (0,)
     result = engine.step(rows, lambda b: (b.log_probs.sum(), {}), temperature=1.0)
     assert result.refused == "" and result.grad_norm == 0.0 and result.tokens == 0
 
@@ -178,19 +178,19 @@ def test_optimizer_state_that_is_not_there(tmp_path):
 
 
 def test_a_reference_has_no_optimizer(tmp_path):
-    engine = LocalEngine(tiny_model(tmp_path / "m"), role_cfg=ROLE, device="cpu", trainable=False, role="ref")
+    engine = FSDPEngine(tiny_model(tmp_path / "m"), role_cfg=ROLE, device="cpu", trainable=False, role="ref")
     assert all(p.grad is None and not p.requires_grad for p in engine.module.parameters())
-    assert math.isfinite(engine.log_probs(rows_of(GROUPS), temperature=1.0).log_probs.sum())
+    assert math.isfinite(engine.forward(rows_of(GROUPS), temperature=1.0)["log_probs"].sum())
     with pytest.raises(RuntimeError, match="trainable"):
         engine.step(rows_of(GROUPS), simple_loss(26), temperature=1.0)
 
 
 def test_a_reference_may_share_the_actors_model(tmp_path):
     actor = engine_at(tiny_model(tmp_path / "m"))
-    frozen = LocalEngine.from_module(actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
+    frozen = FSDPEngine.from_module(actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
     rows = rows_of(GROUPS)
     assert actor.step(rows, simple_loss(26), temperature=1.0).grad_norm > 0
-    a, b = (e.log_probs(rows, temperature=1.0).log_probs for e in (actor, frozen))
+    a, b = (e.forward(rows, temperature=1.0)["log_probs"] for e in (actor, frozen))
     assert np.array_equal(a, b)
 
 
@@ -202,7 +202,7 @@ def test_float16_keeps_the_gradients_of_a_loss_over_many_tokens(tmp_path, size):
     found = {}
     for dtype in ("float32", "float16"):
         role = {"fsdp_config": {"dtype": dtype}, "optim": {"lr": 0.0}, "grad_clip": 0.0}
-        engine = LocalEngine(path, role_cfg=role, device="cpu")
+        engine = FSDPEngine(path, role_cfg=role, device="cpu")
         result = engine.step(rows, lambda batch: (batch.log_probs.sum() / size, {}), temperature=1.0)
         assert result.refused == ""
         found[dtype] = (result.grad_norm, [p.grad.clone() for p in engine.module.parameters()])

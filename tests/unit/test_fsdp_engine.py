@@ -14,7 +14,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine_cases import rows_of, simple_loss
 from tests.unit.fsdp_cases import assert_same, locally, on_ranks, role
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -46,7 +46,7 @@ def loaded(paths: list[str]) -> list[tuple[dict[str, torch.Tensor], dict[str, to
             (
                 {n: t.clone() for n, t in one.named_weights()},
                 {n: b.clone() for n, b in one.module.named_buffers()},
-                one.log_probs(rows_of(ROWS), temperature=1.0).log_probs,
+                one.forward(rows_of(ROWS), temperature=1.0)["log_probs"],
             )
         )
     return out
@@ -63,8 +63,8 @@ def test_meta_initialisation_is_a_normal_load(tmp_path: Path) -> None:
     paths += [as_pickle(tmp_path), without_prefix(tmp_path)]
     found = ranks.run(loaded, 2, paths)
     for number, path in enumerate(paths):
-        local = LocalEngine(path, role_cfg=TRAINED, device="cpu")
-        expected = local.log_probs(rows_of(ROWS), temperature=1.0).log_probs
+        local = FSDPEngine(path, role_cfg=TRAINED, device="cpu")
+        expected = local.forward(rows_of(ROWS), temperature=1.0)["log_probs"]
         for weights, buffers, log_probs in (one[number] for one in found):
             assert weights.keys() == dict(local.named_weights()).keys(), path
             for name, tensor in local.named_weights():
@@ -178,7 +178,7 @@ def mixed(path: str) -> dict[str, Any]:
     one = engine(path, role(fsdp={"dtype": "bfloat16", "mixed_precision": {"buffer_dtype": "bfloat16"}}))
     rows = rows_of(ROWS)
     mine = rows[:5] if one.dp_rank == 0 else rows[5:]
-    log_probs = one.log_probs(rows, temperature=1.0).log_probs
+    log_probs = one.forward(rows, temperature=1.0)["log_probs"]
     result = one.step(mine, simple_loss(30), temperature=1.0)
     return {
         "log_probs": log_probs,
@@ -186,15 +186,15 @@ def mixed(path: str) -> dict[str, Any]:
         "masters": {p.dtype for p in one.module.parameters()},
         "gradients": {p.grad.dtype for p in one.module.parameters()},
         "buffers": {b.dtype for b in one.module.buffers()},
-        "head": one._head is not None,
+        "head": one._model.head.layer is not None,
         "weights": {t.dtype for _, t in one.named_weights()},
     }
 
 
 def test_mixed_precision_keeps_float32_masters(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "m", scale=4.0)
-    exact = LocalEngine(path, role_cfg=role(), device="cpu")
-    expected = exact.log_probs(rows_of(ROWS), temperature=1.0).log_probs
+    exact = FSDPEngine(path, role_cfg=role(), device="cpu")
+    expected = exact.forward(rows_of(ROWS), temperature=1.0)["log_probs"]
     norm = exact.step(rows_of(ROWS), simple_loss(30), temperature=1.0).grad_norm
     for one in ranks.run(mixed, 2, str(path)):
         assert one["masters"] == one["gradients"] == one["weights"] == {torch.float32}
@@ -218,7 +218,7 @@ def test_three_uneven_shards_and_offloading_train_the_same(tmp_path: Path) -> No
     path = str(tiny_model(tmp_path / "m", vocab_size=259, hidden_size=20, intermediate_size=31))
     base = role(optim={"lr": 1e-3, "weight_decay": 0.1}, grad_clip=0.5)
     away = base | {"fsdp_config": base["fsdp_config"] | {"param_offload": True, "optimizer_offload": True}}
-    local = LocalEngine(path, role_cfg=base, device="cpu")
+    local = FSDPEngine(path, role_cfg=base, device="cpu")
     for _ in range(3):
         local.step(rows_of(ROWS), simple_loss(30), temperature=1.0)
     three = ranks.run(trained, 3, path, base, 3)
@@ -255,13 +255,13 @@ def reference(path: str) -> tuple[np.ndarray, bool]:
     rows = rows_of(ROWS)
     one.offload()
     one.onload()
-    values = one.log_probs(rows if one.dp_rank == 0 else [], temperature=1.0).log_probs
+    values = one.forward(rows if one.dp_rank == 0 else [], temperature=1.0)["log_probs"]
     return values, any(p.requires_grad or p.grad is not None for p in one.module.parameters())
 
 
 def test_a_reference_is_sharded_without_an_optimizer(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "m")
-    local = LocalEngine(path, role_cfg=role(), device="cpu", trainable=False, role="ref")
+    local = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False, role="ref")
     (values, trains), (none, _) = ranks.run(reference, 2, str(path))
-    np.testing.assert_allclose(values, local.log_probs(rows_of(ROWS), temperature=1.0).log_probs, atol=2e-6)
+    np.testing.assert_allclose(values, local.forward(rows_of(ROWS), temperature=1.0)["log_probs"], atol=2e-6)
     assert not trains and none.shape == (0,)

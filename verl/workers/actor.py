@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.engine.training.base import StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, StepResult, TrainingEngine
 from verl.tracking.mfu import ModelCost
 from verl.trajectory import Batch, Trajectory
 from verl.workers import execute
@@ -99,10 +99,11 @@ class Actor(ActorRole):
     def old_log_probs(self, batch: Batch) -> None:
         """See `ActorRole.old_log_probs`."""
         with self.engine.on_device():
-            stats = self.engine.log_probs(batch.trajectories, temperature=self._temperature, entropy=True)
-        batch.fill_flat("old_log_probs", stats.log_probs)
-        if stats.entropy is not None:
-            batch.fill_flat("entropy", stats.entropy)
+            found = self.engine.forward(
+                batch.trajectories, LOG_PROBS_AND_ENTROPY, temperature=self._temperature
+            )
+        batch.fill_flat("old_log_probs", found["log_probs"])
+        batch.fill_flat("entropy", found["entropy"])
 
     def update(self, batch: Batch, *, step: int) -> UpdateResult:
         """See `ActorRole.update`."""
@@ -127,7 +128,7 @@ class Actor(ActorRole):
         return mini, result
 
     def _log_probs(self, rows: list[Trajectory]) -> np.ndarray:
-        return self.engine.log_probs(rows, temperature=self._temperature).log_probs
+        return self.engine.forward(rows, temperature=self._temperature)["log_probs"]
 
     def memory(self) -> dict[str, float]:
         """See `ActorRole.memory`."""

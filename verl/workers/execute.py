@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.objective import ActorObjective, LossDenominators
-from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
 from verl.trajectory import Trajectory
 
 
@@ -49,7 +49,7 @@ def update(
     Fills `old_log_probs` and `entropy` of rows that have none.
     """
     objective = RecordOldLogProbs(ActorObjective(actor_cfg, denominators, rollout_correction))
-    return engine.step(rows, objective, temperature=temperature, entropy=True)
+    return engine.step(rows, objective, LOG_PROBS_AND_ENTROPY, temperature=temperature)
 
 
 def reference_log_probs(
@@ -58,4 +58,4 @@ def reference_log_probs(
     """Log-probs of the reference, float32 [ΣL]: of an engine of its own, or of the base below the policy's adapter."""
     base = engine.without_adapter() if engine.adapted else nullcontext()
     with engine.on_device(), base:
-        return engine.log_probs(rows, temperature=temperature).log_probs
+        return engine.forward(rows, temperature=temperature)["log_probs"]

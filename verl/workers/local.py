@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.engine.training.local_engine import LocalEngine
 from verl.profiling.profiler import open_profiler
 from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.streamed import StreamedSync
@@ -29,7 +28,6 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
     engine = build.actor_engine(config, total_steps, shared=arr.rollout.name != "vllm")
-    assert isinstance(engine, LocalEngine)
     actor = Actor(
         engine,
         arr.actor,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.config import Map
-from verl.engine.training.base import StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, StepResult, TrainingEngine
 from verl.platform import stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -66,11 +66,9 @@ class TrainWorker(Profiled):
         from verl.platform.handles import device_id
         from verl.workers import build
 
-        self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
+        self.actor = build.actor_engine(self.config, total_steps, platform=self.platform)
         if build.wants_reference(self.config):
-            self.reference = build.reference_engine(
-                self.config, self.actor, world=self.world, platform=self.platform
-            )
+            self.reference = build.reference_engine(self.config, self.actor, platform=self.platform)
         played = ("actor", "ref") if self.reference is not None else ("actor",)
         self.profiler = open_profiler(self.config, roles=played, rank=self.rank, device=self.platform.name)
         return {
@@ -96,10 +94,8 @@ class TrainWorker(Profiled):
         """Fill and return `old_log_probs` and `entropy`."""
         engine = self._trained()
         with engine.on_device():
-            stats = engine.log_probs(self._rows, temperature=temperature, entropy=True)
-        columns = {"old_log_probs": stats.log_probs}
-        if stats.entropy is not None:
-            columns["entropy"] = stats.entropy
+            found = engine.forward(self._rows, LOG_PROBS_AND_ENTROPY, temperature=temperature)
+        columns = {"old_log_probs": found["log_probs"], "entropy": found["entropy"]}
         codec.fill(self._rows, columns)
         return columns
 
@@ -150,7 +146,7 @@ class TrainWorker(Profiled):
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
         rows, engine = [self._rows[i] for i in positions], self._trained()
         with engine.on_device():
-            return engine.log_probs(rows, temperature=temperature).log_probs
+            return engine.forward(rows, temperature=temperature)["log_probs"]
 
     def advance(self) -> float:
         """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""

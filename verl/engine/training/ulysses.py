@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.packing import Pack
 from verl.models.attention import AttentionPlan
 from verl.models.packed_attention import PackedPlan, TokenSpan
@@ -61,15 +60,12 @@ class SequenceParallel:
             UlyssesPlan(whole, self.group, self.rank, self.size),
         )
 
-    def whole(self, stats: TokenTensors, mine: torch.Tensor, count: int) -> TokenTensors:
-        """The statistics of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        given = [s for s in (stats.log_probs, stats.entropy, stats.sum_pi_squared) if s is not None]
-        rows = iter(_Join.apply(torch.stack(given), mine, count, self.group))
-        return TokenTensors(
-            next(rows),
-            next(rows) if stats.entropy is not None else None,
-            next(rows) if stats.sum_pi_squared is not None else None,
-        )
+    def whole(
+        self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
+        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self.group)
+        return dict(zip(outputs, joined, strict=True))
 
 
 class UlyssesPlan:
