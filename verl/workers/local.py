@@ -27,7 +27,7 @@ __all__ = ["Roles", "build_roles", "end_token_ids"]
 def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
-    engine = build.actor_engine(config, total_steps, shared=arr.rollout.name != "vllm")
+    engine: Any = build.actor_engine(config, total_steps, shared=arr.rollout.name != "vllm")
     actor = Actor(
         engine,
         arr.actor,

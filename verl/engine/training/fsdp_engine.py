@@ -525,10 +525,8 @@ def _backward(
 ) -> tuple[float, Mapping[str, Sequence[float]]]:
     """The loss of these outputs and its metrics, gradients added to what is there. The backward pass runs in any case:
     other ranks are in it."""
-    scalar, metrics = next(iter(outputs.values())).sum() * 0.0, {}
-    tied = scalar
-    if rows:
-        scalar, metrics = loss(MicroBatch(rows, **outputs))
+    tied = next(iter(outputs.values())).sum() * 0.0
+    scalar, metrics = loss(MicroBatch(rows, **outputs)) if rows else (tied, {})  # type: ignore[arg-type]
     root = scalar if scalar.requires_grad else tied
     root.backward(torch.full_like(root, scale))
     return float(scalar.detach()), metrics

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.models.attention import product_dtype
+
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
 # An accelerator is done with such a block before the next one's operations are launched; these are 128 MiB of float32.
@@ -56,11 +58,10 @@ def token_outputs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = product_dtype(hidden)
     shape = _Shape(layer.scale, layer.softcap, temperature)
     wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, targets, shape, dtype, wanted)
     names = ("log_probs", "entropy", "sum_pi_squared")
     return {name: column for name, column in zip(names, found, strict=True) if name in outputs}
