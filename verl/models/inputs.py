@@ -13,8 +13,4 @@ def model_inputs(input_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, 
     What the tokens see of each other is the attention plan's (`verl.models.attention.use`), so there is no mask; keys and
     values are nobody's to keep.
     """
-    return {
-        "input_ids": input_ids[None],
-        "position_ids": positions.unsqueeze(-2),
-        "use_cache": False,
-    }
+    return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False}
