@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -105,50 +104,6 @@ def test_other_architectures_train_the_same(tmp_path: Path, arch: str) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
-def refusing(path: str, how: str) -> tuple[str, str, bool, bool, float]:
-    """A step that goes wrong on rank 1 alone, and one after it."""
-    one = engine(path)
-    rows = rows_of(ROWS)
-    mine = rows[:5] if one.dp_rank == 0 else rows[5:]
-    good = simple_loss(30)
-
-    def bad(batch: Any) -> Any:
-        value, metrics = good(batch)
-        if one.dp_rank == 1:
-            value = value * float("nan") if how == "loss" else value + (batch.log_probs * 0).sqrt().sum()
-        return value, metrics
-
-    one.step(mine, good, temperature=1.0)
-    before = snapshot(one)
-    result = one.step(mine, bad, temperature=1.0)
-    unmoved = equal(before, snapshot(one))
-    after = one.step(mine, good, temperature=1.0)
-    return result.refused, after.refused, unmoved, equal(before, snapshot(one)), result.grad_norm
-
-
-def snapshot(one: Any) -> dict[str, torch.Tensor]:
-    from verl.engine.training.sharding import local
-
-    out = {n: local(p).clone() for n, p in one.module.named_parameters()}
-    for name, parameter in one._names.items():
-        for key, value in one._optimizer.state[parameter].items():
-            out[f"{name}/{key}"] = local(value).clone()
-    return out
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_what_is_not_finite_on_one_rank_moves_nothing_on_any(tmp_path: Path, how: str) -> None:
-    found = ranks.run(refusing, 2, str(tiny_model(tmp_path / "m")), how)
-    for refused, after, unmoved, stood_still, norm in found:
-        assert how in refused and refused == found[0][0]
-        assert after == "" and unmoved and not stood_still and math.isnan(norm)
-    assert ("0:1@0" in found[0][0]) == (how == "loss")
-
-
 def complaint(path: str, role_cfg: dict[str, Any]) -> str:
     from verl.errors import UserError
 
@@ -248,20 +203,3 @@ def counting(path: str) -> tuple[int, int, float]:
 def test_layers_are_recomputed_when_asked_for(tmp_path: Path) -> None:
     for without, recomputed, _ in ranks.run(counting, 2, str(tiny_model(tmp_path / "m"))):
         assert recomputed == 2 * without > 0
-
-
-def reference(path: str) -> tuple[np.ndarray, bool]:
-    one = engine(path, role(), trainable=False, role="ref")
-    rows = rows_of(ROWS)
-    one.offload()
-    one.onload()
-    values = one.forward(rows if one.dp_rank == 0 else [], temperature=1.0)["log_probs"]
-    return values, any(p.requires_grad or p.grad is not None for p in one.module.parameters())
-
-
-def test_a_reference_is_sharded_without_an_optimizer(tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "m")
-    local = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False, role="ref")
-    (values, trains), (none, _) = ranks.run(reference, 2, str(path))
-    np.testing.assert_allclose(values, local.forward(rows_of(ROWS), temperature=1.0)["log_probs"], atol=2e-6)
-    assert not trains and none.shape == (0,)

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.engine_cases import rows_of, simple_loss
-from verl.config import Map, load
+from tests.unit.engine_cases import rows_of
+from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Trajectory
 from verl.workers import codec
@@ -207,22 +205,3 @@ def denominators(rows: list[Trajectory]) -> dict[str, Any]:
     from verl.algorithms.objective import count_denominators
 
     return asdict(count_denominators(rows, 12.0))
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, {"param_offload": True}, {"param_offload": True, "optimizer_offload": True}]
-)
-def test_moving_changes_no_weight(tmp_path: Path, flags: dict[str, bool]) -> None:
-    path = tiny_model(tmp_path / "m")
-    rows, ends = rows_of([(5, [3, 4]), (7, [2, 6])]), []
-    for given in ({}, flags):
-        role = Map.of({"fsdp_config": {"dtype": "float32", **given}, "optim": {"lr": 1e-2}})
-        engine = FSDPEngine(path, role_cfg=role, device="cpu")
-        for _ in range(3):
-            with engine.on_device():
-                before = engine.forward(rows, temperature=1.0)["log_probs"]
-            with engine.on_device(optimizer=True):
-                engine.step(rows, simple_loss(15), temperature=1.0)
-        ends.append((before, {n: t.clone() for n, t in engine.named_weights()}))
-    assert np.array_equal(ends[0][0], ends[1][0])
-    assert all(torch.equal(ends[0][1][name], tensor) for name, tensor in ends[1][1].items())

@@ -82,8 +82,8 @@ class TrainingEngine(ABC):
     ) -> dict[str, np.ndarray]:
         """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient.
 
-        outputs: of the head's: log_probs, entropy and sum_pi_squared under softmax(logits / temperature). ValueError for
-        one that the head does not have.
+        outputs: of the head's: log_probs, entropy and sum_pi_squared under softmax(logits / temperature). KeyError for one
+        that the head does not have.
         """
 
     @abstractmethod

@@ -241,7 +241,6 @@ class FSDPEngine(TrainingEngine):
         self, rows: Sequence[Trajectory], outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> dict[str, np.ndarray]:
         """See `TrainingEngine.forward`."""
-        self._refuse_outputs(outputs)
         found: list[dict[str, torch.Tensor]] = []
         with self._model.fused.active():
             for batch, _ in self._packs(rows, self.forward_batching):
@@ -252,10 +251,6 @@ class FSDPEngine(TrainingEngine):
             return torch.cat([f[name] for f in found]).cpu().numpy() if found else np.zeros(0, np.float32)
 
         return {name: join(name) for name in outputs}
-
-    def _refuse_outputs(self, outputs: Collection[str]) -> None:
-        if unknown := set(outputs) - set(self._model.head.outputs):
-            raise ValueError(f"the head {self.head} has no {', '.join(sorted(unknown))}")
 
     def _packs(self, rows: Sequence[Trajectory], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
@@ -310,7 +305,6 @@ class FSDPEngine(TrainingEngine):
     ) -> StepResult:
         """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
         optimizer = self._require_optimizer()
-        self._refuse_outputs(outputs)
         done, norm = self._scaled_gradients(rows, loss, outputs, temperature)
         if not done.refused and not math.isfinite(norm):
             done.refused = f"the gradient norm is {norm}"
