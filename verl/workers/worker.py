@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -88,6 +88,7 @@ class Worker(Profiled):
             self.engines["ref"] = build.reference_engine(config, actor, world=world, platform=platform)
         return {
             "dp_rank": actor.dp_rank,
+            "holds_outputs": actor.holds_outputs,
             "device": self.platform.describe(),
             "device_id": device_id(self.platform.device()),
             "roles": list(self.engines),
@@ -114,7 +115,7 @@ class Worker(Profiled):
         engine = self.engine(role)
         base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
         with self.span(phase), engine.on_device(), base:
-            found = _forward(engine, self._rows, outputs, self._temperature)
+            found = engine.forward(self._rows, tuple(outputs), temperature=self._temperature)
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
             fill_flat(self._rows, name, values)
@@ -154,13 +155,13 @@ class Worker(Profiled):
             tokens_of,
         )
         recording = RecordOldLogProbs(objective)
-        return engine.step(rows, recording, temperature=self._temperature, entropy=True)
+        return engine.step(rows, recording, LOG_PROBS_AND_ENTROPY, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
         rows, engine = [self._rows[i] for i in positions], self.engine()
         with engine.on_device():
-            return _forward(engine, rows, ("log_probs",), self._temperature)["log_probs"]
+            return engine.forward(rows, temperature=self._temperature)["log_probs"]
 
     def advance(self) -> float:
         """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
@@ -296,12 +297,6 @@ class RecordOldLogProbs:
                 if column not in row.columns:
                     row.put(column, part.copy())
         return result
-
-
-def _forward(engine: TrainingEngine, rows: Any, outputs: Any, temperature: float) -> dict[str, np.ndarray]:
-    stats = engine.log_probs(rows, temperature=temperature, entropy="entropy" in outputs)
-    found = {"log_probs": stats.log_probs, "entropy": stats.entropy, "sum_pi_squared": stats.sum_pi_squared}
-    return {name: values for name, values in found.items() if name in outputs and values is not None}
 
 
 def quiet_libraries() -> None:
