@@ -81,11 +81,11 @@ class Worker(Profiled):
         from verl.algorithms.needs import needs_reference
         from verl.platform.handles import device_id
 
-        config, world, platform = self.config, self.world, self.platform
-        actor = build.actor_engine(config, total_steps, world=world, platform=platform, shared=shared)
+        config, platform = self.config, self.platform
+        actor = build.actor_engine(config, total_steps, platform=platform, shared=shared)
         self.engines["actor"] = actor
         if needs_reference(config):
-            self.engines["ref"] = build.reference_engine(config, actor, world=world, platform=platform)
+            self.engines["ref"] = build.reference_engine(config, actor, platform=platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
