@@ -111,7 +111,7 @@ def test_retention_deletes_oldest_after_sealing(tmp_path):
     for step in (1, 2, 3, 4):
         write(tmp_path, step, keep=2)
     assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_3", "global_step_4"]
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
 
 
 def test_retention_never_deletes_the_new_one_nor_what_is_not_ours(tmp_path):
@@ -137,7 +137,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     write(tmp_path, 7)
     path = save(tmp_path, 7, {"actor": lambda d: (d / "new").write_text("new")}, loop_state={})
     assert path is not None and [p.name for p in (path / "actor").iterdir()] == ["new"]
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
     open_checkpoint(path)
 
 
@@ -294,6 +294,21 @@ def test_real_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_a_file_or_link_in_the_place_of_the_temporary_folder_is_removed(tmp_path, kind):
+    for step in (1, 2):  # one in the way of the save, one that only a start meets
+        if kind == "file":
+            (tmp_path / f"global_step_{step}.tmp").write_text("x")
+        else:
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            target = "elsewhere" if kind == "link" else "nowhere"
+            (tmp_path / f"global_step_{step}.tmp").symlink_to(tmp_path / target)
+    assert write(tmp_path, 1) is not None
+    clean(tmp_path)
+    assert newest(tmp_path).step == 1 and not list(tmp_path.glob("*.tmp"))
+    assert kind != "link" or (tmp_path / "elsewhere").is_dir(), "what a link points to stays"
+
+
 def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2)
@@ -301,10 +316,10 @@ def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
     (tmp_path / "global_step_3.tmp" / "actor").mkdir(parents=True)
     (tmp_path / "global_step_1.deleted0.tmp").mkdir()
     assert newest(tmp_path, tidy=False).step == 1
-    assert len(manifest.stale_directories(tmp_path)) == 3
+    assert len(manifest.stale_entries(tmp_path)) == 3
     events = Events()
     clean(tmp_path, on_event=events)
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
     assert newest(tmp_path).step == 2
     assert sorted(events.kinds()) == [
         "checkpoint_completed",

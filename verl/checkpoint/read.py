@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from verl.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     read_manifest,
-    stale_directories,
+    remove,
+    stale_entries,
     step_directories,
     step_of,
     sync_directory,
@@ -79,7 +79,7 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
 
     A `.tmp` that was already sealed and only lacked its rename is published; every other one is removed.
     """
-    for path in stale_directories(Path(root)):
+    for path in stale_entries(Path(root)):
         final = path.with_suffix("")
         try:
             if step_of(final) is not None and not final.exists():
@@ -90,7 +90,7 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
                 continue
         except CheckpointError as error:
             on_event("checkpoint_unfinished", path=str(path), message=f"unfinished, removed: {error}")
-        shutil.rmtree(path)
+        remove(path)
         on_event("checkpoint_stale_removed", path=str(path))
 
 

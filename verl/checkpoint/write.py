@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from verl.checkpoint.manifest import (
     files_under,
     hash_files,
     read_manifest,
+    remove,
     replace_text,
     step_directories,
     sync_directory,
@@ -130,8 +130,7 @@ def _fill(
 ) -> None:
     """Fill the unfinished directory."""
     root.mkdir(parents=True, exist_ok=True)
-    if beside.exists():
-        shutil.rmtree(beside)
+    remove(beside)
     beside.mkdir()
     for name, write in parts.items():
         relative = PurePosixPath(name)
@@ -185,10 +184,10 @@ def _after_publishing(root: Path, final: Path, step: int, keep: int | None, on_e
     try:
         replace_text(root / LATEST, str(step))
         for retired in root.glob(f"{final.name}.deleted*.tmp"):
-            shutil.rmtree(retired)
+            remove(retired)
         if keep is not None and keep >= 1:
             for old in surplus(root, keep):
-                shutil.rmtree(retire(old))
+                remove(retire(old))
                 on_event("checkpoint_deleted", step=step, path=str(old))
     except Exception as error:
         on_event(
@@ -237,7 +236,6 @@ def retire(path: Path) -> Path:
 def _discard(beside: Path, on_event: OnEvent) -> None:
     """Remove an unfinished directory; if even that fails it is only reported (the next start tries again)."""
     try:
-        if beside.exists():
-            shutil.rmtree(beside)
+        remove(beside)
     except OSError as error:
         on_event("checkpoint_cleanup_failed", path=str(beside), error=f"{type(error).__name__}: {error}")

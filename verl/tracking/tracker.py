@@ -50,6 +50,8 @@ class Tracking:
         self._validations: list[tuple[int, dict[str, Number]]] = []
         self._status: str | None = None
         self._closed = False
+        self.unsaved = ""
+        """What the run says last, before it ends with status 4: its last checkpoint could not be written."""
         self.tokenizer = tokenizer
         self._texts = answers.TokenTexts(tokenizer)
         self.event("run_start", run_dir=str(self.run_dir))

@@ -305,7 +305,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
     ranks = Ranks.of_environment()
     try:
         config = quietly(lambda: resolve(argv, "sft"), ranks)
