@@ -8,27 +8,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from verl.cli import probe
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
+from verl.platform import probe
 from verl.platform.cores import cores
-
-GIB = probe.GIB
-OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line. `level`: ok, note, warn, bad. `base`: if bad, training on one machine does not work at all."""
-
-    area: str
-    name: str
-    found: str
-    level: str = OK
-    todo: str = ""
-    base: bool = False
+from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, gib
 
 
 def check(bench: bool = False) -> list[Finding]:
@@ -176,15 +162,15 @@ def _devices() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     yield from _memory()
     for name, place in (("disk here", Path.cwd()), ("disk of the cache", Path("~/.cache/huggingface"))):
-        free = probe.disk_free(place)
+        free = probe.disk(place)["free"]
         level = BAD if free < GIB // 4 else WARN if free < 5 * GIB else OK
         todo = "free some space: checkpoints and models go here" if level != OK else ""
-        yield Finding("machine", name, f"{_gib(free)} free", level, todo)
+        yield Finding("machine", name, f"{gib(free)} free", level, todo)
     shm = probe.shared_memory()
     if shm is not None:
-        small = shm < 256 << 20
+        small = shm["free"] < 256 << 20
         todo = "give the container more (docker run --shm-size=2g)" if small else ""
-        yield Finding("machine", "/dev/shm", f"{_gib(shm)} free", WARN if small else OK, todo)
+        yield Finding("machine", "/dev/shm", f"{gib(shm['free'])} free", WARN if small else OK, todo)
     yield from _limits()
     problem = probe.loopback()
     if problem:
@@ -206,10 +192,10 @@ def _memory() -> Iterator[Finding]:
         yield Finding("machine", "memory", "unknown", NOTE)
         return
     room = available if available is not None else total
-    text = f"{_gib(room)} of {_gib(total)} available"
+    text = f"{gib(room)} of {gib(total)} available"
     if limit is not None and limit < total:
         room = min(room, limit - (used or 0))
-        text += f"; the container may use {_gib(limit)}"
+        text += f"; the container may use {gib(limit)}"
     level = WARN if room < 3 * GIB else OK
     yield Finding(
         "machine",
@@ -223,7 +209,7 @@ def _memory() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     least = {"open files": 4096, "processes": 4096}
     flags = {"open files": "-n", "processes": "-u"}
-    for name, soft in probe.limits().items():
+    for name, (soft, _) in probe.limits().items():
         if name not in least:
             text = "unlimited" if soft is None else f"{soft >> 10} KiB"
             note = "" if soft is None else " (matters only for fast transfers between GPUs)"
@@ -275,10 +261,6 @@ def _bench() -> Iterator[Finding]:
     )
     rates = f"fp32 {got['fp32']:.0f}, bf16 {got['bf16']:.0f} GFLOP/s with {got['threads']} threads"
     yield Finding("self-test", "matrix products", f"{rates}: bf16 is {ratio:.1f}× as fast")
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
 
 
 def show(findings: Iterable[Finding]) -> None:
