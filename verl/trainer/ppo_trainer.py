@@ -24,9 +24,9 @@ from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction
 from verl.rollout.schedule import PromptSchedule, evict_stale
 from verl.tracking.mfu import step_mfu
+from verl.tracking.profiler import profiled
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
-from verl.trainer.profiled import profiled
 from verl.trainer.refused import RefusedSteps
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import RolloutEngine
-    from verl.profiling.profiler import Profiler
     from verl.report.live import LiveReport
     from verl.reward import RewardRunner
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
+    from verl.tracking.profiler import Profiler
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.resume import Checkpoints

@@ -132,10 +132,10 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.profiled import announce
 
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())

@@ -20,12 +20,11 @@ import numpy as np
 from verl import interrupt
 from verl.config.command_line import resolve
 from verl.errors import UserError
-from verl.profiling.profiler import open_profiler
 from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
+from verl.tracking.profiler import announce, open_profiler, profiled
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import has_nonfinite_log_probs
-from verl.trainer.profiled import announce, profiled
 from verl.trainer.resume import refuse_other_data
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly

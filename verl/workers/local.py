@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verl.engine.training.local_engine import LocalEngine
-from verl.profiling.profiler import open_profiler
+from verl.tracking.profiler import open_profiler
 from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.streamed import StreamedSync
 from verl.workers import build

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
-    from verl.profiling.profiler import Profiler
+    from verl.tracking.profiler import Profiler
     from verl.weight_sync.base import WeightSync
     from verl.workers.actor import ActorRole
     from verl.workers.reference import ReferenceRole

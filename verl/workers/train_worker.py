@@ -19,7 +19,7 @@ from verl.engine.training.base import StepResult, TrainingEngine
 from verl.platform import stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.profiling.profiler import Profiled, open_profiler, spanned
+from verl.tracking.profiler import Profiled, open_profiler, spanned
 from verl.trajectory import Trajectory
 from verl.weight_sync.base import SyncResult
 from verl.workers import codec
