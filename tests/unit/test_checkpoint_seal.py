@@ -157,13 +157,6 @@ def test_a_part_that_raises_is_an_event(tmp_path):
     assert found is not None and found.step == 1
 
 
-@pytest.mark.parametrize("name", ["../actor", "/actor", "."])
-def test_part_names_stay_inside(tmp_path, name):
-    events = Events()
-    assert save(tmp_path, 1, {name: lambda d: None}, loop_state={}, on_event=events) is None
-    assert "not a relative path" in events[0][1]["error"]
-
-
 class Killed(BaseException):
     """Stands for the process ending at this very call: no handler of ours may run."""
 
@@ -443,18 +436,14 @@ def test_random_states_continue_bit_for_bit(tmp_path):
         )
 
     draw()
-    own = torch.Generator().manual_seed(3)
-    torch.rand(5, generator=own)
-    rng.save(tmp_path, {"own": own.get_state()})
-    expected = [draw() for _ in range(3)], torch.rand(4, generator=own).tolist()
+    rng.save(tmp_path)
+    expected = [draw() for _ in range(3)]
     for seed in (0, 1):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        extra = rng.load(tmp_path)
-        other = torch.Generator()
-        other.set_state(extra["own"])
-        assert ([draw() for _ in range(3)], torch.rand(4, generator=other).tolist()) == expected
+        rng.load(tmp_path)
+        assert [draw() for _ in range(3)] == expected
     (tmp_path / "rng.json").write_text("{")
     with pytest.raises(CheckpointError, match="random states"):
         rng.load(tmp_path)

@@ -412,7 +412,7 @@ def test_the_plain_command_needs_no_model(
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The command in a process of its own. Ray gives a driver's working folder to all workers: not that of this code."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}
-    code = "import sys; from verl.cli.main import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verl.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--cluster", "--json", "--megabytes", "1", *arguments],
         capture_output=True,
