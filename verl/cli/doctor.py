@@ -245,7 +245,7 @@ def _bench() -> Iterator[Finding]:
         done = subprocess.run([sys.executable, "-c", _BENCH], capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
         yield Finding(
-            "self-test", "torch", "no answer in 180 s", BAD, "try `python -c 'import torch'` alone", base=True
+            "self-test", "torch", "no result within 180 s", BAD, "try `python -c 'import torch'` alone", base=True
         )
         return
     if done.returncode != 0:
