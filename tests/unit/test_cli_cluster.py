@@ -463,10 +463,11 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
     with (other / "verl/errors.py").open("a") as file:
         file.write("\n# another version\n")
     # The head has nothing to compute with: a run takes the other two.
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ours = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | ours)
     try:
-        cluster.add_node(num_cpus=2)
-        same = cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=2, **ours)
+        same = cluster.add_node(num_cpus=1, **ours)
         arguments = [
             "--model",
             str(model),
