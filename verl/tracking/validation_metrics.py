@@ -127,10 +127,14 @@ def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
         out[f"std@{n}"] = float(values.std())
         for k in subset_sizes(n):
             drawn = values[draws(len(values), k)]
-            for name, extremes in (("best", drawn.max(axis=1)), ("worst", drawn.min(axis=1))):
-                out[f"{name}@{k}/mean"] = float(extremes.mean())
-                out[f"{name}@{k}/std"] = float(extremes.std())
+            out |= _mean_and_std(f"best@{k}", drawn.max(axis=1)) | _mean_and_std(
+                f"worst@{k}", drawn.min(axis=1)
+            )
     return out
+
+
+def _mean_and_std(name: str, found: np.ndarray) -> dict[str, float]:
+    return {f"{name}/mean": float(found.mean()), f"{name}/std": float(found.std())}
 
 
 def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[str, float]:
@@ -146,9 +150,7 @@ def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[
         drawn = codes[chosen]
         counts = np.bincount((row * len(kinds) + drawn).ravel(), minlength=DRAWS * len(kinds))
         votes = counts.reshape(DRAWS, len(kinds))[row, drawn]
-        winners = values[chosen[row[:, 0], votes.argmax(axis=1)]]
-        out[f"maj@{k}/mean"] = float(winners.mean())
-        out[f"maj@{k}/std"] = float(winners.std())
+        out |= _mean_and_std(f"maj@{k}", values[chosen[row[:, 0], votes.argmax(axis=1)]])
     return out
 
 
