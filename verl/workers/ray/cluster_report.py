@@ -152,36 +152,30 @@ def _facts(members: list[_Node], found: ClusterReport, model: str | None, timeou
 def _clocks(members: list[_Node], timeout: float) -> None:
     """Offset of each clock from ours: half of the fastest round trip is the uncertainty."""
     for member in members:
-        best: tuple[float, float] | None = None
+        trips = []
         for _ in range(_CLOCK_CALLS):
             before = time.time()
             theirs, problem = ask(member.prober.now.remote(), timeout)
             after = time.time()
-            if problem is not None:
-                break
-            trip = after - before
-            if best is None or trip / 2 < best[1]:
-                best = theirs - (before + after) / 2, trip / 2
-        if best is not None:
-            member.entry["clock"], member.entry["clock_error"] = best
+            if problem is None:
+                trips.append(((after - before) / 2, theirs - (before + after) / 2))
+        if trips:
+            member.entry["clock_error"], member.entry["clock"] = min(trips)
 
 
 def _reach(members: list[_Node], found: ClusterReport, timeout: float) -> None:
     """Everybody listens on a free port of its own address, everybody connects to all."""
-    ports = {}
-    for member, ref in [(m, m.prober.listen.remote(m.address)) for m in members]:
-        port, problem = ask(ref, timeout)
+    ports = ask_all({m.name: m.prober.listen.remote(m.address) for m in members}, timeout)
+    listening = [m for m in members if ports[m.name][1] is None]
+    for name, (_, problem) in ports.items():
         if problem is not None:
-            found.unreachable.append((member.name, member.name, f"cannot listen on its address: {problem}"))
-        else:
-            ports[member.id] = port
-    listening = [m for m in members if m.id in ports]
-    targets = [(m.address, ports[m.id]) for m in listening]
-    for member, ref in [(m, m.prober.reach.remote(targets)) for m in members]:
-        responses, problem = ask(ref, timeout)
+            found.unreachable.append((name, name, f"cannot listen on its address: {problem}"))
+    targets = [(m.address, ports[m.name][0]) for m in listening]
+    reached = ask_all({m.name: m.prober.reach.remote(targets) for m in members}, timeout)
+    for name, (responses, problem) in reached.items():
         for other, response in zip(listening, responses or [problem] * len(listening), strict=True):
             if response is not None:
-                found.unreachable.append((member.name, other.name, response))
+                found.unreachable.append((name, other.name, response))
     for member in members:
         member.prober.close.remote()
 
@@ -220,26 +214,23 @@ def _sum(
 ) -> list[dict[str, Any]] | None:
     """The results of rank 0, or what went wrong; None if the ranks' devices were not free."""
     actors = [start_probe(member.id, **options) for member in ranks]
+    address, world = ranks[0].address, len(ranks)
     try:
-        started, _ = ray.wait([a.now.remote() for a in actors], num_returns=len(actors), timeout=timeout)
-        if len(started) < len(actors) and options:
+        started, _ = ray.wait([a.now.remote() for a in actors], num_returns=world, timeout=timeout)
+        if len(started) < world and options:
             return None
-        address = ranks[0].address
         port, problem = ask(actors[0].free_port.remote(address), timeout)
         if problem is None:
-            joined = [
-                a.join.remote(i, len(actors), address, port, kind, timeout) for i, a in enumerate(actors)
-            ]
+            joined = [a.join.remote(i, world, address, port, kind, timeout) for i, a in enumerate(actors)]
             problem = _first_problem(ranks, joined, timeout + 30)
         if problem is not None:
             return [{"over": kind, "problem": f"the ranks do not meet: {problem}"}]
         refs = [a.all_reduce.remote(count) for a in actors]
-        problem = _first_problem(ranks, refs, timeout + 30)
-        if problem is not None:
+        if problem := _first_problem(ranks, refs, timeout + 30):
             return [{"over": kind, "problem": problem}]
         results = ray.get(refs[0])
-        ray.wait([a.leave.remote() for a in actors], num_returns=len(actors), timeout=10)
-        return [result | {"ranks": len(actors)} for result in results]
+        ray.wait([a.leave.remote() for a in actors], num_returns=world, timeout=10)
+        return [result | {"ranks": world} for result in results]
     finally:
         for actor in actors:
             with suppress(faults.RayError):
@@ -253,8 +244,7 @@ def _first_problem(ranks: list[_Node], refs: list[Any], timeout: float) -> str |
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
         if not done:
             late = ", ".join(ranks[refs.index(ref)].name for ref in pending)
-            return f"no answer within {timeout:g} s from {late}"
-        _, problem = ask(done[0], 1.0)
-        if problem is not None:
+            return f"no response within {timeout:g} s from {late}"
+        if problem := ask(done[0], 1.0)[1]:
             return f"rank {refs.index(done[0])} on {ranks[refs.index(done[0])].name}: {problem}"
     return None
