@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.report import summary
-from verl.report.answers import Limits, Packed, pack_answers
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run
+from verl.report.responses import Limits, Packed, pack_responses
 
 SCRIPTS = (
     "vendor/uPlot-LICENSE.js",
@@ -29,7 +29,7 @@ SCRIPTS = (
     "core.js",
     "charts.js",
     "chart_list.js",
-    "answers.js",
+    "responses.js",
     "tokens.js",
     "lists.js",
     "app.js",
@@ -62,8 +62,8 @@ def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
 
 def build_page(run: Run, limits: Limits | None = None) -> str:
     """The page's text for a run that was read."""
-    answers = pack_answers(run.answer_files, run.unreadable, limits)
-    data = escape_json(page_data(run, answers))
+    responses = pack_responses(run.response_files, run.unreadable, limits)
+    data = escape_json(page_data(run, responses))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
     policy = (
@@ -82,7 +82,7 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
 
 
-def page_data(run: Run, answers: Packed) -> Record:
+def page_data(run: Run, responses: Packed) -> Record:
     """The object the page's script reads; plain JSON types only."""
     project, experiment = names(run)
     total = summary.total_steps(run)
@@ -113,12 +113,12 @@ def page_data(run: Run, answers: Packed) -> Record:
         "config": summary.flatten(run.config) if run.config else [],
         "versions": summary.flatten(run.versions) if run.versions else [],
         "unreadable": dict(run.unreadable),
-        "answers": {
-            "rows": answers.rows,
-            "prompts": answers.prompts,
-            "tokens": answers.tokens,
-            "steps": answers.steps,
-            "stepsOnDisk": answers.steps_on_disk,
+        "responses": {
+            "rows": responses.rows,
+            "prompts": responses.prompts,
+            "tokens": responses.tokens,
+            "steps": responses.steps,
+            "stepsOnDisk": responses.steps_on_disk,
         },
     }
 

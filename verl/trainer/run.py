@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_USER = 2
 EXIT_FAILED = 1
+EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
 
 
@@ -37,7 +38,8 @@ def run_ppo(config: Config) -> int:
 def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     """Call train(config, tracking) in an opened run folder and explain how it ended.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
+    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 4 done but the last checkpoint
+    could not be written (said last), 130 interrupted.
     """
     prepare_process()
     output.spare()
@@ -47,6 +49,14 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     except UserError as error:
         print(f"verl: {error}", file=sys.stderr, flush=True)
         return EXIT_USER
+    status = _run(config, tracking, train)
+    if tracking.unsaved:
+        print(f"verl: {tracking.unsaved}", file=sys.stderr, flush=True)
+    return status or (EXIT_UNSAVED if tracking.unsaved else 0)
+
+
+def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
+    """The exit status of `train`; says how it ended in the records and, if not well, on stderr."""
     with interrupt.handled():
         try:
             train(config, tracking)
@@ -122,10 +132,10 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.profiled import announce
 
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())

@@ -19,7 +19,7 @@ from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.profiling.profiler import Profiled, open_profiler
+from verl.tracking.profiler import Profiled, open_profiler
 from verl.workers import codec
 from verl.workers.codec import Payload
 

@@ -9,7 +9,7 @@ import ray
 
 from verl.config import Map
 from verl.platform.limits import raise_open_files
-from verl.profiling.profiler import open_profiler
+from verl.tracking.profiler import open_profiler
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.worker import Worker
 
