@@ -1,10 +1,10 @@
-"""What bounded staleness gains on many devices: a discrete-event simulation with long-tailed answer lengths.
+"""What bounded staleness gains on many devices: a discrete-event simulation with long-tailed response lengths.
 
     python benchmarks/async_simulation.py [--out benchmarks/results/async_simulation.json] [--steps 24]
 
-Devices sample, train, or do both in turn. A sampling device decodes all its answers together: a pass over n answers
-takes `pass_s + answer_s · n`, so an answer's pace depends on its neighbours. What may start when is the rule of
-`verl.rollout.draws`: the groups of step s may start once version s − 1 − k of the weights is in the samplers. The
+Devices sample, train, or do both in turn. A sampling device decodes all its responses together: a pass over n responses
+takes `pass_s + response_s · n`, so a response's pace depends on its neighbours. What may start when is the rule of
+`verl.rollout.schedule`: the groups of step s may start once version s − 1 − k of the weights is in the samplers. The
 trainer takes the oldest groups, in draw order, as the real loop does. For each way of working the split of devices
 between sampling and training is the best of those tried, at 64 devices and as many prompts for each. Nothing here is
 measured: the numbers say how the schedules compare under the assumptions below, not how fast any machine is.
@@ -27,16 +27,16 @@ import numpy as np
 class Assumptions:
     """A model of 8 billion parameters on devices of about 800 TFLOP/s and 4 TB/s, one device an engine.
 
-    pass_s, answer_s    seconds of one decode pass: reading the weights, and per answer its cache and products
-    prefill_per_s       prompt tokens a sampling device computes per second (also of answers that go on)
-    train_per_s         answer tokens a training device trains per second, old log-probs included
+    pass_s, response_s    seconds of one decode pass: reading the weights, and per response its cache and products
+    prefill_per_s       prompt tokens a sampling device computes per second (also of responses that go on)
+    train_per_s         response tokens a training device trains per second, old log-probs included
     sync_s              seconds of a weight transfer, in which nothing is sampled and nothing trained
-    prompt, median, sigma, longest    tokens: prompts; log-normal answers, cut at `longest`
-    slots               answers a device decodes at a time
+    prompt, median, sigma, longest    tokens: prompts; log-normal responses, cut at `longest`
+    slots               responses a device decodes at a time
     """
 
     pass_s: float = 0.008
-    answer_s: float = 0.00006
+    response_s: float = 0.00006
     prefill_per_s: float = 20_000.0
     train_per_s: float = 5_000.0
     sync_s: float = 4.0
@@ -50,7 +50,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Way:
-    """How a run works. staleness k; `partial`: answers in flight go on after a sync, else the sync waits for them.
+    """How a run works. staleness k; `partial`: responses in flight go on after a sync, else the sync waits for them.
 
     `shared`: every device samples, then every device trains (k = 0 only).
     """
@@ -64,20 +64,20 @@ class Way:
 WAYS = (
     Way("synchronous, shared devices", 0, shared=True),
     Way("synchronous, two pools", 0),
-    Way("one step off, sync waits for answers", 1, partial=False),
-    Way("one step off, answers continued", 1),
-    Way("k = 2, answers continued", 2),
-    Way("k = 4, answers continued", 4),
-    Way("k = 8, answers continued", 8),
-    Way("k = 4, sync waits for answers", 4, partial=False),
+    Way("one step off, sync waits for responses", 1, partial=False),
+    Way("one step off, responses continued", 1),
+    Way("k = 2, responses continued", 2),
+    Way("k = 4, responses continued", 4),
+    Way("k = 8, responses continued", 8),
+    Way("k = 4, sync waits for responses", 4, partial=False),
 )
 SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.8125, 0.875)
 """Shares of the devices that sample, where pools are apart."""
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """One answer: tokens to write, step it belongs to, versions that wrote its first and last token."""
+class GenerateResult:
+    """One response: tokens to write, step it belongs to, versions that wrote its first and last token."""
 
     tokens: int
     step: int
@@ -87,15 +87,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Device:
-    """A sampling device. `pace` counts passes so far: an answer that starts now ends at pace + tokens."""
+    """A sampling device. `pace` counts passes so far: a response that starts now ends at pace + tokens."""
 
     number: int
     owed: int = 0
     pace: float = 0.0
     since: float = 0.0
     paused_until: float = 0.0
-    running: list[tuple[float, int, Answer]] = field(default_factory=list)
-    waiting: deque[Answer] = field(default_factory=deque)
+    running: list[tuple[float, int, GenerateResult]] = field(default_factory=list)
+    waiting: deque[GenerateResult] = field(default_factory=deque)
     epoch: int = 0
 
 
@@ -111,7 +111,7 @@ class Simulation:
         self._events: list[tuple[float, int, int]] = []
         self._owing = [(0, device.number) for device in self.devices]
         self._left: Counter[int] = Counter()
-        self._batches: dict[int, list[Answer]] = {}
+        self._batches: dict[int, list[GenerateResult]] = {}
         self.staleness: Counter[int] = Counter()
         self.newest: Counter[int] = Counter()
         self.spans: Counter[int] = Counter()
@@ -125,7 +125,7 @@ class Simulation:
             self._draw_up_to(min(step + self.way.staleness, steps + self.way.staleness))
             self._until(lambda step=step: self._left[step] == 0)
             batch = self._batches.pop(step)
-            written = sum(answer.tokens for answer in batch)
+            written = sum(response.tokens for response in batch)
             seconds = written / (self.trainers * self.how.train_per_s)
             self._until_time(self._now + seconds)
             self._sync()
@@ -135,10 +135,10 @@ class Simulation:
             elif step > warm_up:
                 tokens += written
                 self.busy_training += seconds
-                for answer in batch:
-                    self.staleness[step - 1 - answer.first] += 1
-                    self.newest[step - 1 - answer.last] += 1
-                    self.spans[answer.last - answer.first + 1] += 1
+                for response in batch:
+                    self.staleness[step - 1 - response.first] += 1
+                    self.newest[step - 1 - response.last] += 1
+                    self.spans[response.last - response.first + 1] += 1
         elapsed = self._now - began
         return {
             "step_s": elapsed / (steps - warm_up),
@@ -147,7 +147,7 @@ class Simulation:
             "trainer_idle": 1 - self.busy_training / elapsed,
             "staleness": _distribution(self.staleness),
             "staleness_of_last_token": _distribution(self.newest),
-            "versions_per_answer": _distribution(self.spans),
+            "versions_per_response": _distribution(self.spans),
         }
 
     # -- what starts
@@ -163,38 +163,38 @@ class Simulation:
             for group in lengths:
                 device = self._least_owing()
                 self._advance(device)
-                # The prompt is prefilled once for the group: as many passes as that takes, before the first answer.
+                # The prompt is prefilled once for the group: as many passes as that takes, before the first response.
                 for tokens in group:
-                    answer = Answer(int(tokens), self._drawn)
-                    self._batches[self._drawn].append(answer)
-                    device.waiting.append(answer)
+                    response = GenerateResult(int(tokens), self._drawn)
+                    self._batches[self._drawn].append(response)
+                    device.waiting.append(response)
                 self._owe(device, len(group))
                 self._left[self._drawn] += len(group)
                 device.paused_until = max(device.paused_until, self._now) + how.prompt / how.prefill_per_s
                 self._admit(device)
 
-    def _owe(self, device: Device, answers: int) -> None:
-        device.owed += answers
+    def _owe(self, device: Device, responses: int) -> None:
+        device.owed += responses
         heapq.heappush(self._owing, (device.owed, device.number))
 
     def _least_owing(self) -> Device:
-        """The device with the fewest unfinished answers; entries that are out of date are dropped."""
+        """The device with the fewest unfinished responses; entries that are out of date are dropped."""
         while self._owing[0][0] != self.devices[self._owing[0][1]].owed:
             heapq.heappop(self._owing)
         return self.devices[self._owing[0][1]]
 
     def _admit(self, device: Device) -> None:
         while device.waiting and len(device.running) < self.how.slots:
-            answer = device.waiting.popleft()
-            answer.first = self.version if answer.first < 0 else answer.first
+            response = device.waiting.popleft()
+            response.first = self.version if response.first < 0 else response.first
             self._serial += 1
-            heapq.heappush(device.running, (device.pace + answer.tokens, self._serial, answer))
+            heapq.heappush(device.running, (device.pace + response.tokens, self._serial, response))
         self._schedule(device)
 
     # -- time on a device
 
     def _pass(self, device: Device) -> float:
-        return self.how.pass_s + self.how.answer_s * len(device.running)
+        return self.how.pass_s + self.how.response_s * len(device.running)
 
     def _advance(self, device: Device) -> None:
         """Bring a device to the present."""
@@ -205,7 +205,7 @@ class Simulation:
         device.since = self._now
 
     def _schedule(self, device: Device) -> None:
-        """The next answer that ends here; what was scheduled before does not count any more."""
+        """The next response that ends here; what was scheduled before does not count any more."""
         device.epoch += 1
         if device.running:
             start = max(self._now, device.paused_until)
@@ -229,16 +229,16 @@ class Simulation:
         self._now = max(self._now, at)
         self._advance(device)
         while device.running and device.running[0][0] <= device.pace + 1e-6:
-            answer = heapq.heappop(device.running)[2]
-            answer.last = self.version
+            response = heapq.heappop(device.running)[2]
+            response.last = self.version
             self._owe(device, -1)
-            self._left[answer.step] -= 1
+            self._left[response.step] -= 1
         self._admit(device)
 
     # -- weights
 
     def _sync(self) -> None:
-        """Everything stops, the weights move; then answers go on from their prompt and what they have."""
+        """Everything stops, the weights move; then responses go on from their prompt and what they have."""
         if not self.way.partial:
             held = [device.waiting for device in self.devices]
             for device in self.devices:
@@ -252,7 +252,7 @@ class Simulation:
         self._now += self.how.sync_s
         for device in self.devices:
             again = sum(
-                self.how.prompt + answer.tokens - (end - device.pace) for end, _, answer in device.running
+                self.how.prompt + response.tokens - (end - device.pace) for end, _, response in device.running
             )
             device.since = self._now
             device.paused_until = max(self._now, device.paused_until) + again / self.how.prefill_per_s
@@ -302,7 +302,7 @@ def main() -> None:
     how, cases = Assumptions(), []
     for devices, prompts in CASES:
         rows, base = [], 0.0
-        print(f"\n{devices} devices, {prompts} prompts × {how.group} answers a step")
+        print(f"\n{devices} devices, {prompts} prompts × {how.group} responses a step")
         for way in WAYS:
             figures = best(how, way, devices, prompts, args.steps)
             base = base or figures["tokens_per_s"]

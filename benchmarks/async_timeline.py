@@ -4,7 +4,7 @@
     python benchmarks/async_timeline.py draw RUN_FOLDER… [--svg timeline.svg]
 
 `run` trains the 26 M parameter model of work.py through `main_ppo` on Ray, one process that samples and one that
-trains, a thread each, with answers of very different lengths; the runs follow each other. It needs two free cores.
+trains, a thread each, with responses of very different lengths; the runs follow each other. It needs two free cores.
 Every run writes timeline.jsonl: `draw` takes it from any folder.
 """
 
@@ -113,7 +113,7 @@ def svg(runs: dict[str, list[dict[str, Any]]], width: int = 1100) -> str:
     for number, phase in enumerate([p for p in COLOURS if p in seen]):
         x = left + number * 110
         out.append(f'<rect x="{x}" y="{y - 20}" width="12" height="12" fill="{COLOURS[phase]}"/>')
-        words = {"gen": "waits for answers", "reward": "waits for scores"}.get(phase, phase)
+        words = {"gen": "waits for responses", "reward": "waits for scores"}.get(phase, phase)
         out.append(f'<text x="{x + 16}" y="{y - 10}">{words}</text>')
     out.append(f'<text x="{left}" y="{y + 10}">{longest:.1f} s; a line ends each step</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 24}" font-family="sans-serif" font-size="11">'
@@ -134,7 +134,7 @@ def train(work_dir: Path, work: dict[str, Any], staleness: int, steps: int, batc
         f"data.max_response_length={longest}",
         f"actor_rollout_ref.model.path={work_dir / 'model'}",
         "actor_rollout_ref.model.external_lib=exact_length",
-        f"actor_rollout_ref.rollout.n={work['shape']['answers']}",
+        f"actor_rollout_ref.rollout.n={work['shape']['responses']}",
         "actor_rollout_ref.rollout.name=native",
         "actor_rollout_ref.rollout.agent.default_agent_loop=exact_length",
         "actor_rollout_ref.rollout.nnodes=1",
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
     runs, results = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        shape = Shape(prompts=args.batch * 8, answers=8, lengths="geometric")
+        shape = Shape(prompts=args.batch * 8, responses=8, lengths="geometric")
         work = build(Path(folder), shape, None)
         for staleness in map(int, args.staleness.split(",")):
             out = train(Path(folder), work, staleness, args.steps, args.batch)
@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         about = {
             "model": "26 M parameters",
             "prompts": args.batch,
-            "answers": 8,
+            "responses": 8,
             "lengths": "geometric, at most 256",
         }
         args.out.write_text(json.dumps({"work": about, "runs": results}, indent=1) + "\n", encoding="utf-8")

@@ -1,15 +1,15 @@
-"""What a step costs the driver when the model is elsewhere, at 8,192 answers of 4,096 tokens.
+"""What a step costs the driver when the model is elsewhere, at 8,192 responses of 4,096 tokens.
 
-    python benchmarks/driver_cost.py [--answers 8192] [--tokens 4096] [--ranks 8] [--samplers 8] [--seconds 20]
+    python benchmarks/driver_cost.py [--responses 8192] [--tokens 4096] [--ranks 8] [--samplers 8] [--seconds 20]
         [--steps 6] [--profile FILE] [--out FILE]
 
-The driver's side is the real one: `SamplerPool` and `Rollouts` (answers come one by one over `--seconds`), the
-scoring pool with a function that does nothing, `Training`, advantages, metrics, the dump of a step's first answers.
-The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `SamplerHost` around an engine
-that cuts its answers out of this repository's text. The tokenizer is a BPE trained on the same text.
+The driver's side is the real one: `ReplicaPool` and `RolloutManager` (responses come one by one over `--seconds`), the
+scoring pool with a function that does nothing, `Training`, advantages, metrics, the dump of a step's first responses.
+The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker` around an engine
+that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
 
 Reported by part: seconds the driver computes (its processor time, all threads), and seconds on the clock, which
-on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many answers' texts the driver
+on a machine with fewer cores than processes are the others' too. `texts_decoded` is how many responses' texts the driver
 decoded itself.
 """
 
@@ -40,11 +40,11 @@ class Step:
     """The parts of a step, one method each, in their order. What is set up in `__init__` is set up once a run."""
 
     def __init__(self, given: argparse.Namespace, folder: Path):
-        from verl.controller.ray.training import ActorGroup, ReferenceGroup
         from verl.data.tokenizer import load_tokenizer
         from verl.reward import RewardRunner
         from verl.reward.pool import FunctionSpec
         from verl.reward.settings import RewardSettings
+        from verl.workers.ray.training import ActorGroup, ReferenceGroup
 
         self.given = given
         self.loop = asyncio.Runner()
@@ -66,11 +66,11 @@ class Step:
     def _rollouts(self, folder: Path) -> Any:
         import ray
 
-        from verl.controller.ray.sampler_pool import Host, SamplerPool
-        from verl.controller.ray.workers import Worker
         from verl.data.tokenizer import text_of
         from verl.engine.rollout.base import SamplingParams
-        from verl.rollout.rollouts import Rollouts, RolloutSettings
+        from verl.rollout.manager import RolloutManager, RolloutSettings
+        from verl.workers.ray.replicas import Host, ReplicaPool
+        from verl.workers.ray.worker_group import Worker
 
         given = self.given
         actor = ray.remote(max_concurrency=64, num_cpus=0)(Teller)
@@ -86,8 +86,8 @@ class Step:
             return text_of(self.tokenizer, ids)
 
         settings = RolloutSettings(SamplingParams(max_tokens=2 * given.tokens), n=GROUP, seed=0)
-        return Rollouts(
-            SamplerPool(hosts, event=print),
+        return RolloutManager(
+            ReplicaPool(hosts, event=print),
             settings,
             decode=decode,
             on_finished=later,
@@ -97,15 +97,15 @@ class Step:
     def _training(self) -> Any:
         import ray
 
-        from verl.controller.ray.training import Training
-        from verl.controller.ray.workers import Group, Worker
-        from verl.worker.plan import UpdatePlan
+        from verl.workers.plan import UpdatePlan
+        from verl.workers.ray.training import Training
+        from verl.workers.ray.worker_group import Group, Worker
 
         echo = ray.remote(num_cpus=0)(Echo)
         ranks = self.given.ranks
         group = Group([Worker(echo.remote(), f"rank {i}", "here") for i in range(ranks)])
         cfg = SimpleNamespace(ppo_mini_batch_size=256, ppo_epochs=1, shuffle=False)
-        plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=self.given.answers // GROUP)
+        plan = UpdatePlan(cfg, max_response_length=1.0, batch_prompts=self.given.responses // GROUP)
         return Training(group, list(range(ranks)), plan=plan, temperature=1.0, balance=True)
 
     def run(self, number: int) -> tuple[Parts, dict[str, Any]]:
@@ -113,8 +113,8 @@ class Step:
         parts: Parts = {}
         self.decoded = 0
         prompts = self._prompts(number)
-        batch = _time(parts, "answers", lambda: self.loop.run(self._take(prompts)))
-        assert all(row.text for row in batch), "an answer came without its text"
+        batch = _time(parts, "responses", lambda: self.loop.run(self._take(prompts)))
+        assert all(row.text for row in batch), "a response came without its text"
         _time(parts, "scores", lambda: self.loop.run(self.rewards.score_batch(batch)))
         _time(parts, "rows", lambda: self.training.place(batch, "rows"))
         _time(parts, "old_log_prob", lambda: self.actor.old_log_probs(batch))
@@ -134,7 +134,7 @@ class Step:
             Prompt(
                 f"0:{i}@{number}", rng.integers(0, 10_000, PROMPT_TOKENS), messages=None, data_source="bench"
             )
-            for i in range(self.given.answers // GROUP)
+            for i in range(self.given.responses // GROUP)
         ]
 
     async def _take(self, prompts: list[Any]) -> Any:
@@ -161,10 +161,10 @@ class Step:
         step_metrics(batch, facts, Counters())
 
     def _dump(self, number: int, batch: Any) -> list[Any]:
-        from verl.tracking import answers
+        from verl.tracking import responses
 
-        texts = answers.TokenTexts(self.tokenizer)
-        return answers.report_rows(number, answers.sampled(list(batch)), texts, self.tokenizer)
+        texts = responses.TokenTexts(self.tokenizer)
+        return responses.report_rows(number, responses.sampled(list(batch)), texts, self.tokenizer)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         ray.shutdown()
     late = [parts for parts, _ in records[1:]]
     out: dict[str, Any] = {
-        "answers": given.answers,
+        "responses": given.responses,
         **records[-1][1],
         "ranks": given.ranks,
         "samplers": given.samplers,
@@ -209,7 +209,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         }
     totals = [sum(computed for computed, _ in parts.values()) for parts in late]
     out["driver_s"] = round(float(np.median(totals)), 3)
-    out["driver_us_per_answer"] = round(out["driver_s"] / given.answers * 1e6, 1)
+    out["driver_us_per_response"] = round(out["driver_s"] / given.responses * 1e6, 1)
     return out
 
 
@@ -229,11 +229,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--answers", type=int, default=8192)
+    parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--samplers", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=20.0, help="over which the answers of a step come")
+    parser.add_argument("--seconds", type=float, default=20.0, help="over which the responses of a step come")
     parser.add_argument("--steps", type=int, default=6, help="the first is not counted")
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""The other processes of `driver_cost.py`, without a model: ranks, and sampler hosts that answer from a text."""
+"""The other processes of `driver_cost.py`, without a model: ranks, and sampler hosts that response from a text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.worker.sampler_host import SamplerHost
+from verl.workers.rollout_worker import RolloutWorker
 
 VOCABULARY = 16_384
 END = "<|end|>"
 STREAM = "stream.npy"
-"""Name of the file with the ids that answers are cut from."""
+"""Name of the file with the ids that responses are cut from."""
 
 
 def prepare(folder: Path, texts: Iterable[Path]) -> int:
@@ -41,8 +41,8 @@ def prepare(folder: Path, texts: Iterable[Path]) -> int:
 
 
 class Canned(RolloutEngine):
-    """Answers are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half times
-    `tokens`, the time an answer takes evenly over `seconds`."""
+    """Responses are pieces of `stream` that end with an end token; lengths spread evenly from half to one and a half times
+    `tokens`, the time a response takes evenly over `seconds`."""
 
     version = 1
 
@@ -80,7 +80,7 @@ class Canned(RolloutEngine):
         """Nothing to take."""
 
 
-class Teller(SamplerHost):
+class Teller(RolloutWorker):
     """A sampler host with such an engine; everything else is the real one's."""
 
     async def begin(self, folder: str, tokens: int, seconds: float) -> None:
@@ -102,9 +102,9 @@ class Echo:
 
     def take_rows(self, payload: dict[str, np.ndarray]) -> None:
         """Decode, as a rank does."""
-        from verl.controller import transport
+        from verl.workers import codec
 
-        self.rows = transport.decode(payload)
+        self.rows = codec.decode(payload)
 
     def old_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
         """Two columns."""

@@ -4,12 +4,12 @@
     python benchmarks/gpu_loop.py --shape tiny --device cpu            # seconds on a processor; what CI runs
 
 For each shape and engine, in a process of its own: seconds from its start to the first token; then steps of GRPO with
-answers of exactly --tokens tokens. Said of the median step, the first one left out:
+responses of exactly --tokens tokens. Said of the median step, the first one left out:
 
 - sampling: tokens a second; share of the bandwidth limit, i.e. the time that reading weights and keys and values once
   for each decoding pass takes at the copy rate measured in the same run, over the time of sampling, prefill included;
 - training: model FLOP utilisation, i.e. 3 forward passes' products (no recomputation) over time and measured product
-  rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each answer;
+  rate; `mfu` counts a group's prompt once, as it is computed, `mfu_as_repeated` once for each response;
 - most memory by phase. With --trl, TRL's GRPOTrainer does the same work, in an environment of its own.
 
 A side that fails (out of memory, engine not installed, later than --limit) is recorded as such; the others go on. --json
@@ -37,10 +37,10 @@ import work
 from sides import HERE, Side, SideEnded, trl_python
 
 QWEN3: dict[str, Any] = {"vocab": 151936, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-QWEN3 |= {"prompts": 32, "answers": 8, "tokens": 512}
+QWEN3 |= {"prompts": 32, "responses": 8, "tokens": 512}
 SHAPES = {
     "tiny": work.Shape(
-        prompts=2, answers=2, tokens=8, layers=2, hidden=64, intermediate=128, heads=4, vocab=512
+        prompts=2, responses=2, tokens=8, layers=2, hidden=64, intermediate=128, heads=4, vocab=512
     ),
     "0.6b": work.Shape(layers=28, hidden=1024, intermediate=3072, heads=16, **QWEN3),
     "1.7b": work.Shape(layers=28, hidden=2048, intermediate=6144, heads=16, **QWEN3),
@@ -59,30 +59,30 @@ def weights_of(content: dict[str, Any]) -> float:
 def pass_flops(content: dict[str, Any], *, repeated: bool) -> float:
     """FLOPs of one forward pass over the step's sequences: products, and attention over causal pairs.
 
-    The head counts at all tokens of an answer and at none of a prompt. `repeated`: each answer with its own prompt.
+    The head counts at all tokens of a response and at none of a prompt. `repeated`: each response with its own prompt.
     """
     shape = content["shape"]
     head = shape["vocab"] * shape["hidden"]
     body = weights_of(content) - head
     pair = 4.0 * shape["layers"] * shape["heads"] * (shape["head_dim"] or shape["hidden"] // shape["heads"])
     total = 0.0
-    for prompt, answers in zip(content["prompt_tokens"], content["lengths"], strict=True):
-        times = len(answers) if repeated else 1
+    for prompt, responses in zip(content["prompt_tokens"], content["lengths"], strict=True):
+        times = len(responses) if repeated else 1
         total += times * (2 * body * prompt + pair * prompt * (prompt + 1) / 2)
-        for length in answers:
+        for length in responses:
             total += 2 * (body + head) * length + pair * (length * prompt + length * (length + 1) / 2)
     return total
 
 
 def decode_bytes(content: dict[str, Any], dtype: str) -> float:
-    """Bytes that decoding has to read: all weights once a pass, keys and values of each answer still going."""
+    """Bytes that decoding has to read: all weights once a pass, keys and values of each response still going."""
     shape = content["shape"]
     width = shape["head_dim"] or shape["hidden"] // shape["heads"]
     per_token = 2 * shape["layers"] * shape["kv_heads"] * width
     rows = [
         (prompt, length)
-        for prompt, answers in zip(content["prompt_tokens"], content["lengths"], strict=True)
-        for length in answers
+        for prompt, responses in zip(content["prompt_tokens"], content["lengths"], strict=True)
+        for length in responses
     ]
     longest = max(length for _, length in rows)
     # The first token comes from the prefill.
@@ -93,7 +93,7 @@ def decode_bytes(content: dict[str, Any], dtype: str) -> float:
 def optimizer_for(content: dict[str, Any], memory_gib: float, kind: str) -> str:
     """What fits: AdamW with float32 state (16 bytes a weight), SGD (8), else LoRA on the frozen model.
 
-    Beside them: a bfloat16 copy of the weights, keys and values of all answers, a tenth for activations.
+    Beside them: a bfloat16 copy of the weights, keys and values of all responses, a tenth for activations.
     """
     if kind == "cpu":
         return "adamw"
@@ -193,7 +193,7 @@ def one_shape(
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """All sides on one shape; `keep` gets what is known after each."""
-    given = {k: v for k in ("prompts", "answers", "tokens") if (v := getattr(args, k)) is not None}
+    given = {k: v for k in ("prompts", "responses", "tokens") if (v := getattr(args, k)) is not None}
     shape = replace(SHAPES[name], **given)
     where = folder / name
     print(f"{name}: building the work …", file=sys.stderr, flush=True)
@@ -205,7 +205,7 @@ def one_shape(
     result: dict[str, Any] = {
         "parameters": content["parameters"],
         "optimizer": optimizer,
-        "work": {k: getattr(shape, k) for k in ("prompts", "answers", "tokens")},
+        "work": {k: getattr(shape, k) for k in ("prompts", "responses", "tokens")},
         "prompt_tokens": content["prompt_tokens"],
     }
     common = [str(where), "--threads", str(args.threads or 0), "--device", best["kind"]]
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16")
     parser.add_argument("--steps", type=int, default=3, help="that count; one more warms up")
-    for key in ("prompts", "answers", "tokens"):
+    for key in ("prompts", "responses", "tokens"):
         parser.add_argument(f"--{key}", type=int)
     parser.add_argument(
         "--optimizer", choices=["adamw", "sgd", "lora"], help="else what fits into the memory"

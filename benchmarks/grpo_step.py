@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_step.py [--precision default|fp32] [--lengths exact|geometric] [--threads 1] [--repeats 3]
 
-Same random model, prompts, answers per prompt, exact answer lengths, one optimizer step. TRL is installed by this
+Same random model, prompts, responses per prompt, exact response lengths, one optimizer step. TRL is installed by this
 script in an environment of its own (--trl-python names an existing one). The first step of each side warms up.
 """
 

@@ -1,8 +1,8 @@
-"""Sampling alone: the same prompts, answers and lengths through each engine, interleaved, ratio of medians.
+"""Sampling alone: the same prompts, responses and lengths through each engine, interleaved, ratio of medians.
 
     python benchmarks/rollout.py --engine native,generate --threads 1 --dtype float32,bfloat16
 
-The model is a 26 M parameter Qwen3 with random weights; every answer has exactly --tokens tokens. Times are CPU
+The model is a 26 M parameter Qwen3 with random weights; every response has exactly --tokens tokens. Times are CPU
 seconds of this process (the machine may be shared), so tokens per CPU second of all threads together.
 An engine is one function in ENGINES: (setting, model) → a function that samples everything once and returns
 the number of tokens written. vLLM runs in a process and an environment of its own (--engine native,vllm).
@@ -34,14 +34,14 @@ class Setting:
     """The work, the same for every engine."""
 
     prompts: list[list[int]]
-    answers: int
+    responses: int
     tokens: int
     dtype: str
     spread: bool
     seeded: bool = False
 
     def length(self, number: int) -> int:
-        """Tokens of an answer: all the same, or geometric-like with mean tokens / 2 (quantiles, no randomness)."""
+        """Tokens of a response: all the same, or geometric-like with mean tokens / 2 (quantiles, no randomness)."""
         if not self.spread:
             return self.tokens
         import math
@@ -76,7 +76,7 @@ def native(setting: Setting, model: Any) -> Run:
         model,
         eos_token_ids=[],
         max_model_len=max(map(len, setting.prompts)) + setting.tokens,
-        max_num_seqs=len(setting.prompts) * setting.answers,
+        max_num_seqs=len(setting.prompts) * setting.responses,
         dtype=setting.dtype,
     )
 
@@ -84,12 +84,12 @@ def native(setting: Setting, model: Any) -> Run:
         calls = [
             engine.generate(
                 prompt,
-                SamplingParams(max_tokens=setting.length(i * setting.answers + j), seed=i * 1000 + j),
+                SamplingParams(max_tokens=setting.length(i * setting.responses + j), seed=i * 1000 + j),
                 request_id=f"{i}.{j}",
                 group=str(i),
             )
             for i, prompt in enumerate(setting.prompts)
-            for j in range(setting.answers)
+            for j in range(setting.responses)
         ]
         return sum(len(c.token_ids) for c in await asyncio.gather(*calls))
 
@@ -103,7 +103,7 @@ def native(setting: Setting, model: Any) -> Run:
 def generate(setting: Setting, model: Any) -> Run:
     """transformers' own generate: one left-padded batch; with spread lengths every row runs to the longest."""
     longest = max(map(len, setting.prompts))
-    rows = [p for p in setting.prompts for _ in range(setting.answers)]
+    rows = [p for p in setting.prompts for _ in range(setting.responses)]
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in rows])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows])
     lengths = [setting.length(i) for i in range(len(rows))]
@@ -134,7 +134,7 @@ class OtherProcess:
         folder = Path(tempfile.mkdtemp())
         model.save_pretrained(folder / "model")
         lengths = [
-            [setting.length(i * setting.answers + j) for j in range(setting.answers)]
+            [setting.length(i * setting.responses + j) for j in range(setting.responses)]
             for i in range(len(setting.prompts))
         ]
         work = {"prompts": setting.prompts, "lengths": lengths, "dtype": setting.dtype}
@@ -201,11 +201,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--spread", action="store_true", help="answers of very different lengths")
+    parser.add_argument("--spread", action="store_true", help="responses of very different lengths")
     parser.add_argument(
         "--seeded",
         action="store_true",
@@ -225,7 +225,7 @@ def main() -> None:
     prompts = [torch.randint(0, args.vocab, (n,), generator=generator).tolist() for n in lengths]
     model = build_model(args.vocab)
     for dtype in args.dtype.split(","):
-        setting = Setting(prompts, args.answers, args.tokens, dtype, args.spread, args.seeded)
+        setting = Setting(prompts, args.responses, args.tokens, dtype, args.spread, args.seeded)
         runs: dict[str, Run | OtherProcess] = {
             name: OtherProcess(setting, model, args.vllm_python)
             if name == "vllm"
@@ -242,7 +242,7 @@ def main() -> None:
                 "engine": name,
                 "dtype": dtype,
                 "threads": args.threads,
-                "answers": args.prompts * args.answers,
+                "responses": args.prompts * args.responses,
                 "tokens_per_cpu_s": round(rate),
                 "native_ratio": round(base / rate, 2),
                 "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

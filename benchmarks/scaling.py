@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--threads 1] [--repeats 2] [--json FILE]
 
-- answers: 16 … 256 answers of 64 tokens; tokens: 16 answers of 64 … 1024 tokens. The exponent is the slope of
+- responses: 16 … 256 responses of 64 tokens; tokens: 16 responses of 64 … 1024 tokens. The exponent is the slope of
   log(seconds) over log(work); 1 is linear. CPU seconds, because the machine may be shared.
 - overhead: share of a step outside `gen`, log-prob passes and `update_actor`.
 - start: from the command to the first sampled token of a small model, wall-clock seconds.
@@ -30,10 +30,10 @@ WORKING = ("gen", "old_log_prob", "ref", "update_actor")
 
 
 def shape_of(kind: str, size: int) -> work.Shape:
-    """`size` answers of 64 tokens, or 16 answers of `size` tokens; 8 answers a prompt."""
-    if kind == "answers":
-        return work.Shape(prompts=size // 8, answers=8, tokens=64)
-    return work.Shape(prompts=2, answers=8, tokens=size)
+    """`size` responses of 64 tokens, or 16 responses of `size` tokens; 8 responses a prompt."""
+    if kind == "responses":
+        return work.Shape(prompts=size // 8, responses=8, tokens=64)
+    return work.Shape(prompts=2, responses=8, tokens=size)
 
 
 def exponent(points: list[tuple[int, float]]) -> float:
@@ -69,13 +69,13 @@ def measure(folder: Path, kind: str, sizes: tuple[int, ...], args: argparse.Name
 
 
 def start_up(folder: Path, threads: int) -> float:
-    """Seconds from the command to the last of 16 answers of 4 tokens, on a small model: at least the start, as what
+    """Seconds from the command to the last of 16 responses of 4 tokens, on a small model: at least the start, as what
     follows the sampling of the only step is taken off, but not the end of the process."""
     sys.path.insert(0, str(HERE / "workers"))
     import verl_worker
 
     where = folder / "start"
-    shape = work.Shape(prompts=8, answers=2, tokens=4, layers=2, hidden=64, vocab=512)
+    shape = work.Shape(prompts=8, responses=2, tokens=4, layers=2, hidden=64, vocab=512)
     content = work.build(where, shape, None)
     keys = [k for k in verl_worker.overrides(where, content, "default") if "agent_loop" not in k]
     began = time.perf_counter()
@@ -103,8 +103,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         starts = [start_up(Path(folder), args.threads) for _ in range(3)]
         result["start_s"] = round(statistics.median(starts), 2)
-        print(f"start to first answer: {result['start_s']} s", flush=True)
-        for kind, sizes in (("answers", ANSWERS), ("tokens", TOKENS)):
+        print(f"start to first response: {result['start_s']} s", flush=True)
+        for kind, sizes in (("responses", ANSWERS), ("tokens", TOKENS)):
             result[kind] = measure(Path(folder), kind, sizes, args)
     print(json.dumps(result, indent=1))
     if args.json:

@@ -21,7 +21,7 @@ class SideEnded(RuntimeError):
 
 
 class Side:
-    """A worker process. It says that it is ready, then answers each line on stdin with one JSON record.
+    """A worker process. It says that it is ready, then responses each line on stdin with one JSON record.
 
     `ready`: the first record; `start_s`: seconds until it came. `limit`: seconds after which it is ended, None for none.
     Raises SideEnded.

@@ -1,8 +1,8 @@
-"""The work that benchmarks share: model, prompts, answer lengths. Written to a folder both sides read.
+"""The work that benchmarks share: model, prompts, response lengths. Written to a folder both sides read.
 
 work/
   model/           Qwen3, random weights, and its tokenizer
-  prompts.parquet  rows of the chat format, `extra_info.lengths` = tokens of each answer
+  prompts.parquet  rows of the chat format, `extra_info.lengths` = tokens of each response
   work.json        prompts (text), lengths, shape
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-INSTRUCTION = ' Let\'s think step by step and output the final answer after "####".'
+INSTRUCTION = ' Let\'s think step by step and output the final response after "####".'
 TEMPLATE = "{%- for m in messages -%}{{ m['content'] }}{%- endfor -%}"
 
 
@@ -24,7 +24,7 @@ class Shape:
     """Sizes of the work; the defaults are the 26 M parameter model and the step of DESIGN.md §6."""
 
     prompts: int = 16
-    answers: int = 8
+    responses: int = 8
     tokens: int = 128
     lengths: str = "exact"  # exact | geometric
     layers: int = 8
@@ -58,12 +58,12 @@ def questions(count: int, data: Path | None, seed: int) -> list[str]:
     return [rows[i] + INSTRUCTION for i in picked]
 
 
-def answer_lengths(shape: Shape) -> list[list[int]]:
-    """Tokens of each answer: all equal, or geometric with mean 64 and at most 256."""
+def response_lengths(shape: Shape) -> list[list[int]]:
+    """Tokens of each response: all equal, or geometric with mean 64 and at most 256."""
     if shape.lengths == "exact":
-        return [[shape.tokens] * shape.answers] * shape.prompts
+        return [[shape.tokens] * shape.responses] * shape.prompts
     rng = np.random.default_rng(shape.seed)
-    drawn = np.clip(rng.geometric(1 / 64, (shape.prompts, shape.answers)), 1, 256)
+    drawn = np.clip(rng.geometric(1 / 64, (shape.prompts, shape.responses)), 1, 256)
     return [[int(v) for v in row] for row in drawn]
 
 
@@ -82,7 +82,7 @@ def build(folder: Path, shape: Shape, data: Path | None, device: str = "cpu") ->
     model = _model(shape, device)
     model.save_pretrained(folder / "model")
     prompts = texts[: shape.prompts]
-    lengths = answer_lengths(shape)
+    lengths = response_lengths(shape)
     rows = [
         {
             "data_source": "bench",
@@ -152,11 +152,11 @@ def _model(shape: Shape, device: str) -> Any:
 
 def least_flops(work: dict) -> dict[str, float]:
     """FLOPs of the step with every token computed once: 2·P a token forward, 6·P a token of training."""
-    shape, n = work["shape"], work["shape"]["answers"]
+    shape, n = work["shape"], work["shape"]["responses"]
     weights = work["parameters"] - (1 if shape["tied"] else 2) * shape["vocab"] * shape["hidden"]
-    prompt, answer = sum(work["prompt_tokens"]), sum(sum(row) for row in work["lengths"])
+    prompt, response = sum(work["prompt_tokens"]), sum(sum(row) for row in work["lengths"])
     head = shape["vocab"] * shape["hidden"]
-    sampling = 2 * weights * (prompt + answer) + 2 * head * answer
+    sampling = 2 * weights * (prompt + response) + 2 * head * response
     assert n > 0
     return {"sampling": float(sampling), "training": float(3 * sampling)}
 

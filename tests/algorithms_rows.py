@@ -10,10 +10,10 @@ import numpy as np
 from verl.trajectory import Prompt, Trajectory
 
 
-def answer(
+def response(
     uid: str, mask: list[int], score: float | None = 0.0, index: int = 0, **columns: Any
 ) -> Trajectory:
-    """One answer whose policy mask is `mask`; other columns as float32 arrays."""
+    """One response whose policy mask is `mask`; other columns as float32 arrays."""
     prompt = Prompt(
         uid=uid, ids=np.arange(3), messages=[{"role": "user", "content": uid}], data_source="test"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.zygote import Zygote
+from tests.chaos.fork_server import ForkServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Starts commands without paying for the imports each time; made when the first test asks for it."""
-    with Zygote(tmp_path_factory.mktemp("zygote")) as helper:
+    with ForkServer(tmp_path_factory.mktemp("fork_server")) as helper:
         yield helper

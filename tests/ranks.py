@@ -1,4 +1,4 @@
-"""Run a function in several processes that have joined a gloo group, for tests of what ranks do together.
+"""Run a function in several processes that have joined a gloo group, for tests of what ranks do on_all_ranks.
 
     results = ranks.run(function, 2, argument, …)      # function(argument, …) on ranks 0 and 1
 

@@ -34,7 +34,7 @@ def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
 
 
 def vllm_engine(path: Path, **more: Any) -> Any:
-    """A float32 engine of at most 8 answers of at most 256 tokens."""
+    """A float32 engine of at most 8 responses of at most 256 tokens."""
     from verl.engine.rollout.vllm_engine import VLLMEngine
 
     limits = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
@@ -42,7 +42,7 @@ def vllm_engine(path: Path, **more: Any) -> Any:
 
 
 def sample(engine: Any, prompts: list[list[int]], n: int = 1, **params: Any) -> list[Completion]:
-    """n answers to each prompt, seeds 1000·prompt + answer; one event loop of its own."""
+    """n responses to each prompt, seeds 1000·prompt + response; one event loop of its own."""
 
     async def run() -> list[Completion]:
         calls = []

@@ -38,7 +38,7 @@ def channel_name(test: str) -> str:
 
 def check_clean(channel: str) -> None:
     """Fail, and clean up, if a segment of the channel is left."""
-    from verl.weight_sync.segment import folder
+    from verl.weight_sync.shared_block import folder
 
     left = sorted(folder().glob(f"*{channel}*"))
     for file in left:

@@ -68,10 +68,10 @@ REFUSED: dict[str, str] = {
     "verl.tools": _LATER_TOOLS,
     "verl.interactions": _LATER_TOOLS,
     "verl.experimental": "use verl.rollout.agent_loop, verl.data or verl.reward",
-    "verl.single_controller": "use verl.controller, which places the roles that run beside a device",
+    "verl.single_controller": "use verl.workers, which places the roles that run beside a device",
     "verl.models": _MODELS,
     "verl.third_party": _MODELS,
-    "verl.workers": "use verl.worker (roles), verl.engine (engines) or verl.reward (scoring)",
+    "verl.workers": "use verl.workers (roles), verl.engine (engines) or verl.reward (scoring)",
     "verl.workers.rollout": "use verl.engine.rollout.base.RolloutEngine",
     "verl.utils": "use verl.algorithms, verl.data, verl.reward, verl.tracking or verl.checkpoint",
     "verl.utils.reward_score": "use verl.reward.default_compute_score, which knows every built-in rule",
@@ -89,7 +89,7 @@ def _parents(path: str) -> list[str]:
 
 
 # Packages made for the import alone: every parent of a served or refused path that is not one of our own.
-OWN = {"verl", "verl.trainer"}
+OWN = {"verl", "verl.trainer", "verl.workers", "verl.models"}
 PACKAGES = {parent for path in (*SERVED, *REFUSED) for parent in _parents(path)} - OWN
 
 

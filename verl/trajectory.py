@@ -2,7 +2,7 @@
 
 Sequences are ragged: every trajectory owns one array per token-level column, of its own length L.
 Padding exists only inside the math that wants a rectangle: `Batch.padded` makes one, `Batch.fill`
-takes one apart again. The answers to one prompt form a group and stay together everywhere.
+takes one apart again. The responses to one prompt form a group and stay together everywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One sampled answer. L counts all tokens after the prompt, tool and environment text included.
+    """One sampled response. L counts all tokens after the prompt, tool and environment text included.
 
     response_ids        int64   [L]
     response_mask       bool    [L]  True where the policy wrote the token
@@ -148,7 +148,7 @@ class Batch:
         for t in self.trajectories:
             value = getattr(t, column)
             if value is None:
-                raise ValueError(f"column {column!r} is missing on answer {t.index} of {t.uid}")
+                raise ValueError(f"column {column!r} is missing on response {t.index} of {t.uid}")
             parts.append(value)
         joined = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         return joined.astype(dtype) if dtype is not None else joined

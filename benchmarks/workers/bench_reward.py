@@ -1,4 +1,4 @@
-"""A reward that costs nothing and differs between answers, for both sides of a benchmark."""
+"""A reward that costs nothing and differs between responses, for both sides of a benchmark."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""A plug-in (model.external_lib) with an agent loop whose answers have the lengths that the work prescribes."""
+"""A plug-in (model.external_lib) with an agent loop whose responses have the lengths that the work prescribes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.rollout.agent_loop import AgentLoopOutput, SingleTurnAgent, register
 
 @register("exact_length")
 class ExactLength(SingleTurnAgent):
-    """One answer of `extra_info["lengths"][sample_index]` tokens."""
+    """One response of `extra_info["lengths"][sample_index]` tokens."""
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """See `AgentLoopBase.run`."""

@@ -44,14 +44,14 @@ def arguments() -> argparse.Namespace:
 def settings(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
     """Of TRL's GRPOConfig: its defaults but for the work, and for what reports and saves."""
     shape = work["shape"]
-    total = shape["prompts"] * shape["answers"]
+    total = shape["prompts"] * shape["responses"]
     batch = min(8, total)
     chosen: dict[str, Any] = {
         "output_dir": str(args.work / "trl_out"),
         "use_cpu": args.device == "cpu",
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": total // batch,
-        "num_generations": shape["answers"],
+        "num_generations": shape["responses"],
         "max_completion_length": max(max(row) for row in work["lengths"]),
         "max_steps": 1000,
         "beta": 0.0,
@@ -89,7 +89,7 @@ class Exact:
 
 
 def exactly(generate: Callable[..., Any], tokenizer: Any, work: dict[str, Any]) -> Callable[..., Any]:
-    """`generate` with each answer as long as the work says."""
+    """`generate` with each response as long as the work says."""
     index = {prompt: i for i, prompt in enumerate(work["prompts"])}
 
     def generate_exact(*positional: Any, **kwargs: Any) -> Any:

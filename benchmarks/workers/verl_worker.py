@@ -40,7 +40,7 @@ def overrides(work_dir: Path, work: dict, precision: str, device: str = "cpu") -
         f"data.max_prompt_length={max(work['prompt_tokens'])}",
         f"data.max_response_length={longest}",
         f"actor_rollout_ref.model.path={work_dir / 'model'}",
-        f"actor_rollout_ref.rollout.n={shape['answers']}",
+        f"actor_rollout_ref.rollout.n={shape['responses']}",
         "actor_rollout_ref.rollout.name=native",
         "actor_rollout_ref.rollout.agent.default_agent_loop=exact_length",
         f"custom_reward_function.path={Path(__file__).parent / 'bench_reward.py'}",
@@ -107,7 +107,7 @@ def main() -> None:
     assert exact_length.ExactLength  # registered
     from verl.config import load
     from verl.platform import detect
-    from verl.tracking.report import Report
+    from verl.tracking.hooks import Report
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer

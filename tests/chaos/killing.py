@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.zygote import ENTRY, Run, Zygote, until
+from tests.chaos.fork_server import ENTRY, ForkServer, Run, until
 from tests.runs import UNSTABLE
 
 MOMENTS = ("half written", "sealed", "published", "retired", "saved, not logged", "logged")
@@ -62,13 +62,13 @@ class Marks:
 
 
 def run_and_kill(
-    zygote: Zygote, words: list[str], kill: Kill, marks: Path, module: str = ENTRY
+    fork_server: ForkServer, words: list[str], kill: Kill, marks: Path, module: str = ENTRY
 ) -> tuple[Run, str]:
     """Start the command and kill it as told. Returns it, ended, and the last mark it made ("start-up" if none)."""
     reader = Marks(marks)
     try:
         more = {"VERL_USE_EXTERNAL_MODULES": "tests.chaos.marks", "CHAOS_MARKS": str(marks)}
-        run = zygote.start(words, module=module, **more, CHAOS_SLOW=kill.where if kill.slow else "")
+        run = fork_server.start(words, module=module, **more, CHAOS_SLOW=kill.where if kill.slow else "")
         end = time.monotonic() + 60
         while kill.where and reader.seen.count(kill.where) < kill.count and not run.ended:
             assert time.monotonic() < end, f"{kill} never came: {reader.seen[-5:]}\n{run.stderr[-2000:]}"
@@ -114,8 +114,8 @@ def step_lines(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def answers(run: Path, step: int) -> list[dict[str, Any]]:
-    """What the sampled answers of a step were, in order, without clocks."""
+def responses(run: Path, step: int) -> list[dict[str, Any]]:
+    """What the sampled responses of a step were, in order, without clocks."""
     lines = (run / f"trajectories/{step}.jsonl").read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(("timing", "time"))} for line in lines

@@ -40,9 +40,9 @@ NativeEngine.step = step
 
 HANGING_RANK = """
 import time
-from verl.worker.train_host import TrainHost
+from verl.workers.train_worker import TrainWorker
 
-_update, calls = TrainHost.update, [0]
+_update, calls = TrainWorker.update, [0]
 
 def update(self, *args):
     calls[0] += 1
@@ -53,17 +53,17 @@ def update(self, *args):
 def hang_here():
     time.sleep(600)
 
-TrainHost.update = update
+TrainWorker.update = update
 """
 
 
 DYING_RANK = """
 import os, signal
 from pathlib import Path
-from verl.worker import execute
-from verl.worker.train_host import TrainHost
+from verl.workers import execute
+from verl.workers.train_worker import TrainWorker
 
-_update, _save, _one, rank, calls = TrainHost.update, TrainHost.save_optimizer, execute.update, [0], [0]
+_update, _save, _one, rank, calls = TrainWorker.update, TrainWorker.save_optimizer, execute.update, [0], [0]
 
 def die(where):
     if rank[0] == {rank} and where == "{where}":
@@ -85,15 +85,15 @@ def save(self, directory):
     die("save")
     return _save(self, directory)
 
-TrainHost.update, TrainHost.save_optimizer, execute.update = update, save, one
+TrainWorker.update, TrainWorker.save_optimizer, execute.update = update, save, one
 """
 
 
 HANGING_START = """
 import time
-from verl.worker.sampler_host import SamplerHost
+from verl.workers.rollout_worker import RolloutWorker
 
-_start = SamplerHost.start
+_start = RolloutWorker.start
 
 async def start(self):
     if self.number == {number}:
@@ -103,16 +103,16 @@ async def start(self):
 def hang_in_start():
     time.sleep(600)
 
-SamplerHost.start = start
+RolloutWorker.start = start
 """
 
 SLOW_RESTART = """
 import asyncio, os, signal, time
 from pathlib import Path
-from verl.worker.sampler_host import SamplerHost
-from verl.worker.train_host import TrainHost
+from verl.workers.rollout_worker import RolloutWorker
+from verl.workers.train_worker import TrainWorker
 
-_start, _update = SamplerHost.start, TrainHost.update
+_start, _update = RolloutWorker.start, TrainWorker.update
 updating, killed, again = Path("{marks}/updating"), Path("{marks}/killed"), Path("{marks}/again")
 
 async def start(self):
@@ -132,7 +132,7 @@ def update(self, *args):
     self.calls = getattr(self, "calls", 0) + 1
     return _update(self, *args)
 
-SamplerHost.start, TrainHost.update = start, update
+RolloutWorker.start, TrainWorker.update = start, update
 """
 
 DYING_VLLM = """

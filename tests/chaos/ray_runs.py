@@ -78,18 +78,18 @@ def steps_logged(out: Path) -> int:
     return max(records(out), default=0) if path.exists() else 0
 
 
-def answers(out: Path, step: int) -> list[tuple[str, int]]:
-    """(group, number) of each answer of a step."""
+def responses(out: Path, step: int) -> list[tuple[str, int]]:
+    """(group, number) of each response of a step."""
     lines = (out / f"trajectories/{step}.jsonl").read_text().splitlines()
     return sorted((row["uid"], row["index"]) for row in map(json.loads, lines))
 
 
 def nothing_lost(out: Path, steps: Sequence[int]) -> None:
-    """Each of these steps has every answer of every group once, sampled with the weights that were then current."""
+    """Each of these steps has every response of every group once, sampled with the weights that were then current."""
     found = records(out)
     for step in steps:
-        rows = answers(out, step)
-        assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
+        rows = responses(out, step)
+        assert len(rows) == len(set(rows)) == 12, "every response of every group, once"
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4, "sampled with the current weights"
 
 

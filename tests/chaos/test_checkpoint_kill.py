@@ -47,8 +47,8 @@ SAVES = {
     # While a thread seals this one, the next is filled by the caller; what is announced is what was waited for.
     "in the background": """
     from threading import Thread
-    from verl.checkpoint.write import Unsealed
-    unsealed = Unsealed(root, step, keep=2)
+    from verl.checkpoint.write import CheckpointWriter
+    unsealed = CheckpointWriter(root, step, keep=2)
     if "thread" in globals():
         thread.join()
         print("saved", step - 1, flush=True)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.fork_server import SFT, until
 from tests.chaos.killing import (
-    answers,
     assert_none_left,
     moments,
     newest_step,
+    responses,
     run_and_kill,
     sealed_steps,
     state_files,
     step_lines,
 )
-from tests.chaos.zygote import SFT, until
 from tests.runs import TinyRun, records, weights
 
 KILLS = 20
@@ -58,16 +58,16 @@ def tiny(tmp_path_factory) -> TinyRun:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny, zygote, tmp_path_factory) -> Path:
+def whole(tiny, fork_server, tmp_path_factory) -> Path:
     """The run in one go."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = zygote.run(tiny.overrides(out, *EVERYTHING))
+    done = fork_server.run(tiny.overrides(out, *EVERYTHING))
     assert done.status == 0, done.stderr
     return out
 
 
 @pytest.mark.slow
-def test_twenty_kills(tiny, zygote, whole, tmp_path) -> None:
+def test_twenty_kills(tiny, fork_server, whole, tmp_path) -> None:
     seed = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
     rng = random.Random(seed)
     plan = moments(rng)
@@ -79,14 +79,14 @@ def test_twenty_kills(tiny, zygote, whole, tmp_path) -> None:
         words = tiny.overrides(
             out, *EVERYTHING, "trainer.max_ckpt_to_keep=2", f"reward_model.num_workers={workers}"
         )
-        run, mark = run_and_kill(zygote, words, kill, tmp_path / "marks")
+        run, mark = run_and_kill(fork_server, words, kill, tmp_path / "marks")
         hit.append(mark)
         story = f"CHAOS_SEED={seed}, kill {number}: {kill} hit {mark!r}; so far {hit}\n{run.stderr[-2000:]}"
         assert run.status == -signal.SIGKILL, f"ended by itself with {run.status}; {story}"
         assert newest_step(out) >= before, f"a checkpoint was lost; {story}"
         if before and mark != "start-up":
             assert f"resuming from {out}/global_step_{before}, step {before}\n" in run.stderr, story
-    done = zygote.run(tiny.overrides(out, *EVERYTHING, "trainer.max_ckpt_to_keep=2"))
+    done = fork_server.run(tiny.overrides(out, *EVERYTHING, "trainer.max_ckpt_to_keep=2"))
     story = f"CHAOS_SEED={seed}, kills hit {hit}"
     assert done.status == 0, f"{story}\n{done.stderr}"
     for part, marks in PARTS.items():
@@ -100,22 +100,22 @@ def test_twenty_kills(tiny, zygote, whole, tmp_path) -> None:
         differing = [name for name in mine if mine[name] != theirs[name]]
         assert not differing, f"{differing} of step {step} differ; {story}"
     for step in range(1, STEPS + 1):
-        assert answers(out, step) == answers(whole, step), f"answers of step {step}; {story}"
+        assert responses(out, step) == responses(whole, step), f"responses of step {step}; {story}"
     assert_none_left("CHAOS_MARKS", str(tmp_path / "marks"))
 
 
-def resumable(tiny, zygote, out: Path, *more: str) -> list[str]:
+def resumable(tiny, fork_server, out: Path, *more: str) -> list[str]:
     """Run two steps of four and return the words of the whole run."""
-    done = zygote.run(tiny.overrides(out, "trainer.total_training_steps=2", *more))
+    done = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=2", *more))
     assert done.status == 0, done.stderr
     return tiny.overrides(out, *more)
 
 
 @pytest.fixture(scope="module")
-def half(tiny, zygote, tmp_path_factory) -> Path:
+def half(tiny, fork_server, tmp_path_factory) -> Path:
     """A run folder with steps 1 and 2; nothing may be written to it."""
     out = tmp_path_factory.mktemp("half") / "run"
-    resumable(tiny, zygote, out)
+    resumable(tiny, fork_server, out)
     return out
 
 
@@ -130,12 +130,12 @@ def half(tiny, zygote, tmp_path_factory) -> Path:
         ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.n: 3 then, 4 now"),
     ],
 )
-def test_other_data_order_is_refused(tiny, zygote, half, tmp_path, word, said) -> None:
+def test_other_data_order_is_refused(tiny, fork_server, half, tmp_path, word, said) -> None:
     from tests.runs import write_rows
 
     other = write_rows(tmp_path / "other.parquet", 24)
     before = sorted(p.name for p in half.rglob("*"))
-    done = zygote.run(tiny.overrides(half, word.format(other=other)))
+    done = fork_server.run(tiny.overrides(half, word.format(other=other)))
     assert done.status == 2
     message = [line for line in done.stderr.splitlines() if line.startswith("verl: cannot resume")]
     assert len(message) == 1 and said in message[0], done.stderr
@@ -145,18 +145,18 @@ def test_other_data_order_is_refused(tiny, zygote, half, tmp_path, word, said) -
 
 
 @pytest.mark.slow
-def test_resume_modes(tiny, zygote, half, tmp_path) -> None:
+def test_resume_modes(tiny, fork_server, half, tmp_path) -> None:
     one_go = tmp_path / "one_go"
-    assert zygote.run(tiny.overrides(one_go)).status == 0
+    assert fork_server.run(tiny.overrides(one_go)).status == 0
     elsewhere = tmp_path / "elsewhere"
     path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={half}/global_step_1"]
-    done = zygote.run(tiny.overrides(elsewhere, *path))
+    done = fork_server.run(tiny.overrides(elsewhere, *path))
     assert done.status == 0 and f"resuming from {half}/global_step_1, step 1" in done.stderr, done.stderr
     assert sorted(records(elsewhere)) == [1, 2, 3, 4] or sorted(records(elsewhere)) == [2, 3, 4]
     for step in (2, 3, 4):
         assert records(elsewhere)[step] == records(one_go)[step]
     assert weights(elsewhere, 4) == weights(one_go, 4)
-    again = zygote.run(
+    again = fork_server.run(
         tiny.overrides(elsewhere, "trainer.resume_mode=disable", "trainer.total_training_steps=2")
     )
     assert again.status == 0 and "resuming" not in again.stderr
@@ -164,9 +164,9 @@ def test_resume_modes(tiny, zygote, half, tmp_path) -> None:
     assert {line["step"] for line in map(dict, step_lines(elsewhere / "superseded"))} >= {2, 3, 4}, (
         "kept aside"
     )
-    third = zygote.run(tiny.overrides(elsewhere, "trainer.total_training_steps=3"))
+    third = fork_server.run(tiny.overrides(elsewhere, "trainer.total_training_steps=3"))
     assert f"resuming from {elsewhere}/global_step_2" in third.stderr, "newest is what was sealed last"
-    missing = zygote.run(
+    missing = fork_server.run(
         tiny.overrides(
             tmp_path / "m", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/no"
         )
@@ -176,12 +176,12 @@ def test_resume_modes(tiny, zygote, half, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_stop_leaves_a_folder_to_go_on_with(tiny, zygote, tmp_path, number) -> None:
+def test_a_stop_leaves_a_folder_to_go_on_with(tiny, fork_server, tmp_path, number) -> None:
     out = tmp_path / "run"
     many = tiny.overrides(
         out, "trainer.total_training_steps=500", "trainer.save_freq=2", "trainer.test_freq=-1"
     )
-    run = zygote.start(many)
+    run = fork_server.start(many)
     until(lambda: "\nstep:3 " in run.stdout or run.ended)
     run.kill(number)
     assert run.wait(20) == 130, run.stderr
@@ -190,12 +190,12 @@ def test_a_stop_leaves_a_folder_to_go_on_with(tiny, zygote, tmp_path, number) ->
     assert str(last) in run.stderr.splitlines()[-1], "says from which step"
     for name in ("metrics.jsonl", "events.jsonl"):
         assert (out / name).read_text().endswith("\n")
-    done = zygote.run([*many, f"trainer.total_training_steps={last + 1}"])
+    done = fork_server.run([*many, f"trainer.total_training_steps={last + 1}"])
     assert done.status == 0 and f"global_step_{last}, step {last}" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
-def test_supervised_training_survives_kills(tiny, zygote, tmp_path) -> None:
+def test_supervised_training_survives_kills(tiny, fork_server, tmp_path) -> None:
     seed = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
     rng = random.Random(seed)
 
@@ -222,7 +222,7 @@ def test_supervised_training_survives_kills(tiny, zygote, tmp_path) -> None:
         ]
 
     whole, out, hit = tmp_path / "whole", tmp_path / "run", []
-    done = zygote.run(words(whole), module=SFT)
+    done = fork_server.run(words(whole), module=SFT)
     assert done.status == 0, done.stderr
     from tests.chaos.killing import Kill
 
@@ -236,10 +236,10 @@ def test_supervised_training_survives_kills(tiny, zygote, tmp_path) -> None:
     ]
     rng.shuffle(plan)
     for kill in plan:
-        run, mark = run_and_kill(zygote, words(out), kill, tmp_path / "marks", SFT)
+        run, mark = run_and_kill(fork_server, words(out), kill, tmp_path / "marks", SFT)
         hit.append(mark)
         assert run.status == -signal.SIGKILL, f"CHAOS_SEED={seed} {kill} {hit}\n{run.stderr}"
-    done = zygote.run(words(out), module=SFT)
+    done = fork_server.run(words(out), module=SFT)
     story = f"CHAOS_SEED={seed}, kills hit {hit}"
     assert done.status == 0, f"{story}\n{done.stderr}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import ray_plans
-from tests.chaos.ray_runs import answers, events, log_of, pid_of, started, until
+from tests.chaos.ray_runs import events, log_of, pid_of, responses, started, until
 from tests.ray_cluster import cluster_of
 from tests.runs import TinyRun, records
 
@@ -41,6 +41,6 @@ def test_pushes_go_on_while_the_sampler_is_started_again(tmp_path: Path) -> None
     found = records(out)
     assert sorted(found) == [1, 2, 3, 4]
     for step in found:
-        rows = answers(out, step)
-        assert len(rows) == len(set(rows)) == 12, "every answer of every group, once"
+        rows = responses(out, step)
+        assert len(rows) == len(set(rows)) == 12, "every response of every group, once"
         assert found[step]["training/off_policy/trajectory_staleness_worst/max"] <= 2

@@ -24,9 +24,10 @@ NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
-    from verl.controller.ray.training import Training
-    from verl.controller.ray.workers import Group, Worker
-    from verl.worker.plan import UpdatePlan
+    from verl.workers.ray.training import Training
+
+    from verl.workers.plan import UpdatePlan
+    from verl.workers.ray.worker_group import Group, Worker
 
     with cluster_of(1, object_store_memory=STORE, _system_config=NO_DISK) as running:
         ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
@@ -39,7 +40,7 @@ def training() -> Iterator[Any]:
 
 
 def batch(megabytes: int) -> Batch:
-    """40 answers of together about this many MB of token ids."""
+    """40 responses of together about this many MB of token ids."""
     count = (megabytes << 20) // 40 // 4
     rows = [
         Trajectory(
@@ -59,7 +60,7 @@ def test_a_batch_that_fits_nowhere_ends_with_what_to_change(training: Any) -> No
 
 
 def test_the_next_batch_that_fits_goes_through(training: Any) -> None:
-    from verl.controller.ray.training import ActorGroup
+    from verl.workers.ray.training import ActorGroup
 
     small = batch(8)
     ActorGroup(training, "").old_log_probs(small)

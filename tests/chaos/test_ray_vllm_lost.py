@@ -21,7 +21,7 @@ def test_a_dead_engine_core_is_replaced_and_nothing_is_lost_or_doubled(tmp_path:
     tiny, out, mark = TinyRun(tmp_path / "tiny"), tmp_path / "out", tmp_path / "killed"
     tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
     words = ("trainer.nnodes=1", "actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=-1")
-    # 12 answers a step: the 20th is asked for while others of the second step are under way.
+    # 12 responses a step: the 20th is asked for while others of the second step are under way.
     plug = ray_plans.plan(tmp_path / "plug", "dying_vllm", ray_plans.DYING_VLLM, call=20, mark=mark)
     with cluster_of(1) as cluster, started(tiny, out, cluster.address, *words, **plug) as run:
         assert run.wait(600) == 0, log_of(out)[-4000:]

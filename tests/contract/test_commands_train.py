@@ -1,7 +1,7 @@
 """Invariant 8, the second half: the users' text commands, shrunk by overrides alone, train two steps on GSM8K.
 
 The data come from `$HOME/data/gsm8k`, where the scripts look for them, made by our own prepare script; HOME is a
-temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the zygote can start
+temporary folder. What a script hands to python3 is caught with a stand-in of that name, so that the fork_server can start
 it; one script runs as a user runs it.
 """
 
@@ -94,10 +94,10 @@ def arguments(script: str, more: list[str], home: Path, folder: Path) -> list[st
     return json.loads(done.stdout)
 
 
-def start(zygote, words: list[str], home: Path, folder: Path):
+def start(fork_server, words: list[str], home: Path, folder: Path):
     assert words[:2] == ["-m", "verl.trainer.main_ppo"]
     no_account = {"WANDB_API_KEY": None, "WANDB_MODE": None, "HF_HOME": None}
-    return zygote.run(words[2:], cwd=folder, HOME=str(home), **no_account)
+    return fork_server.run(words[2:], cwd=folder, HOME=str(home), **no_account)
 
 
 def assert_trained(out: Path, stdout: str, script: str) -> None:
@@ -112,14 +112,14 @@ def assert_trained(out: Path, stdout: str, script: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", TEXT)
-def test_text_commands_pass_the_check_and_train(script, zygote, home, tmp_path) -> None:
+def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_path) -> None:
     out = tmp_path / "out"
     words = arguments(script, shrink(home, out, script), home, tmp_path)
-    check = start(zygote, [*words, "--check"], home, tmp_path)
+    check = start(fork_server, [*words, "--check"], home, tmp_path)
     assert check.status == 0 and "check: ok" in check.stdout, check.stderr
     assert "4 prompts × 5 answers = 20 trajectories" in check.stdout
     assert not out.exists(), "--check writes nothing"
-    run = start(zygote, words, home, tmp_path)
+    run = start(fork_server, words, home, tmp_path)
     assert run.status == 0, run.stderr[-3000:]
     assert_trained(out, run.stdout, script)
     if "qwen3" in script:
@@ -151,10 +151,10 @@ def test_a_command_as_a_user_runs_it(home, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("script", VISION)
-def test_vision_commands_lack_only_the_machine(script, zygote, home, tmp_path) -> None:
+def test_vision_commands_lack_only_the_machine(script, fork_server, home, tmp_path) -> None:
     """One device and the embedded engine; what is left to lack is the model and the data."""
     words = [word for word in shrink(home, tmp_path / "out", script) if "model.path" not in word]
-    run = start(zygote, [*arguments(script, words, home, tmp_path), "--check"], home, tmp_path)
+    run = start(fork_server, [*arguments(script, words, home, tmp_path), "--check"], home, tmp_path)
     assert run.status == 3, run.stderr
     assert "check: the configuration is right; this machine lacks" in run.stdout, run.stdout + run.stderr
     assert "the configuration (" not in run.stderr

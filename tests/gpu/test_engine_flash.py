@@ -1,4 +1,4 @@
-"""The flash path on a CUDA device against the tiles. Needs a GPU; never run where this was written."""
+"""The flash path on a CUDA device against the blocks. Needs a GPU; never run where this was written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.unit.test_engine_attention import layout, tensors
-from verl.engine import flash_attention
-from verl.engine.packed_attention import PackedPlan, _TiledAttention
+from verl.models import flash_attention
+from verl.models.packed_attention import PackedPlan, _TiledAttention
 from verl.platform import detect
 
 pytestmark = pytest.mark.needs_cuda
 
 
-def test_flash_equals_tiles():
+def test_flash_equals_blocks():
     device = detect("cuda").device()
     segments, positions = layout([(70, [100, 31, 1]), (5, [9, 0]), (40, [])])
     plan = PackedPlan(segments, positions.to(device), 4)
@@ -23,12 +23,12 @@ def test_flash_equals_tiles():
     )
     assert flash_attention.fits(q, v, softcap=None, sinks=None)
     flash = flash_attention.attend(q, k, v, plan.flash_parts(), 0.125)
-    tiles = _TiledAttention.apply(q, k, v, None, plan, plan.tiles, 0.125, None)
-    torch.testing.assert_close(flash, tiles, rtol=2e-2, atol=2e-2)
+    blocks = _TiledAttention.apply(q, k, v, None, plan, plan.blocks, 0.125, None)
+    torch.testing.assert_close(flash, blocks, rtol=2e-2, atol=2e-2)
     weight = torch.randn_like(flash)
     for a, b in zip(
         torch.autograd.grad((flash * weight).sum(), (q, k, v)),
-        torch.autograd.grad((tiles * weight).sum(), (q, k, v)),
+        torch.autograd.grad((blocks * weight).sum(), (q, k, v)),
         strict=True,
     ):
         assert float((a - b).norm() / b.norm()) < 0.02

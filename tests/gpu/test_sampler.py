@@ -56,9 +56,9 @@ def test_graphs_change_nothing(platform: Any, model_path: str, dtype: str, recor
         assert eager._runner._graphs is None and captured._runner._graphs.replays > 50
         record_property("replays", captured._runner._graphs.replays)
     same = sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(plain, replayed, strict=True))
-    record_property("answers_that_are_the_same", f"{same} of {len(plain)}")
+    record_property("responses_that_are_the_same", f"{same} of {len(plain)}")
     assert [c.token_ids.tolist() for c in replayed] == [c.token_ids.tolist() for c in again]
-    # A near tie may fall the other way; most answers of float32 must be the same all the same.
+    # A near tie may fall the other way; most responses of float32 must be the same all the same.
     assert same >= (len(plain) - 1 if dtype == "float32" else 1)
     for a, b in zip(plain, replayed, strict=True):
         shared = int((np.cumprod(a.token_ids[: len(b.token_ids)] == b.token_ids[: len(a.token_ids)])).sum())
@@ -67,7 +67,7 @@ def test_graphs_change_nothing(platform: Any, model_path: str, dtype: str, recor
 
 
 @pytest.mark.needs_cuda
-def test_a_step_that_cannot_be_captured_costs_no_answer(platform: Any, model_path: str) -> None:
+def test_a_step_that_cannot_be_captured_costs_no_response(platform: Any, model_path: str) -> None:
     """A module that looks at a number of its input; the device is as it was after the attempt."""
     model = load(model_path, platform)
     hook = model.model.norm.register_forward_pre_hook(lambda _, given: (float(given[0].sum()), None)[1])
@@ -109,14 +109,14 @@ def test_sampler_and_trainer_agree(
     from verl.engine.training.local_engine import LocalEngine
     from verl.trajectory import Prompt, Trajectory
 
-    answers = sample(engine_of(load(model_path, platform), dtype))
+    responses = sample(engine_of(load(model_path, platform), dtype))
     prompts = [Prompt(uid=f"0:{g}@0", ids=np.array(ids), messages=None) for g, ids in enumerate(PROMPTS)]
     rows = [
         Trajectory(prompts[i % 3], i // 3, c.token_ids, np.ones(len(c.token_ids), bool))
-        for i, c in enumerate(answers)
+        for i, c in enumerate(responses)
     ]
     rows.sort(key=lambda row: row.prompt.uid)
-    sampled = np.concatenate([answers[prompts.index(r.prompt) + 3 * r.index].log_probs for r in rows])
+    sampled = np.concatenate([responses[prompts.index(r.prompt) + 3 * r.index].log_probs for r in rows])
     role = {"fsdp_config": {"dtype": dtype}, "optim": {"lr": 0.0}}
     trainer = LocalEngine(model_path, role_cfg=role, device=platform)
     difference = np.abs(trainer.log_probs(rows, temperature=1.0).log_probs - sampled)

@@ -78,7 +78,7 @@ def test_bfloat16_stays_near_float32(platform: Any, model_path: str, record_prop
 
 
 def test_heads_that_flash_attention_does_not_know(platform: Any, tmp_path: Path) -> None:
-    """20 elements, no multiple of 8: the tiles take them, in bfloat16 too."""
+    """20 elements, no multiple of 8: the blocks take them, in bfloat16 too."""
     from tests.tiny import tiny_model
 
     path = str(tiny_model(tmp_path / "qwen3", "qwen3", head_dim=20, scale=2.0))

@@ -1,4 +1,4 @@
-"""Asynchronous training through the command line: a process that samples, one that trains, answers that may lag."""
+"""Asynchronous training through the command line: a process that samples, one that trains, responses that may lag."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_step_off_trains_on_the_same_prompts_and_resumes(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_answers_that_a_push_interrupts_are_continued(tmp_path: Path, engine: str) -> None:
-    """Samplers are the bottleneck, so every push finds answers half written. The learning rate is 0: whatever version
+    """Samplers are the bottleneck, so every push finds responses half written. The learning rate is 0: whatever version
     wrote a token, sampler and trainer must agree on it, so what is lost or shifted at a seam is seen."""
     pytest.importorskip("ray")
     tiny = TinyRun(tmp_path / "tiny")

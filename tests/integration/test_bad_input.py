@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.chaos.fork_server import Run
 from tests.chaos.killing import answers, sealed_steps
-from tests.chaos.zygote import Run
 from tests.runs import TinyRun, environment, records, weights
 
 PLUGIN = {"VERL_USE_EXTERNAL_MODULES": "tests.integration.bad_plugin"}
@@ -58,8 +58,8 @@ def table(tiny: TinyRun, path: Path, *, drop: str = "", rows: int | None = None)
 # ---------------------------------------------------------------------------------------------------- data
 
 
-def test_missing_parquet(tiny, zygote, tmp_path) -> None:
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tiny.root}/trian.parquet"))
+def test_missing_parquet(tiny, fork_server, tmp_path) -> None:
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={tiny.root}/trian.parquet"))
     assert_refused(
         run, MACHINE, "data.train_files", f"{tiny.root}/trian.parquet", "no such file", "train.parquet"
     )
@@ -67,36 +67,36 @@ def test_missing_parquet(tiny, zygote, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
-def test_empty_parquet(tiny, zygote, tmp_path, key) -> None:
+def test_empty_parquet(tiny, fork_server, tmp_path, key) -> None:
     (tmp_path / "zero.parquet").write_bytes(b"")
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/zero.parquet"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/zero.parquet"))
     assert_refused(run, CONFIGURATION, key, "zero.parquet", "empty")
     none = table(tiny, tmp_path / "none.parquet", rows=0)
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"{key}={none}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"{key}={none}"))
     assert_refused(run, CONFIGURATION, key, "none.parquet", "no rows")
 
 
-def test_a_file_that_is_no_parquet(tiny, zygote, tmp_path) -> None:
+def test_a_file_that_is_no_parquet(tiny, fork_server, tmp_path) -> None:
     (tmp_path / "text.parquet").write_text("question,answer\n1,2\n")
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={tmp_path}/text.parquet"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={tmp_path}/text.parquet"))
     assert_refused(run, CONFIGURATION, "data.train_files", "text.parquet", "not a parquet file")
 
 
 @pytest.mark.parametrize(
     ("column", "key"), [("prompt", "data.prompt_key"), ("data_source", "data.reward_fn_key")]
 )
-def test_absent_column(tiny, zygote, tmp_path, column, key) -> None:
+def test_absent_column(tiny, fork_server, tmp_path, column, key) -> None:
     path = table(tiny, tmp_path / "short.parquet", drop=column)
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"data.train_files={path}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={path}"))
     assert_refused(run, CONFIGURATION, str(path), f"no column '{column}'", "ability", f"{key}=")
 
 
-def test_absent_ground_truth_of_a_built_in_rule(tiny, zygote, tmp_path) -> None:
+def test_absent_ground_truth_of_a_built_in_rule(tiny, fork_server, tmp_path) -> None:
     data = pq.read_table(tiny.train).drop(["reward_model", "data_source"])
     path = tmp_path / "none.parquet"
     pq.write_table(data.append_column("data_source", pa.array(["openai/gsm8k"] * len(data))), path)
     words = tiny.overrides(tmp_path / "out", f"data.train_files={path}", f"data.val_files={path}")
-    run = zygote.run([word for word in words if not word.startswith("custom_reward_function")])
+    run = fork_server.run([word for word in words if not word.startswith("custom_reward_function")])
     assert run.status == CONFIGURATION and "Traceback" not in run.stderr, run.stderr
     assert "reward_model" in errors(run)[0] or "ground truth" in errors(run)[0], run.stderr
 
@@ -115,8 +115,8 @@ def long_rows(tiny) -> Path:
     return tiny.root / "long.parquet"
 
 
-def test_long_prompts_are_refused_by_default(tiny, zygote, long_rows, tmp_path) -> None:
-    run = zygote.run(
+def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_path) -> None:
+    run = fork_server.run(
         tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error")
     )
     message = assert_refused(
@@ -131,10 +131,12 @@ def test_long_prompts_are_refused_by_default(tiny, zygote, long_rows, tmp_path) 
 
 
 @pytest.mark.parametrize("mode", ["left", "right", "middle"])
-def test_long_prompts_are_cut(tiny, zygote, long_rows, tmp_path, mode) -> None:
+def test_long_prompts_are_cut(tiny, fork_server, long_rows, tmp_path, mode) -> None:
     out = tmp_path / "out"
     words = [f"data.train_files={long_rows}", f"data.truncation={mode}", "data.train_batch_size=24", *LONG]
-    run = zygote.run(tiny.overrides(out, *words, "actor_rollout_ref.rollout.n=2", "trainer.save_freq=-1"))
+    run = fork_server.run(
+        tiny.overrides(out, *words, "actor_rollout_ref.rollout.n=2", "trainer.save_freq=-1")
+    )
     assert run.status == 0, run.stderr
     assert f"12 prompts are cut to 64 tokens (data.truncation={mode})" in run.stderr
     assert records(out)[1]["prompt_length/max"] == 64
@@ -146,7 +148,7 @@ def test_long_prompts_are_cut(tiny, zygote, long_rows, tmp_path, mode) -> None:
         assert text.endswith("assistant\n") == (mode != "right"), text
 
 
-def test_long_prompts_are_dropped_with_the_filter(tiny, zygote, long_rows, tmp_path) -> None:
+def test_long_prompts_are_dropped_with_the_filter(tiny, fork_server, long_rows, tmp_path) -> None:
     out = tmp_path / "out"
     words = [
         f"data.train_files={long_rows}",
@@ -154,9 +156,9 @@ def test_long_prompts_are_dropped_with_the_filter(tiny, zygote, long_rows, tmp_p
         "data.train_batch_size=12",
         *LONG,
     ]
-    run = zygote.run(tiny.overrides(out, *words, "trainer.save_freq=-1"))
+    run = fork_server.run(tiny.overrides(out, *words, "trainer.save_freq=-1"))
     assert run.status == 0 and "dropped 12 prompts (50.0%) longer than 64 tokens" in run.stderr, run.stderr
-    run = zygote.run(tiny.overrides(tmp_path / "b", *words, "data.train_batch_size=13"))
+    run = fork_server.run(tiny.overrides(tmp_path / "b", *words, "data.train_batch_size=13"))
     assert_refused(run, CONFIGURATION, "12 usable rows", "data.train_batch_size=13")
 
 
@@ -184,16 +186,16 @@ def reward(folder: Path, body: str, signature: str = SIGNATURE) -> str:
     ],
     ids=["hangs", "nan", "string", "none", "dict without score", "exits"],
 )
-def test_a_useless_reward_is_refused_before_the_run(tiny, zygote, tmp_path, body, said) -> None:
+def test_a_useless_reward_is_refused_before_the_run(tiny, fork_server, tmp_path, body, said) -> None:
     words = tiny.overrides(tmp_path / "out", reward(tmp_path, body), "reward_model.timeout=1")
     message = assert_refused(
-        zygote.run(words), CONFIGURATION, "the reward cannot be used", f"{tmp_path}/my_reward.py", said
+        fork_server.run(words), CONFIGURATION, "the reward cannot be used", f"{tmp_path}/my_reward.py", said
     )
     assert f"{tiny.train} row 0" in message
 
 
-def test_a_reward_that_raises_shows_its_own_traceback(tiny, zygote, tmp_path) -> None:
-    run = zygote.run(tiny.overrides(tmp_path / "out", reward(tmp_path, "return {}['key']")))
+def test_a_reward_that_raises_shows_its_own_traceback(tiny, fork_server, tmp_path) -> None:
+    run = fork_server.run(tiny.overrides(tmp_path / "out", reward(tmp_path, "return {}['key']")))
     assert run.status == CONFIGURATION and len(errors(run)) == 1, run.stderr
     assert "it raised KeyError: 'key'" in errors(run)[0] and 'my_reward.py", line 4' in errors(run)[0]
     assert "site-packages" not in run.stderr and "verl/trainer" not in run.stderr, (
@@ -214,10 +216,10 @@ def test_a_reward_that_raises_shows_its_own_traceback(tiny, zygote, tmp_path) ->
     ],
     ids=["signature", "syntax", "other name", "no file"],
 )
-def test_a_reward_that_cannot_be_called(tiny, zygote, tmp_path, text, said) -> None:
+def test_a_reward_that_cannot_be_called(tiny, fork_server, tmp_path, text, said) -> None:
     if text is not None:
         (tmp_path / "r.py").write_text(text)
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"custom_reward_function.path={tmp_path}/r.py"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"custom_reward_function.path={tmp_path}/r.py"))
     assert_refused(run, CONFIGURATION, "custom_reward_function.", said)
 
 
@@ -235,11 +237,11 @@ FAILS_ON_LONG = (
     ],
     ids=["raises", "inf", "hangs"],
 )
-def test_failed_scores_below_the_limit_are_counted(tiny, zygote, tmp_path, what, timeouts) -> None:
+def test_failed_scores_below_the_limit_are_counted(tiny, fork_server, tmp_path, what, timeouts) -> None:
     out = tmp_path / "out"
     body = FAILS_ON_LONG.format(rows="('17',)", what=what)
     limits = ["reward_model.max_error_ratio=0.4", "reward_model.timeout=0.5", "trainer.save_freq=-1", *LONG]
-    run = zygote.run(tiny.overrides(out, reward(tmp_path, body), *limits))
+    run = fork_server.run(tiny.overrides(out, reward(tmp_path, body), *limits))
     assert run.status == 0, run.stderr
     failed = [a for a in answers(out, 1) if a["gts"] == "17"]
     assert len(failed) == 3, "the first step draws row 17"
@@ -252,10 +254,10 @@ def test_failed_scores_below_the_limit_are_counted(tiny, zygote, tmp_path, what,
     assert sum("17" in json.dumps(event) and "my_reward" in json.dumps(event) for event in told) >= 3
 
 
-def test_failed_scores_above_the_limit_stop_the_run(tiny, zygote, tmp_path) -> None:
+def test_failed_scores_above_the_limit_stop_the_run(tiny, fork_server, tmp_path) -> None:
     out = tmp_path / "out"
     body = "if len(solution_str) > 3:\n    raise ValueError(f'odd answer {len(solution_str)}')\nreturn 1.0"
-    run = zygote.run(tiny.overrides(out, reward(tmp_path, body), "trainer.val_before_train=False"))
+    run = fork_server.run(tiny.overrides(out, reward(tmp_path, body), "trainer.val_before_train=False"))
     assert run.status == CONFIGURATION, run.stderr
     message = errors(run)[-1]
     for said in (
@@ -277,38 +279,38 @@ def model(tiny, tmp_path) -> Path:
     return Path(shutil.copytree(tiny.model, tmp_path / "model"))
 
 
-def test_a_model_directory_without_weights(tiny, zygote, model, tmp_path) -> None:
+def test_a_model_directory_without_weights(tiny, fork_server, model, tmp_path) -> None:
     (model / "model.safetensors").unlink()
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
     assert_refused(
         run, CONFIGURATION, f"actor_rollout_ref.model.path={model}", "no *.safetensors", "config.json"
     )
 
 
-def test_a_model_directory_with_weights_cut_short(tiny, zygote, model, tmp_path) -> None:
+def test_a_model_directory_with_weights_cut_short(tiny, fork_server, model, tmp_path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
     assert_refused(
         run, CONFIGURATION, f"model.path={model}", f"model.safetensors ({file.stat().st_size} bytes)"
     )
 
 
-def test_a_model_directory_without_config(tiny, zygote, model, tmp_path) -> None:
+def test_a_model_directory_without_config(tiny, fork_server, model, tmp_path) -> None:
     (model / "config.json").unlink()
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
     assert_refused(run, CONFIGURATION, "actor_rollout_ref.model.path", f"{model}/config.json does not exist")
 
 
-def test_a_model_directory_without_tokenizer(tiny, zygote, model, tmp_path) -> None:
+def test_a_model_directory_without_tokenizer(tiny, fork_server, model, tmp_path) -> None:
     for file in model.glob("tokenizer*"):
         file.unlink()
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
     assert_refused(run, CONFIGURATION, str(model), "no tokenizer", "actor_rollout_ref.model.tokenizer_path")
 
 
-def test_no_model_directory(tiny, zygote, tmp_path) -> None:
-    run = zygote.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={tmp_path}/none"))
+def test_no_model_directory(tiny, fork_server, tmp_path) -> None:
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={tmp_path}/none"))
     assert_refused(run, MACHINE, "actor_rollout_ref.model.path", f"{tmp_path}/none: no such directory")
 
 
@@ -343,33 +345,33 @@ def test_no_model_directory(tiny, zygote, tmp_path) -> None:
     ],
     ids=lambda value: value[0].rpartition(".")[2] if isinstance(value, list) and "=" in value[0] else "",
 )
-def test_settings_that_cannot_work(tiny, zygote, tmp_path, words, status, said) -> None:
-    assert_refused(zygote.run(tiny.overrides(tmp_path / "out", *words)), status, *said)
+def test_settings_that_cannot_work(tiny, fork_server, tmp_path, words, status, said) -> None:
+    assert_refused(fork_server.run(tiny.overrides(tmp_path / "out", *words)), status, *said)
     assert not (tmp_path / "out").exists()
 
 
-def test_all_problems_come_in_one_report(tiny, zygote, tmp_path) -> None:
+def test_all_problems_come_in_one_report(tiny, fork_server, tmp_path) -> None:
     words = [
         "data.train_batch_size=100",
         "data.max_response_length=5000",
         f"data.val_files={tmp_path}/none.parquet",
     ]
     assert_refused(
-        zygote.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet"
+        fork_server.run(tiny.overrides(tmp_path / "out", *words)), 2, "=100", "5064 tokens", "none.parquet"
     )
 
 
-def test_a_plugin_that_raises_shows_where(tiny, zygote, tmp_path) -> None:
+def test_a_plugin_that_raises_shows_where(tiny, fork_server, tmp_path) -> None:
     (tmp_path / "broken_plugin.py").write_text("import math\n\nmath.nothing()\n")
     words = tiny.overrides(tmp_path / "out", "actor_rollout_ref.model.external_lib=broken_plugin")
-    run = zygote.run(words, PYTHONPATH=str(tmp_path))
+    run = fork_server.run(words, PYTHONPATH=str(tmp_path))
     assert run.status == CONFIGURATION and len(errors(run)) == 1, run.stderr
     assert 'broken_plugin.py", line 3' in errors(run)[0] and "AttributeError" in errors(run)[0]
 
 
-def test_a_run_folder_that_cannot_be_made(tiny, zygote, tmp_path) -> None:
+def test_a_run_folder_that_cannot_be_made(tiny, fork_server, tmp_path) -> None:
     (tmp_path / "file").write_text("mine")
-    run = zygote.run(tiny.overrides(tmp_path / "file"))
+    run = fork_server.run(tiny.overrides(tmp_path / "file"))
     assert_refused(run, CONFIGURATION, f"trainer.default_local_dir={tmp_path}/file")
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -378,10 +380,10 @@ def test_a_run_folder_that_cannot_be_made(tiny, zygote, tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def three_steps(tiny, zygote, tmp_path_factory) -> Path:
+def three_steps(tiny, fork_server, tmp_path_factory) -> Path:
     """A finished run of three steps, each saved; not to be written to."""
     out = tmp_path_factory.mktemp("three") / "out"
-    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"))
+    run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"))
     assert run.status == 0, run.stderr
     return out
 
@@ -390,12 +392,14 @@ def three_steps(tiny, zygote, tmp_path_factory) -> Path:
     "damage",
     ["actor/model.safetensors", "state/loop.json", "manifest.json", "state/actor_optim/__0_0.distcp"],
 )
-def test_a_checkpoint_cut_in_the_middle_is_passed_over(tiny, zygote, three_steps, tmp_path, damage) -> None:
+def test_a_checkpoint_cut_in_the_middle_is_passed_over(
+    tiny, fork_server, three_steps, tmp_path, damage
+) -> None:
     out = Path(shutil.copytree(three_steps, tmp_path / "out"))
     for step in (2, 3):
         file = out / f"global_step_{step}" / damage
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"))
+    run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"))
     assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
     for step in (2, 3):
         line = next(line for line in errors(run) if "passed over" in line and f"global_step_{step}" in line)
@@ -404,18 +408,20 @@ def test_a_checkpoint_cut_in_the_middle_is_passed_over(tiny, zygote, three_steps
     assert records(out) == records(three_steps) and weights(out, 3) == weights(three_steps, 3)
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused(tiny, zygote, three_steps, tmp_path) -> None:
+def test_a_damaged_checkpoint_that_was_named_is_refused(tiny, fork_server, three_steps, tmp_path) -> None:
     out = Path(shutil.copytree(three_steps, tmp_path / "out"))
     (out / "global_step_2/state/rng").rename(out / "global_step_2/state/gone")
     path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={out}/global_step_2"]
-    run = zygote.run(tiny.overrides(tmp_path / "other", *path))
+    run = fork_server.run(tiny.overrides(tmp_path / "other", *path))
     assert_refused(run, CONFIGURATION, f"{out}/global_step_2 is damaged", "state/rng/")
 
 
 @pytest.mark.parametrize("plugin", ["full_disk:2", "small_files:60000"], ids=["once", "always"])
-def test_a_full_disk_during_a_save_does_not_end_the_run(tiny, zygote, three_steps, tmp_path, plugin) -> None:
+def test_a_full_disk_during_a_save_does_not_end_the_run(
+    tiny, fork_server, three_steps, tmp_path, plugin
+) -> None:
     out = tmp_path / "out"
-    run = zygote.run(tiny.overrides(out, "trainer.total_training_steps=3"), BAD_PLUGIN=plugin, **PLUGIN)
+    run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"), BAD_PLUGIN=plugin, **PLUGIN)
     assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
     once = plugin == "full_disk:2"
     assert sealed_steps(out) == ([1, 3] if once else []) and not list(out.glob("*.tmp"))
@@ -439,9 +445,9 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tiny, tmp_path) -> None:
 NAN = ["actor_rollout_ref.actor.policy_loss.loss_mode=nan_at_times"]
 
 
-def test_a_non_finite_update_is_refused_and_counted(tiny, zygote, tmp_path) -> None:
+def test_a_non_finite_update_is_refused_and_counted(tiny, fork_server, tmp_path) -> None:
     out = tmp_path / "out"
-    run = zygote.run(tiny.overrides(out, *NAN), BAD_UPDATES="3,8", **PLUGIN)
+    run = fork_server.run(tiny.overrides(out, *NAN), BAD_UPDATES="3,8", **PLUGIN)
     assert run.status == 0, run.stderr
     found = records(out)
     assert [found[step]["training/refused_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
@@ -458,10 +464,10 @@ def test_a_non_finite_update_is_refused_and_counted(tiny, zygote, tmp_path) -> N
     assert [event["step"] for event in told if event["event"] == "refused_update"] == [2, 4]
 
 
-def test_too_many_refused_updates_stop_the_run(tiny, zygote, tmp_path) -> None:
+def test_too_many_refused_updates_stop_the_run(tiny, fork_server, tmp_path) -> None:
     out = tmp_path / "out"
     words = tiny.overrides(out, *NAN, "trainer.max_refused_steps=3", "trainer.total_training_steps=9")
-    run = zygote.run(words, BAD_UPDATES="all", **PLUGIN)
+    run = fork_server.run(words, BAD_UPDATES="all", **PLUGIN)
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     message = errors(run)[-1]
     assert (
@@ -477,8 +483,8 @@ def test_too_many_refused_updates_stop_the_run(tiny, zygote, tmp_path) -> None:
     assert records(out)[3]["training/refused_steps"] >= 3, "the step that ended the run is logged"
 
 
-def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, zygote, tmp_path) -> None:
-    run = zygote.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
+def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, fork_server, tmp_path) -> None:
+    run = fork_server.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     assert (
         "the sampler lost 12 of 12 answers" in errors(run)[-1] and "logits are not finite" in errors(run)[-1]
@@ -486,20 +492,20 @@ def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, zygote, tm
     assert "learning rate" in errors(run)[-1], run.stderr
 
 
-def test_lost_answers(tiny, zygote, tmp_path) -> None:
+def test_lost_answers(tiny, fork_server, tmp_path) -> None:
     out, no_val = tmp_path / "out", ["trainer.val_before_train=False", "trainer.test_freq=-1"]
-    run = zygote.run(tiny.overrides(out, *no_val), BAD_PLUGIN="losing_sampler:12", **PLUGIN)
+    run = fork_server.run(tiny.overrides(out, *no_val), BAD_PLUGIN="losing_sampler:12", **PLUGIN)
     assert run.status == 0, run.stderr
     lost = [a for step in (1, 2, 3, 4) for a in answers(out, step) if a["finish_reason"] == "lost"]
     assert len(lost) == 4 and all(a["score"] is None and "dropped request" in a["score_error"] for a in lost)
     told = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "rollout_failure" for event in told) == 4
-    run = zygote.run(tiny.overrides(tmp_path / "b", *no_val), BAD_PLUGIN="losing_sampler:3", **PLUGIN)
+    run = fork_server.run(tiny.overrides(tmp_path / "b", *no_val), BAD_PLUGIN="losing_sampler:3", **PLUGIN)
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     assert "the sampler lost 4 of 12 answers" in errors(run)[-1] and "dropped request" in errors(run)[-1]
 
 
-def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, zygote, tmp_path) -> None:
+def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, fork_server, tmp_path) -> None:
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent/wandb.py").write_text("raise ImportError('no wandb here')\n")
     words = [
@@ -508,7 +514,7 @@ def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, zygote
         "trainer.save_freq=-1",
     ]
     home = {"HOME": str(tmp_path), "WANDB_API_KEY": None, "WANDB_MODE": None}
-    run = zygote.run(tiny.overrides(tmp_path / "a", *words), PYTHONPATH=str(tmp_path / "absent"), **home)
+    run = fork_server.run(tiny.overrides(tmp_path / "a", *words), PYTHONPATH=str(tmp_path / "absent"), **home)
     assert run.status == 0 and "tracker wandb" in run.stderr and 1 in records(tmp_path / "a"), run.stderr
-    run = zygote.run(tiny.overrides(tmp_path / "b", *words), **(home | {"WANDB_MODE": "offline"}))
+    run = fork_server.run(tiny.overrides(tmp_path / "b", *words), **(home | {"WANDB_MODE": "offline"}))
     assert run.status == 0 and 1 in records(tmp_path / "b"), run.stderr

@@ -29,12 +29,12 @@ def adapter_of(out: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
-def test_two_steps(zygote: Any, tmp_path: Path, arch: str) -> None:
+def test_two_steps(fork_server: Any, tmp_path: Path, arch: str) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
     tiny, out = TinyRun(tmp_path / "tiny", arch), tmp_path / "run"
-    done = zygote.run(tiny.overrides(out, *LORA, *KL, *SHORT))
+    done = fork_server.run(tiny.overrides(out, *LORA, *KL, *SHORT))
     assert done.status == 0, done.stderr[-3000:]
     found = records(out)
     for step in (1, 2):
@@ -55,29 +55,29 @@ def test_two_steps(zygote: Any, tmp_path: Path, arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_resume_after_kills_is_exact(tiny: TinyRun, zygote: Any, tmp_path: Path) -> None:
+def test_resume_after_kills_is_exact(tiny: TinyRun, fork_server: Any, tmp_path: Path) -> None:
     more = [*LORA, *KL, "actor_rollout_ref.actor.fsdp_config.dtype=null"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = zygote.run(tiny.overrides(whole, *more))
+    done = fork_server.run(tiny.overrides(whole, *more))
     assert done.status == 0, done.stderr[-3000:]
     for number, kill in enumerate(
         (Kill("half written", 2), Kill("update_actor", 1, 0.02), Kill("sealed", 1))
     ):
         before = newest_step(parts)
-        run, mark = run_and_kill(zygote, tiny.overrides(parts, *more), kill, tmp_path / "marks")
+        run, mark = run_and_kill(fork_server, tiny.overrides(parts, *more), kill, tmp_path / "marks")
         assert run.status == -signal.SIGKILL, (number, mark, run.stderr[-2000:])
         assert newest_step(parts) >= before
-    done = zygote.run(tiny.overrides(parts, *more))
+    done = fork_server.run(tiny.overrides(parts, *more))
     assert done.status == 0 and "resuming from" in done.stderr, done.stderr[-3000:]
     assert records(parts) == records(whole)
     ours, theirs = state_files(parts, 4), state_files(whole, 4)
     assert ours.keys() == theirs.keys() and [n for n in ours if ours[n] != theirs[n]] == []
 
 
-def test_the_adapter_alone_is_saved_and_gone_on_with(tiny: TinyRun, zygote: Any, tmp_path: Path) -> None:
+def test_the_adapter_alone_is_saved_and_gone_on_with(tiny: TinyRun, fork_server: Any, tmp_path: Path) -> None:
     alone = [*LORA, *SHORT, "actor_rollout_ref.actor.checkpoint.save_lora_only=True"]
     first = tmp_path / "first"
-    done = zygote.run(tiny.overrides(first, *alone))
+    done = fork_server.run(tiny.overrides(first, *alone))
     assert done.status == 0, done.stderr[-3000:]
     assert weights(first, 2) == {}
     assert {p.name for p in adapter_of(first, 2).iterdir()} == {
@@ -85,10 +85,10 @@ def test_the_adapter_alone_is_saved_and_gone_on_with(tiny: TinyRun, zygote: Any,
         "adapter_model.safetensors",
     }
 
-    resumed = zygote.run(tiny.overrides(first, *alone, "trainer.total_training_steps=3"))
+    resumed = fork_server.run(tiny.overrides(first, *alone, "trainer.total_training_steps=3"))
     assert resumed.status == 0 and "resuming from" in resumed.stderr, resumed.stderr[-3000:]
     whole = tmp_path / "whole"
-    assert zygote.run(tiny.overrides(whole, *LORA, *SHORT, "trainer.total_training_steps=3")).status == 0
+    assert fork_server.run(tiny.overrides(whole, *LORA, *SHORT, "trainer.total_training_steps=3")).status == 0
     assert records(whole)[3] == records(first)[3]
     assert read(adapter_of(first, 3)) == read(adapter_of(whole, 3))
 
@@ -99,7 +99,7 @@ def test_the_adapter_alone_is_saved_and_gone_on_with(tiny: TinyRun, zygote: Any,
         "trainer.test_freq=-1",
     ]
     second = tmp_path / "second"
-    done = zygote.run(tiny.overrides(second, *on, "trainer.total_training_steps=1"))
+    done = fork_server.run(tiny.overrides(second, *on, "trainer.total_training_steps=1"))
     assert done.status == 0, done.stderr[-3000:]
     assert records(second)[1]["actor/kl_loss"] > 1e-4, "the reference is the base, which the adapter has left"
     assert json.loads((adapter_of(second, 1) / "adapter_config.json").read_text())["r"] == 8
@@ -112,12 +112,12 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_resume_without_lora_or_on_another_base_is_explained(
-    tiny: TinyRun, zygote: Any, tmp_path: Path
+    tiny: TinyRun, fork_server: Any, tmp_path: Path
 ) -> None:
     from tests.tiny import tiny_model
 
     out = tmp_path / "run"
-    assert zygote.run(tiny.overrides(out, *LORA, *SHORT, "trainer.total_training_steps=1")).status == 0
+    assert fork_server.run(tiny.overrides(out, *LORA, *SHORT, "trainer.total_training_steps=1")).status == 0
     for more, said in (
         ([], "set actor_rollout_ref.model.lora_rank=8 (sft: model.lora_rank) to go on"),
         (
@@ -126,7 +126,7 @@ def test_a_resume_without_lora_or_on_another_base_is_explained(
         ),
         (["actor_rollout_ref.model.lora_rank=4"], "another rank or model"),
     ):
-        done = zygote.run(tiny.overrides(out, *SHORT, *more))
+        done = fork_server.run(tiny.overrides(out, *SHORT, *more))
         assert done.status == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr[
             -2000:
         ]

@@ -18,17 +18,17 @@ def test_samplers_on_nodes_that_do_not_train(tmp_path: Path, monkeypatch: pytest
     """The driver is this process, to see which nodes got a broadcast; the workers are Ray's as ever."""
     import ray
 
-    from verl.controller.ray.sync import ChannelSync
     from verl.trainer.main_ppo import main
+    from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 
-    tiny, relays, seen = TinyRun(tmp_path / "run"), ChannelSync._relays, []
+    tiny, relays, seen = TinyRun(tmp_path / "run"), RemoteWeightSync._relays, []
 
-    def watched(self: ChannelSync, routes: Any, *rest: Any) -> list[Any]:
+    def watched(self: RemoteWeightSync, routes: Any, *rest: Any) -> list[Any]:
         refs = relays(self, routes, *rest)
         seen.append((len(routes.relayed), len(set(self._nodes)), rest[-1][0][-1]["timeout"]))
         return refs
 
-    monkeypatch.setattr(ChannelSync, "_relays", watched)
+    monkeypatch.setattr(RemoteWeightSync, "_relays", watched)
     with cluster_of(3) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         try:

@@ -21,7 +21,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
-from verl.controller.ray.workers import NoRoom, WorkerDied  # noqa: E402
+from verl.workers.ray.worker_group import NoRoom, WorkerDied  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -35,7 +35,7 @@ def cluster():
 
 
 def joined(kind: str) -> Any:
-    from verl.controller.ray.cluster import Cluster
+    from verl.workers.ray.cluster import Cluster
 
     return Cluster(load(["actor_rollout_ref.model.path=none"]), kind)
 
@@ -44,7 +44,7 @@ def joined(kind: str) -> Any:
 
 
 def test_a_pool_of_four_nodes_gives_every_rank_its_own_device(cluster) -> None:
-    from verl.controller.ray.placement import Pool
+    from verl.workers.ray.placement import Pool
 
     pool = Pool(joined("npu"), "training", 4, 2, 60, print)
     actor = ray.remote(ray_stubs.Where)
@@ -62,7 +62,7 @@ def test_a_pool_of_four_nodes_gives_every_rank_its_own_device(cluster) -> None:
 
 
 def test_a_pool_that_the_cluster_does_not_have_says_what_it_has(cluster) -> None:
-    from verl.controller.ray.placement import Pool
+    from verl.workers.ray.placement import Pool
 
     said: list[str] = []
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_pool_that_the_cluster_does_not_have_says_what_it_has(cluster) -> None
 
 
 def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> None:
-    from verl.controller.ray.placement import Pool
+    from verl.workers.ray.placement import Pool
 
     first, second = (Pool(joined("cpu"), name, 4, 1, 60, print) for name in ("training", "sampling"))
     assert [pool.devices for pool in (first, second)] == [4, 4]
@@ -94,7 +94,7 @@ def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> Non
 
 @pytest.fixture
 def group(cluster):
-    from verl.controller.ray.workers import Group, Worker
+    from verl.workers.ray.worker_group import Group, Worker
 
     handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
     yield Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
@@ -122,8 +122,9 @@ def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text)
 
 
 def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
-    from verl.controller.ray.training import ActorGroup, Training
-    from verl.worker.plan import UpdatePlan
+    from verl.workers.ray.training import ActorGroup, Training
+
+    from verl.workers.plan import UpdatePlan
 
     rng = np.random.default_rng(0)
     rows = []
@@ -142,8 +143,9 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
-    from verl.controller.ray.watch import Watch
-    from verl.controller.ray.workers import Group, Worker
+    from verl.workers.ray.watch import Watch
+
+    from verl.workers.ray.worker_group import Group, Worker
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
@@ -164,12 +166,12 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
-    from verl.controller.ray.sampler_pool import Host, SamplerPool
-    from verl.controller.ray.workers import Worker
+    from verl.workers.ray.replicas import Replica, ReplicaPool
+    from verl.workers.ray.worker_group import Worker
 
-    made: list[SamplerPool] = []
+    made: list[ReplicaPool] = []
 
-    def make(hosts: int = 2, delay: float = 0.05, grave: str = "") -> tuple[SamplerPool, list[Any]]:
+    def make(hosts: int = 2, delay: float = 0.05, grave: str = "") -> tuple[ReplicaPool, list[Any]]:
         seen: list[Any] = []
 
         def start(number: int) -> Worker:
@@ -178,10 +180,10 @@ def pool(cluster, tmp_path):
             )
             return Worker(handle, f"sampler {number}", "here")
 
-        members = [Host(i, lambda i=i: (start(i), "node", FACTS), start(i), "node") for i in range(hosts)]
-        one = SamplerPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
+        members = [Replica(i, lambda i=i: (start(i), "node", FACTS), start(i), "node") for i in range(hosts)]
+        one = ReplicaPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
 
-        def refill(host: Host) -> None:
+        def refill(host: Replica) -> None:
             seen.append(("refill", host.number))
             host.reviving = False
 
@@ -321,10 +323,10 @@ def test_a_full_object_store_ends_the_run(pool) -> None:
 
 
 def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch) -> None:
-    from verl.controller.ray import sampler_pool
+    from verl.workers.ray import replicas
 
     one, _ = pool(hosts=1)
-    monkeypatch.setattr(sampler_pool.wire, "encode_asks", lambda asks: {"broken": np.zeros(1)})
+    monkeypatch.setattr(replicas.wire, "encode_requests", lambda asks: {"broken": np.zeros(1)})
 
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 20)
@@ -334,16 +336,16 @@ def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch)
 
 
 def test_a_host_that_does_not_answer_is_named(pool, monkeypatch) -> None:
-    from verl.controller.ray import sampler_pool
+    from verl.workers.ray import replicas
 
     one, seen = pool()
     pid = ray.get(one.hosts[1].worker.handle.pid.remote())
-    monkeypatch.setattr(sampler_pool, "_CALL_S", 1.0)
+    monkeypatch.setattr(replicas, "_CALL_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert one.stats()["tokens"] == 2.0, "counters of the one that answers"
+        assert one.stats()["tokens"] == 2.0, "counters of the one that responses"
         assert seen == [("sampler_silent", {"sampler": "sampler 1 (node here)", "call": "stats"})]
-        with pytest.raises(sampler_pool.SamplerLost, match=r"sampler 1 .* has not answered 'sleep' for 1 s"):
+        with pytest.raises(replicas.SamplerLost, match=r"sampler 1 .* has not answered 'sleep' for 1 s"):
             one.sleep()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -351,18 +353,18 @@ def test_a_host_that_does_not_answer_is_named(pool, monkeypatch) -> None:
 
 def test_a_push_while_every_host_is_started_again_moves_nothing(pool) -> None:
     """They take the version that is then the current one when they are there."""
-    from verl.controller.ray.sync import ChannelSync
+    from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 
     one, _ = pool(hosts=1)
     training = SimpleNamespace(lock=threading.RLock(), moved=True)
-    sync = ChannelSync(training, ["node"], one, 10.0)
+    sync = RemoteWeightSync(training, ["node"], one, 10.0)
     one.hosts[0].reviving = True
     assert sync.push(4).bytes == 0
     assert (one.version, sync._version, training.moved) == (4, 4, False)
 
 
 def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None:
-    """The weight transfer and whoever waits for answers may both find it dead: one of them starts it again."""
+    """The weight transfer and whoever waits for responses may both find it dead: one of them starts it again."""
     one, seen = pool()
     pids = [ray.get(host.worker.handle.pid.remote()) for host in one.hosts]
     assert one.find_dead(one.hosts) == []
@@ -423,7 +425,7 @@ def test_when_training_died_nothing_is_sampled_any_more(pool) -> None:
 
 
 def test_every_difference_between_nodes_is_named(cluster, tmp_path) -> None:
-    from verl.controller.ray.nodes import Agents, differences
+    from verl.workers.ray.nodes import Agents, differences
 
     mine = {"torch": "2.13.0", "model /m": "abc", "run folder /r": "shared"}
     theirs = {"torch": "2.12.0", "model /m": "not there", "run folder /r": "shared"}

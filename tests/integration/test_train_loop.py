@@ -63,24 +63,24 @@ def test_the_actor_loads_with_from_pretrained(finished) -> None:
     assert weights(out, 4) != weights(out, 1), "training changed the weights"
 
 
-def test_same_seed_same_run_whatever_the_reward_processes(zygote, tiny, finished, tmp_path) -> None:
+def test_same_seed_same_run_whatever_the_reward_processes(fork_server, tiny, finished, tmp_path) -> None:
     out, _ = finished
     again = tmp_path / "again"
-    done = zygote.run(tiny.overrides(again, "reward_model.num_workers=3"))
+    done = fork_server.run(tiny.overrides(again, "reward_model.num_workers=3"))
     assert done.status == 0, done.stderr[-3000:]
     assert records(again) == records(out)
     assert weights(again, 4) == weights(out, 4)
     other = tmp_path / "other"
-    zygote.run(
+    fork_server.run(
         tiny.overrides(other, "trainer.seed=7", "trainer.total_training_steps=1", "trainer.test_freq=-1")
     )
     assert weights(other, 1) != weights(out, 1), "another seed is another run"
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3_moe"])
-def test_other_architectures_train_and_agree(zygote, arch, tmp_path) -> None:
+def test_other_architectures_train_and_agree(fork_server, arch, tmp_path) -> None:
     run = TinyRun(tmp_path, arch=arch)
-    done = zygote.run(
+    done = fork_server.run(
         run.overrides(tmp_path / "out", "trainer.total_training_steps=2", "trainer.save_freq=2")
     )
     assert done.status == 0, done.stderr[-3000:]
@@ -111,9 +111,11 @@ def test_other_architectures_train_and_agree(zygote, arch, tmp_path) -> None:
     ],
     ids=["kl-loss", "kl-in-reward", "dr-grpo", "epochs"],
 )
-def test_variants_train(zygote, tiny, tmp_path, words) -> None:
+def test_variants_train(fork_server, tiny, tmp_path, words) -> None:
     out = tmp_path / "out"
-    done = zygote.run(tiny.overrides(out, "trainer.total_training_steps=2", "trainer.save_freq=2", *words))
+    done = fork_server.run(
+        tiny.overrides(out, "trainer.total_training_steps=2", "trainer.save_freq=2", *words)
+    )
     assert done.status == 0, done.stderr[-3000:]
     last = records(out)[2]
     assert last["actor/grad_norm"] > 0
@@ -127,9 +129,9 @@ def test_variants_train(zygote, tiny, tmp_path, words) -> None:
         assert state["kl_controller"]["type"] == "adaptive"
 
 
-def test_val_only_with_shorter_answers(zygote, tiny, tmp_path) -> None:
+def test_val_only_with_shorter_responses(fork_server, tiny, tmp_path) -> None:
     out = tmp_path / "out"
-    done = zygote.run(
+    done = fork_server.run(
         tiny.overrides(out, "trainer.val_only=True", "actor_rollout_ref.rollout.response_length=5")
     )
     assert done.status == 0, done.stderr[-3000:]
@@ -137,10 +139,10 @@ def test_val_only_with_shorter_answers(zygote, tiny, tmp_path) -> None:
     assert records(out)[0]["val-aux/test/letters/length/mean@1"] <= 5
 
 
-def test_val_only_and_a_run_that_saves_nothing_say_so(zygote, tiny, finished, tmp_path) -> None:
-    none = zygote.run(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
+def test_val_only_and_a_run_that_saves_nothing_say_so(fork_server, tiny, finished, tmp_path) -> None:
+    none = fork_server.run(tiny.overrides(tmp_path / "none", "trainer.val_only=True", "data.val_files=null"))
     assert none.status == 2 and "nothing to validate on" in none.stderr
-    unsaved = zygote.run(
+    unsaved = fork_server.run(
         tiny.overrides(
             tmp_path / "unsaved",
             "trainer.total_training_steps=1",
@@ -155,26 +157,28 @@ def test_val_only_and_a_run_that_saves_nothing_say_so(zygote, tiny, finished, tm
     assert "will NOT be saved" not in finished[1].stderr
 
 
-def test_a_run_goes_on_from_its_copy_elsewhere(zygote, tiny, finished, tmp_path) -> None:
+def test_a_run_goes_on_from_its_copy_elsewhere(fork_server, tiny, finished, tmp_path) -> None:
     """Saved in the background, copied away, the run folder lost: the rest is the uninterrupted run, bit for bit."""
     away = f"trainer.default_hdfs_dir=file://{tmp_path}/away"
     background = "actor_rollout_ref.actor.checkpoint.async_save=True"
-    first = zygote.run(tiny.overrides(tmp_path / "lost", away, background, "trainer.total_training_steps=2"))
+    first = fork_server.run(
+        tiny.overrides(tmp_path / "lost", away, background, "trainer.total_training_steps=2")
+    )
     assert first.status == 0, first.stderr[-3000:]
     assert [p.name for p in sorted((tmp_path / "away").glob("global_step_*"))] == [
         "global_step_1",
         "global_step_2",
     ]
-    again = zygote.run(tiny.overrides(tmp_path / "found", away, background))
+    again = fork_server.run(tiny.overrides(tmp_path / "found", away, background))
     assert again.status == 0 and "fetching global_step_2" in again.stderr, again.stderr[-3000:]
     assert weights(tmp_path / "found", 4) == weights(finished[0], 4)
     assert records(tmp_path / "found")[4] == records(finished[0])[4]
 
 
-def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(zygote, tiny, tmp_path) -> None:
+def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(fork_server, tiny, tmp_path) -> None:
     out = tmp_path / "out"
-    assert zygote.run(tiny.overrides(out, "trainer.total_training_steps=1")).status == 0
-    ended = zygote.run(tiny.overrides(out, "actor_rollout_ref.actor.optim.lr=1e30"))
+    assert fork_server.run(tiny.overrides(out, "trainer.total_training_steps=1")).status == 0
+    ended = fork_server.run(tiny.overrides(out, "actor_rollout_ref.actor.optim.lr=1e30"))
     assert ended.status == 1
     assert "the checkpoint of step 2 could not be saved (UserError: the norm of the weight" in ended.stderr
     assert "was NOT written" in ended.stderr and "has blown" in ended.stderr

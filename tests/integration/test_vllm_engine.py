@@ -42,16 +42,18 @@ def engine(path: Path) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def logits_of(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Logits at each position of the answer, float32 [L, V]."""
-    return model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+def logits_of(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Logits at each position of the response, float32 [L, V]."""
+    return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
 
 
 def worst(model: Any, prompt: list[int], done: Completion) -> float:
-    """Largest difference of the answer's log-probs to the model's, at temperature 1."""
-    answer = done.token_ids.tolist()
-    table = logits_of(model, prompt, answer).log_softmax(-1)
-    return float(np.abs(table.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy() - done.log_probs).max())
+    """Largest difference of the response's log-probs to the model's, at temperature 1."""
+    response = done.token_ids.tolist()
+    table = logits_of(model, prompt, response).log_softmax(-1)
+    return float(
+        np.abs(table.gather(1, torch.tensor(response)[:, None])[:, 0].numpy() - done.log_probs).max()
+    )
 
 
 def test_a_seed_decides_an_answer_whatever_else_is_sampled(engine: Any) -> None:
@@ -63,7 +65,7 @@ def test_a_seed_decides_an_answer_whatever_else_is_sampled(engine: Any) -> None:
 
 
 def test_more_prompts_than_a_step_of_the_engine_holds(engine: Any) -> None:
-    """8 × 120 tokens with 512 a step; each answer is its seed's all the same."""
+    """8 × 120 tokens with 512 a step; each response is its seed's all the same."""
     prompts = [[3 + (i * 37 + j) % 200 for j in range(120)] for i in range(8)]
     crowd = sample(engine, prompts, ignore_eos=True)
     assert all(len(done.token_ids) == 24 for done in crowd)
@@ -89,12 +91,12 @@ def test_log_probs_are_of_the_distribution_sampled_from(
 ) -> None:
     prompt = PROMPT[:20]
     for done in sample(engine, [prompt], 3, ignore_eos=True, **params):
-        answer = done.token_ids.tolist()
-        for position, row in enumerate(logits_of(model, prompt, answer)):
-            expected = truncated(row, prompt + answer[:position], params)
-            assert abs(float(expected[answer[position]]) - done.log_probs[position]) < 1e-4
+        response = done.token_ids.tolist()
+        for position, row in enumerate(logits_of(model, prompt, response)):
+            expected = truncated(row, prompt + response[:position], params)
+            assert abs(float(expected[response[position]]) - done.log_probs[position]) < 1e-4
             if params.get("temperature") == 0.0:
-                assert answer[position] == int(row.argmax())
+                assert response[position] == int(row.argmax())
 
 
 def truncated(logits: torch.Tensor, seen: list[int], params: dict[str, float]) -> torch.Tensor:
@@ -147,17 +149,17 @@ def test_a_special_token_may_be_the_stop_string(engine: Any) -> None:
 
 
 def test_a_stop_string_is_found_across_an_interruption(engine: Any) -> None:
-    """It began in the part of the answer that was written before, and ends in the first new token."""
+    """It began in the part of the response that was written before, and ends in the first new token."""
     greedy = {"temperature": 0.0, "ignore_eos": True}
     prompts = [PROMPT[:length] for length in range(10, 40)]
-    answers = [done.token_ids.tolist() for done in sample(engine, prompts, max_tokens=60, **greedy)]
+    responses = [done.token_ids.tolist() for done in sample(engine, prompts, max_tokens=60, **greedy)]
     number, at = next(
         (number, i)
-        for number, ids in enumerate(answers)
+        for number, ids in enumerate(responses)
         for i in range(1, 50)
         if all(33 <= token < 90 for token in ids[i - 1 : i + 1])
     )
-    free, prompt = answers[number], prompts[number]
+    free, prompt = responses[number], prompts[number]
     text = engine.tokenizer.decode(free[at - 1 : at + 1])
     going_on = {"max_tokens": 60 - at, "start": at, "stop": (text,)}
     rest = sample(engine, [prompt + free[:at]], **going_on, **greedy)[0]

@@ -1,4 +1,4 @@
-"""A sampler host of a cluster with vLLM in it: configuration as plain data, weights from a channel, answers in lists."""
+"""A sampler host of a cluster with vLLM in it: configuration as plain data, weights from a channel, responses in lists."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from tests.runs import TinyRun
 from tests.vllm_cases import require_vllm, vllm_model
 from verl.config import load
-from verl.controller import wire
 from verl.engine.rollout.base import SamplingParams
 from verl.weight_sync.shared_memory import BucketSender
 from verl.weight_sync.verify import checksums
-from verl.worker.sampler_host import SamplerHost
+from verl.workers import request_codec
+from verl.workers.rollout_worker import RolloutWorker
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,7 +47,7 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
     shared: list[str] = []
 
     async def run() -> tuple[dict[str, str], Any]:
-        host = SamplerHost(config.to_dict(), 0)
+        host = RolloutWorker(config.to_dict(), 0)
         facts = await host.start()
         try:
             shared.append(host.engine._shared)
@@ -59,21 +59,23 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
             places = [("verl-test-host", reader) for reader in range(devices)]
             receiving = host.receive_weights(places, 4, 120.0, True)
             _, sums = await asyncio.gather(sending, receiving)
-            ask = wire.Ask("a", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True), None)
-            await host.submit(wire.encode_asks([ask]))
-            answers: list[Any] = []
-            while not answers:
-                answers = wire.decode_answers(await host.results(60.0))
-            return sums, answers[0]
+            ask = request_codec.GenerateRequest(
+                "a", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True), None
+            )
+            await host.submit(request_codec.encode_requests([ask]))
+            responses: list[Any] = []
+            while not responses:
+                responses = request_codec.decode_results(await host.results(60.0))
+            return sums, responses[0]
         finally:
             await host.close()
 
-    sums, answer = asyncio.run(run())
+    sums, response = asyncio.run(run())
     if devices > 1:
         assert shared[0] and not list(Path("/dev/shm").glob(f"{shared[0]}*")), "vLLM leaves it; we must not"
     sent = checksums(model.state_dict().items(), dtype=None if dtype == "float32" else torch.bfloat16)
     assert sums == sent
-    done = answer.completion
+    done = response.completion
     ids = done.token_ids.tolist()
     assert len(ids) == 10 and tuple(done.versions) == (4,)
     with torch.no_grad():

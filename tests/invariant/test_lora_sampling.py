@@ -68,7 +68,7 @@ def test_a_sampler_on_the_very_tensors_agrees(tmp_path: Path, arch: str) -> None
 
 
 def test_the_distribution_changes_with_an_update(tmp_path: Path) -> None:
-    """Answers that were reinforced come more often: what is counted is drawn tokens, not the log-probs reported."""
+    """Responses that were reinforced come more often: what is counted is drawn tokens, not the log-probs reported."""
     actor = engine(str(tiny_model(tmp_path / "m", "qwen3", scale=16.0)), trained(lr=0.05))
     sampler = NativeEngine(actor.module, **(LIMITS | {"max_num_seqs": 256}))
     wanted, prompt = 65, PROMPTS[:1]
@@ -80,11 +80,11 @@ def test_the_distribution_changes_with_an_update(tmp_path: Path) -> None:
 
     InProcessSync(actor, sampler).push(0)
     before = share()
-    answer = Trajectory(
+    response = Trajectory(
         Prompt(uid="0:0@0", ids=np.asarray(prompt[0]), messages=None), 0, np.array([wanted]), np.ones(1, bool)
     )
     for _ in range(20):
-        result = actor.step([answer], lambda micro: (-micro.log_probs.sum(), {}), temperature=1.0)
+        result = actor.step([response], lambda micro: (-micro.log_probs.sum(), {}), temperature=1.0)
         assert not result.refused
     InProcessSync(actor, sampler).push(1)
     after = share()
@@ -108,7 +108,7 @@ def test_a_sampler_elsewhere_gets_the_adapter_alone(tmp_path: Path, arch: str) -
     """With the base of its own; and one without LoRA gets merged weights."""
     from verl.engine.training.lora import AdapterSource, inject
     from verl.engine.training.lora_config import LoraSettings
-    from verl.engine.training.model import load_model
+    from verl.models.load import load_model
 
     path = str(tiny_model(tmp_path / "m", arch, scale=6.0))
     actor = engine(path)

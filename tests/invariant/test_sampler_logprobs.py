@@ -58,10 +58,10 @@ def make_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> li
 
 @torch.no_grad()
 def full_log_probs(
-    model: torch.nn.Module, prompt: list[int], answer: list[int], temperature: float = 1.0
+    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    logits = model(torch.tensor([prompt + answer])).logits.float()[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    logits = model(torch.tensor([prompt + response])).logits.float()[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def worst(
@@ -117,10 +117,10 @@ def test_bfloat16_agrees_with_autocast(tmp_path: Path, arch: str) -> None:
     differences, noise = [], []
     for p, group in zip(prompts, groups, strict=True):
         for c in group:
-            answer = c.token_ids.tolist()
+            response = c.token_ids.tolist()
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                rounded = full_log_probs(model, p, answer)
+                rounded = full_log_probs(model, p, response)
             differences.append((rounded - torch.from_numpy(c.log_probs)).abs())
-            noise.append((rounded - full_log_probs(model, p, answer)).abs())
+            noise.append((rounded - full_log_probs(model, p, response)).abs())
     # the sampler may be no further from the trainer's bf16 than that is from the truth
     assert float(torch.cat(differences).mean()) <= 1.5 * float(torch.cat(noise).mean())

@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def trains(
-    path: str, sharded: bool, channel: str, readers: int, bucket: int, dtype: Any, answers: Any
+    path: str, sharded: bool, channel: str, readers: int, bucket: int, dtype: Any, responses: Any
 ) -> dict[str, Any]:
     """A training rank: one step, a push, then its log-probs of what the samplers wrote with the new weights."""
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def trains(
         for _ in engine.named_weights():
             pass
     held = checksums(engine.named_weights(), dtype=dtype)
-    written = [answers.get(timeout=60) for _ in range(readers)] if first else []
+    written = [responses.get(timeout=60) for _ in range(readers)] if first else []
     mine = [
         Trajectory(Prompt(uid=f"{s}.{i}", ids=np.array(prompt), messages=None), 0, tokens, np.ones(len(tokens), bool))
         for s, sampler in enumerate(written)
@@ -72,7 +72,7 @@ def trains(
     return {"held": held, "changed": before != held, "samplers": written, "log_probs": scored}
 
 
-def samples(path: str, channel: str, reader: int, dtype: Any, answers: Any) -> None:
+def samples(path: str, channel: str, reader: int, dtype: Any, responses: Any) -> None:
     """A sampler: other weights of the same model, then the trainer's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def samples(path: str, channel: str, reader: int, dtype: Any, answers: Any) -> N
     asyncio.run(write())  # packs copies and fills caches with the wrong weights
     engine.load_weights(receive(channel, reader, timeout=60, version=VERSION), VERSION)
     done = asyncio.run(write())
-    answers.put(
+    responses.put(
         {
             "tokens": [c.token_ids for c in done],
             "log_probs": np.concatenate([c.log_probs for c in done]),
@@ -121,9 +121,9 @@ def test_a_sync_is_a_sync_and_sampler_and_trainer_agree(
     case: str, models: dict[str, str], channel: str
 ) -> None:
     name, sharded, readers, bucket, dtype = CASES[case]
-    path, answers = models[name], context.Queue()
-    samplers = [spawn(samples, path, channel, reader, dtype, answers) for reader in range(readers)]
-    arguments = (path, sharded, channel, readers, bucket, dtype, answers)
+    path, responses = models[name], context.Queue()
+    samplers = [spawn(samples, path, channel, reader, dtype, responses) for reader in range(readers)]
+    arguments = (path, sharded, channel, readers, bucket, dtype, responses)
     if sharded:
         found = ranks.run(trains, 2, *arguments, timeout=100)
     else:

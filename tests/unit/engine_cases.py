@@ -12,12 +12,12 @@ from verl.trajectory import Prompt, Trajectory
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: int = 250) -> list[Trajectory]:
-    """Groups as (prompt length, answer lengths) → rows with random tokens, advantages ±1 in `advantages`."""
+    """Groups as (prompt length, response lengths) → rows with random tokens, advantages ±1 in `advantages`."""
     rng = np.random.default_rng(seed)
     rows = []
-    for g, (length, answers) in enumerate(groups):
+    for g, (length, responses) in enumerate(groups):
         prompt = Prompt(uid=f"0:{g}@0", ids=rng.integers(0, vocab, length), messages=None)
-        for i, size in enumerate(answers):
+        for i, size in enumerate(responses):
             rows.append(
                 Trajectory(
                     prompt,

@@ -12,7 +12,7 @@ from tests.unit.engine_cases import rows_of
 from verl.engine.training.base import StepResult
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.trajectory import Batch
-from verl.worker.actor import Actor
+from verl.workers.actor import Actor
 
 
 class Counting:
@@ -37,7 +37,7 @@ def update(groups, share, unusable=()):
     for i, row in enumerate(rows):
         row.loss_mask = np.full(row.length, i not in unusable)
     actor = SimpleNamespace(ppo_mini_batch_size=1, ppo_epochs=1, shuffle=False)
-    role = Actor(Counting(share), actor, temperature=1.0, horizon=8, batch_prompts=len(groups))
+    role = Actor(Counting(share), actor, temperature=1.0, max_response_length=8, batch_prompts=len(groups))
     return role.update(Batch(rows), step=1)
 
 

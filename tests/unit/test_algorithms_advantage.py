@@ -1,4 +1,4 @@
-"""GRPO and Dr. GRPO against a loop over answers and tokens written from the formula."""
+"""GRPO and Dr. GRPO against a loop over responses and tokens written from the formula."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def oracle(
 
 @st.composite
 def outcome_batches(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], list[str]]:
-    """Groups of uneven size, empty answers, tool tokens, groups of one, equal scores."""
+    """Groups of uneven size, empty responses, tool tokens, groups of one, equal scores."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     keys = [f"p{g}" for g, size in enumerate(sizes) for _ in range(size)]
     draw(st.randoms(use_true_random=False)).shuffle(keys)
@@ -121,16 +121,16 @@ def test_order_of_answers_does_not_matter() -> None:
     torch.testing.assert_close(mixed, straight[order], rtol=1e-12, atol=1e-12)
 
 
-def test_keys_may_be_a_tensor_and_must_match_the_answers() -> None:
+def test_keys_may_be_a_tensor_and_must_match_the_responses() -> None:
     scores = torch.tensor([1.0, 2.0, 5.0])
     from_tensor = group_statistics(scores, torch.tensor([4, 4, 9]))
     from_names = group_statistics(scores, ["x", "x", "y"])
     assert torch.equal(from_tensor.mean, from_names.mean)
     assert from_names.mean.dtype == from_names.std.dtype == torch.float64
-    with pytest.raises(ValueError, match="3 answers but 2 group keys"):
+    with pytest.raises(ValueError, match="3 responses but 2 group keys"):
         group_statistics(scores, ["x", "y"])
 
 
-def test_no_answers() -> None:
+def test_no_responses() -> None:
     advantages, _ = compute_grpo_outcome_advantage(torch.zeros(0, 4), torch.zeros(0, 4), [])
     assert advantages.shape == (0, 4)

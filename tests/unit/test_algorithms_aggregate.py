@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from verl.algorithms.aggregate import MODES, agg_loss, masked_mean
 
 
-def oracle(x: list[list[float]], m: list[list[int]], mode: str, horizon: float) -> float:
+def oracle(x: list[list[float]], m: list[list[int]], mode: str, max_response_length: float) -> float:
     tokens = sum(sum(row) for row in m)
-    answers = sum(1 for row in m if sum(row))
+    responses = sum(1 for row in m if sum(row))
     if tokens == 0:
         return 0.0
     total = 0.0
@@ -27,9 +27,9 @@ def oracle(x: list[list[float]], m: list[list[int]], mode: str, horizon: float) 
     return {
         "token-sum": total,
         "token-mean": total / tokens,
-        "seq-mean-token-sum": total / answers,
-        "seq-mean-token-mean": total / answers,
-        "seq-mean-token-sum-norm": total / (answers * horizon),
+        "seq-mean-token-sum": total / responses,
+        "seq-mean-token-mean": total / responses,
+        "seq-mean-token-sum-norm": total / (responses * max_response_length),
     }[mode]
 
 
@@ -45,13 +45,16 @@ def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]]:
 @settings(max_examples=150, deadline=None)
 @given(matrices(), st.sampled_from(MODES), st.sampled_from([None, 1.0, 7.0]))
 def test_equals_the_loop(
-    matrix: tuple[list[list[float]], list[list[int]]], mode: str, horizon: float | None
+    matrix: tuple[list[list[float]], list[list[int]]], mode: str, max_response_length: float | None
 ) -> None:
     x, m = matrix
     value = agg_loss(
-        torch.tensor(x, dtype=torch.float64), torch.tensor(m).float(), mode, loss_scale_factor=horizon
+        torch.tensor(x, dtype=torch.float64),
+        torch.tensor(m).float(),
+        mode,
+        loss_scale_factor=max_response_length,
     )
-    expected = oracle(x, m, mode, len(x[0]) if horizon is None else horizon)
+    expected = oracle(x, m, mode, len(x[0]) if max_response_length is None else max_response_length)
     assert value.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 

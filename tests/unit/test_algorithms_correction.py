@@ -1,4 +1,4 @@
-"""Sampler against trainer: every metric against a loop over answers and tokens."""
+"""Sampler against trainer: every metric against a loop over responses and tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import answer
+from tests.algorithms_rows import response
 from verl.algorithms.agreement import high_percentile
 from verl.algorithms.correction import compute_offpolicy_metrics, sampler_metrics
 
@@ -94,10 +94,10 @@ def test_metrics_of_a_batch() -> None:
     for i, mask in enumerate(([1, 1, 0, 1], [], [1, 0], [1] * 6)):
         ours = np.log(rng.uniform(0.05, 0.9, len(mask))).astype(np.float32)
         theirs = (ours + rng.normal(0, 0.1, len(mask))).astype(np.float32)
-        rows.append(answer("g", mask, None, i, old_log_probs=ours, rollout_log_probs=theirs))
+        rows.append(response("g", mask, None, i, old_log_probs=ours, rollout_log_probs=theirs))
         old.append([float(x) for x, m in zip(ours, mask, strict=True) if m])
         mu.append([float(x) for x, m in zip(theirs, mask, strict=True) if m])
-    rows.append(answer("g", [1, 1], 1.0, 9, rollout_log_probs=[-9, -9]))
+    rows.append(response("g", [1, 1], 1.0, 9, rollout_log_probs=[-9, -9]))
     found = sampler_metrics(rows)
     ours, theirs = [math.exp(x) for o in old for x in o], [math.exp(x) for m in mu for x in m]
     apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
@@ -117,7 +117,7 @@ def test_metrics_of_a_batch() -> None:
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("rows", [[], [answer("g", [], None, old_log_probs=[], rollout_log_probs=[])]])
+@pytest.mark.parametrize("rows", [[], [response("g", [], None, old_log_probs=[], rollout_log_probs=[])]])
 def test_nothing_to_compare_is_nan_and_says_so(rows: list) -> None:
     found = sampler_metrics(rows)
     assert found.pop("training/rollout_probs_diff_valid") == 0
@@ -126,18 +126,18 @@ def test_nothing_to_compare_is_nan_and_says_so(rows: list) -> None:
 
 def test_equal_sides_agree_fully() -> None:
     logs = np.log([0.5, 0.25, 0.125])
-    found = sampler_metrics([answer("g", [1, 1, 1], old_log_probs=logs, rollout_log_probs=logs)])
+    found = sampler_metrics([response("g", [1, 1, 1], old_log_probs=logs, rollout_log_probs=logs)])
     assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
     assert found["training/rollout_logprob_abs_diff/max"] == 0.0
     assert found["rollout_corr/ppl_ratio"] == 1.0
-    constant = [answer("g", [1, 1], old_log_probs=[-1, -1], rollout_log_probs=[-1, -1])]
+    constant = [response("g", [1, 1], old_log_probs=[-1, -1], rollout_log_probs=[-1, -1])]
     assert math.isnan(sampler_metrics(constant)["training/rollout_actor_probs_pearson_corr"])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 99, 101, 7001, 200_000])
 @pytest.mark.parametrize("kind", ["spread", "equal", "few", "periodic", "nan"])
 def test_a_percentile_found_from_the_top(count: int, kind: str) -> None:
-    """Where the sample misleads (values that repeat with its period) the answer is still numpy's."""
+    """Where the sample misleads (values that repeat with its period) the response is still numpy's."""
     rng = np.random.default_rng(count)
     values = {
         "spread": np.abs(rng.standard_normal(count)),
@@ -162,7 +162,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, block: int) -> N
     for i, size in enumerate([4, 1, 9, 2, 40]):
         mu = -np.abs(rng.standard_normal(size)) * (0.01 if i == 0 else 3)
         noise = 0.2 * rng.standard_normal(size)
-        rows.append(answer(f"g{i}", [1] * size, old_log_probs=mu + noise, rollout_log_probs=mu))
+        rows.append(response(f"g{i}", [1] * size, old_log_probs=mu + noise, rollout_log_probs=mu))
     old = np.concatenate([r.old_log_probs for r in rows]).astype(np.float64)
     mu = np.concatenate([r.rollout_log_probs for r in rows]).astype(np.float64)
     found = sampler_metrics(rows)

@@ -1,4 +1,4 @@
-"""Which answers count, where rewards stand, what estimators receive, and the columns that come out."""
+"""Which responses count, where rewards stand, what estimators receive, and the columns that come out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import algorithm, answer
+from tests.algorithms_rows import algorithm, response
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.outcomes import prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS
@@ -32,17 +32,17 @@ def estimator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield register
 
 
-# ---------------------------------------------------------------------------------------------- which answers
+# ---------------------------------------------------------------------------------------------- which responses
 
 
 def test_failed_scores_are_not_outcomes() -> None:
     batch = Batch(
         [
-            answer("a", [1, 1], 1.0),
-            answer("a", [1], None),
-            answer("a", [1, 0, 1], 0.0),
-            answer("b", [1], math.nan),
-            answer("b", [1], math.inf),
+            response("a", [1, 1], 1.0),
+            response("a", [1], None),
+            response("a", [1, 0, 1], 0.0),
+            response("b", [1], math.nan),
+            response("b", [1], math.inf),
         ]
     )
     usable, counts = prepare_outcomes(batch, 3, True)
@@ -67,9 +67,9 @@ def test_failed_scores_are_not_outcomes() -> None:
 @pytest.mark.parametrize(
     ("rollout_n", "needs", "dropped"), [(2, True, 1), (5, True, 1), (1, True, 0), (2, False, 0)]
 )
-def test_a_group_left_with_one_answer(rollout_n: int, needs: bool, dropped: int) -> None:
+def test_a_group_left_with_one_response(rollout_n: int, needs: bool, dropped: int) -> None:
     batch = Batch(
-        [answer("a", [1], 1.0), answer("a", [1], None), answer("b", [1], 1.0), answer("b", [1], 0.0)]
+        [response("a", [1], 1.0), response("a", [1], None), response("b", [1], 1.0), response("b", [1], 0.0)]
     )
     usable, counts = prepare_outcomes(batch, rollout_n, needs)
     assert counts.dropped_groups == dropped
@@ -78,7 +78,7 @@ def test_a_group_left_with_one_answer(rollout_n: int, needs: bool, dropped: int)
 
 
 def test_an_empty_answer_is_an_outcome() -> None:
-    batch = Batch([answer("a", [], -1.0), answer("a", [1], 1.0)])
+    batch = Batch([response("a", [], -1.0), response("a", [1], 1.0)])
     usable, counts = prepare_outcomes(batch, 2, True)
     assert usable.all()
     assert (counts.empty, counts.dropped_groups) == (1, 0)
@@ -91,11 +91,11 @@ def test_an_empty_answer_is_an_outcome() -> None:
 @given(st.lists(st.integers(0, 1), max_size=8), st.data())
 def test_rewards_stand_on_policy_tokens(mask: list[int], data: st.DataObject) -> None:
     written = [t for t, m in enumerate(mask) if m]
-    t = answer("a", mask, 2.5)
+    t = response("a", mask, 2.5)
     expected = [2.5 if written and i == written[-1] else 0.0 for i in range(len(mask))]
     assert token_rewards(t).tolist() == expected
     given_scores = data.draw(st.lists(st.integers(-3, 3), min_size=len(mask), max_size=len(mask)))
-    t = answer("a", mask, 0.0, extra={"token_scores": given_scores})
+    t = response("a", mask, 0.0, extra={"token_scores": given_scores})
     moved = [0.0] * len(mask)
     for i, value in enumerate(given_scores):
         before = [k for k in written if k <= i] or written[:1]
@@ -105,8 +105,10 @@ def test_rewards_stand_on_policy_tokens(mask: list[int], data: st.DataObject) ->
 
 
 def test_token_scores_of_the_wrong_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"answer 4 of q: token_scores has shape \(3,\), the answer has 2"):
-        token_rewards(answer("q", [1, 1], 0.0, 4, extra={"token_scores": [1, 2, 3]}))
+    with pytest.raises(
+        ValueError, match=r"response 4 of q: token_scores has shape \(3,\), the response has 2"
+    ):
+        token_rewards(response("q", [1, 1], 0.0, 4, extra={"token_scores": [1, 2, 3]}))
 
 
 # ---------------------------------------------------------------------------------------------- the whole way
@@ -120,13 +122,13 @@ def grpo_by_hand(scores: list[float]) -> list[float]:
 def test_grpo_over_a_ragged_batch() -> None:
     batch = Batch(
         [
-            answer("a", [1, 1, 0, 1, 0], 1.0, 0),
-            answer("a", [1], 0.25, 1),
-            answer("a", [1, 1], None, 2),
-            answer("a", [], -1.0, 3),
-            answer("b", [1, 1], 1.0, 0),
-            answer("b", [1], 1.0, 1),
-            answer("c", [1], 0.7, 0),
+            response("a", [1, 1, 0, 1, 0], 1.0, 0),
+            response("a", [1], 0.25, 1),
+            response("a", [1, 1], None, 2),
+            response("a", [], -1.0, 3),
+            response("b", [1, 1], 1.0, 0),
+            response("b", [1], 1.0, 1),
+            response("c", [1], 0.7, 0),
         ]
     )
     metrics = compute_advantages(batch, algorithm(), rollout_n=4)
@@ -143,7 +145,7 @@ def test_grpo_over_a_ragged_batch() -> None:
 
 
 def test_dr_grpo_does_not_divide() -> None:
-    batch = Batch([answer("a", [1], 3.0), answer("a", [1], 0.0)])
+    batch = Batch([response("a", [1], 3.0), response("a", [1], 0.0)])
     compute_advantages(batch, algorithm(norm_adv_by_std_in_grpo=False), rollout_n=2)
     assert [t.advantages.tolist() for t in batch] == [[1.5], [-1.5]]
 
@@ -152,9 +154,9 @@ def test_kl_in_the_reward_enters_the_group_statistics() -> None:
     old, ref = [[-1.0, -2.0, -1.0], [-0.5]], [[-1.5, -1.0, -9.0], [-0.25]]
     batch = Batch(
         [
-            answer("a", [1, 1, 0], 1.0, old_log_probs=old[0], ref_log_probs=ref[0]),
-            answer("a", [1], 0.0, old_log_probs=old[1], ref_log_probs=ref[1]),
-            answer("a", [], 0.5, old_log_probs=[], ref_log_probs=[]),
+            response("a", [1, 1, 0], 1.0, old_log_probs=old[0], ref_log_probs=ref[0]),
+            response("a", [1], 0.0, old_log_probs=old[1], ref_log_probs=ref[1]),
+            response("a", [], 0.5, old_log_probs=[], ref_log_probs=[]),
         ]
     )
     settings = algorithm(use_kl_in_reward=True, kl_penalty="abs", norm_adv_by_std_in_grpo=False)
@@ -170,14 +172,14 @@ def test_kl_in_the_reward_enters_the_group_statistics() -> None:
 
 
 def test_an_answer_left_alone_in_its_group_is_charged_for_its_kl_like_every_other() -> None:
-    """critic/rewards is the reward with the KL penalty taken off, for every scored answer (metrics.md §3)."""
+    """critic/rewards is the reward with the KL penalty taken off, for every scored response (metrics.md §3)."""
     logs = {"old_log_probs": [-1.0, -2.0], "ref_log_probs": [-1.5, -2.25]}
     batch = Batch(
         [
-            answer("a", [1, 1], 1.0, 0, **logs),
-            answer("a", [1, 1], None, 1, **logs),
-            answer("b", [1, 1], 1.0, 0, **logs),
-            answer("b", [1, 1], 0.0, 1, **logs),
+            response("a", [1, 1], 1.0, 0, **logs),
+            response("a", [1, 1], None, 1, **logs),
+            response("b", [1, 1], 1.0, 0, **logs),
+            response("b", [1, 1], 0.0, 1, **logs),
         ]
     )
     metrics = compute_advantages(batch, algorithm(use_kl_in_reward=True), rollout_n=2, kl_beta=0.1)
@@ -190,7 +192,7 @@ def test_an_answer_left_alone_in_its_group_is_charged_for_its_kl_like_every_othe
 
 
 def test_kl_in_the_reward_says_what_is_missing() -> None:
-    batch = Batch([answer("a", [1], 1.0), answer("a", [1], 0.0)])
+    batch = Batch([response("a", [1], 1.0), response("a", [1], 0.0)])
     with pytest.raises(ValueError, match="needs kl_beta"):
         compute_advantages(batch, algorithm(use_kl_in_reward=True), rollout_n=2)
     with pytest.raises(ValueError, match="use_kl_in_reward needs old_log_probs"):
@@ -198,18 +200,18 @@ def test_kl_in_the_reward_says_what_is_missing() -> None:
 
 
 def test_all_failed_and_all_empty_batches_go_through() -> None:
-    failed = Batch([answer("a", [1, 1], None), answer("a", [1], None)])
+    failed = Batch([response("a", [1, 1], None), response("a", [1], None)])
     metrics = compute_advantages(failed, algorithm(use_kl_in_reward=True), rollout_n=2, kl_beta=0.5)
     assert math.isnan(metrics["actor/reward_kl_penalty"])
     assert [t.advantages.tolist() for t in failed] == [[0, 0], [0]]
-    empty = Batch([answer("a", [], 1.0), answer("a", [], 0.0)])
+    empty = Batch([response("a", [], 1.0), response("a", [], 0.0)])
     assert compute_advantages(empty, algorithm(), rollout_n=2) == {"training/dropped_groups": 0}
     assert [len(t.advantages) for t in empty] == [0, 0]
     assert compute_advantages(Batch([]), algorithm(), rollout_n=2) == {"training/dropped_groups": 0}
 
 
 def test_an_answer_left_alone_keeps_its_score_as_reward() -> None:
-    batch = Batch([answer("a", [1, 1], 1.0), answer("a", [1], None, 1), answer("b", [1], 0.0)])
+    batch = Batch([response("a", [1, 1], 1.0), response("a", [1], None, 1), response("b", [1], 0.0)])
     metrics = compute_advantages(batch, algorithm(), 2)
     assert metrics["training/dropped_groups"] == 2
     assert [t.token_rewards.tolist() for t in batch] == [[0, 1], [0], [0]]
@@ -221,7 +223,7 @@ def test_an_answer_left_alone_keeps_its_score_as_reward() -> None:
 
 def test_running_it_again_gives_the_same() -> None:
     columns = {"old_log_probs": [-1, -1], "ref_log_probs": [-2, -1]}
-    batch = Batch([answer("a", [1, 1], s, **columns) for s in (1.0, 0.0)])
+    batch = Batch([response("a", [1, 1], s, **columns) for s in (1.0, 0.0)])
     settings = algorithm(use_kl_in_reward=True)
     compute_advantages(batch, settings, rollout_n=2, kl_beta=0.3)
     first = batch.flat("token_rewards").tolist(), batch.flat("advantages").tolist()
@@ -244,9 +246,9 @@ def test_an_estimator_receives_what_it_names(estimator: Any) -> None:
     settings = algorithm(adv_estimator=estimator(named), gamma=0.5)
     batch = Batch(
         [
-            answer("a", [1, 0], 1.0, rollout_log_probs=[-1, -2], score_parts={"acc": True}),
-            answer("a", [1], 0.0, rollout_log_probs=[-3]),
-            answer("a", [1], None, rollout_log_probs=[-4]),
+            response("a", [1, 0], 1.0, rollout_log_probs=[-1, -2], score_parts={"acc": True}),
+            response("a", [1], 0.0, rollout_log_probs=[-3]),
+            response("a", [1], None, rollout_log_probs=[-4]),
         ]
     )
     compute_advantages(batch, settings, rollout_n=3)
@@ -266,7 +268,7 @@ def test_an_estimator_with_kwargs_receives_everything_there_is(estimator: Any) -
         seen.update(kwargs)
         return kwargs["token_level_rewards"], kwargs["token_level_rewards"]
 
-    batch = Batch([answer("a", [1], 1.0), answer("b", [1], None), answer("b", [1], 2.0)])
+    batch = Batch([response("a", [1], 1.0), response("b", [1], None), response("b", [1], 2.0)])
     extras = {"reward_baselines": torch.tensor([0.1, 0.2, 0.3])}
     compute_advantages(batch, algorithm(adv_estimator=estimator(greedy)), rollout_n=2, extras=extras)
     assert {"index", "batch", "epsilon", "norm_adv_by_std_in_grpo", "response_mask"} <= seen.keys()
@@ -276,7 +278,7 @@ def test_an_estimator_with_kwargs_receives_everything_there_is(estimator: Any) -
 
 
 def test_what_an_estimator_lacks_or_gets_wrong_is_named(estimator: Any) -> None:
-    batch = Batch([answer("a", [1, 1], 1.0)])
+    batch = Batch([response("a", [1, 1], 1.0)])
 
     def wants(token_level_rewards, values, foo):  # type: ignore[no-untyped-def]
         raise AssertionError("not called")
@@ -298,7 +300,7 @@ def test_garbage_outside_of_the_policy_tokens_is_ignored(estimator: Any) -> None
         out = torch.where(response_mask.bool(), 1.0, torch.nan)
         return out, out
 
-    batch = Batch([answer("a", [0, 1, 0], 1.0), answer("a", [1], 1.0)])
+    batch = Batch([response("a", [0, 1, 0], 1.0), response("a", [1], 1.0)])
     compute_advantages(batch, algorithm(adv_estimator=estimator(noisy)), rollout_n=2)
     assert [t.advantages.tolist() for t in batch] == [[0, 1, 0], [1]]
 
@@ -318,7 +320,7 @@ def test_one_number_an_answer_is_what_the_estimator_writes_on_tokens(
         rows = []
         for i, mask in enumerate(shapes * 2):
             logs = {name: rng.standard_normal(len(mask)) for name in ("old_log_probs", "ref_log_probs")}
-            rows.append(answer(f"g{i % 4}", mask, float(rng.random()), index=i, **logs))
+            rows.append(response(f"g{i % 4}", mask, float(rng.random()), index=i, **logs))
         return Batch(rows)
 
     config = algorithm(norm_adv_by_std_in_grpo=divide, use_kl_in_reward=beta is not None)

@@ -1,4 +1,4 @@
-"""Importance weights and rejection against plain loops over answers and tokens, written from the formulas."""
+"""Importance weights and rejection against plain loops over responses and tokens, written from the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import actor, algorithm, answer
+from tests.algorithms_rows import actor, algorithm, response
 from verl.algorithms.correction import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
@@ -23,11 +23,11 @@ from verl.algorithms.correction import (
 )
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction, parse_rules, parse_weighting
-from verl.algorithms.objective import ActorObjective, count_normalisers
+from verl.algorithms.objective import ActorObjective, count_denominators
 from verl.algorithms.policy_loss import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
 from verl.engine.training.base import MicroBatch, StepResult
 from verl.trajectory import Batch
-from verl.worker.plan import UpdatePlan
+from verl.workers.plan import UpdatePlan
 
 NAN = math.nan
 RULES = (
@@ -57,7 +57,7 @@ def share(flags: list[bool]) -> float:
 def slow_weights(
     errors: list[list[float]], kind: str, threshold: str, normalize: bool
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """Per answer a list of weights, from per answer a list of log-ratios of its policy tokens (may be empty)."""
+    """Per response a list of weights, from per response a list of log-ratios of its policy tokens (may be empty)."""
     bounds = [float(x) for x in threshold.split("_")]
     raw = [
         [math.exp(limited(e)) for e in row] if kind == "token" else [math.exp(limited(sum(row)))] * len(row)
@@ -116,7 +116,7 @@ def slow_kept(
         }[k]
         each = [[value(e) for e in row] for row in errors]
         reduce = {"token": statistics.fmean, "sum": math.fsum, "mean": statistics.fmean, "max": max}[over]
-        per_answer = {i: reduce(row) for i, row in enumerate(each) if row}
+        per_response = {i: reduce(row) for i, row in enumerate(each) if row}
         if k == "1":
             parts = [float(x) for x in threshold.split("_")]
             low, high = map(math.log, parts if len(parts) == 2 else (1 / parts[0], parts[0]))
@@ -124,20 +124,20 @@ def slow_kept(
             low, high = -math.inf, float(threshold)
         mine = []
         for i, row in enumerate(each):
-            judged = row if over == "token" else [per_answer[i]] * len(row) if row else []
+            judged = row if over == "token" else [per_response[i]] * len(row) if row else []
             mine.append([low <= v <= high for v in judged])
         kept = [[a and b for a, b in zip(x, y, strict=True)] for x, y in zip(kept, mine, strict=True)]
-        values = [v for row in each for v in row] if over == "token" else list(per_answer.values())
-        answers = list(per_answer.values())
+        values = [v for row in each for v in row] if over == "token" else list(per_response.values())
+        responses = list(per_response.values())
         found = spread(values) | {
             "fraction_high": share([v > high for v in values]),
             "fraction_low": share([v < low for v in values]),
             "masked_fraction": share([not x for row in mine for x in row]),
             "seq_masked_fraction": share([not all(row) for row in mine if row]),
-            **{f"seq_{key}": v for key, v in spread(answers).items()},
-            "seq_fraction_high": share([v > high for v in answers]),
-            "seq_fraction_low": share([v < low for v in answers]),
-            "seq_max_deviation": max((abs(v) for v in answers), default=NAN),
+            **{f"seq_{key}": v for key, v in spread(responses).items()},
+            "seq_fraction_high": share([v > high for v in responses]),
+            "seq_fraction_low": share([v < low for v in responses]),
+            "seq_max_deviation": max((abs(v) for v in responses), default=NAN),
         }
         metrics |= {f"rollout_rs_{name}_{key}": v for key, v in found.items()}
     metrics["rollout_rs_masked_fraction"] = share([not x for row in kept for x in row])
@@ -240,13 +240,13 @@ def batch_of(seed: int = 0, unscored: bool = True) -> Batch:
         for i, size in enumerate((*(4, 0, 6)[: 2 + g % 2], 3)):
             mask = rng.integers(0, 2, size).tolist()
             mu = rng.normal(-1.5, 0.5, size)
-            row = answer(
+            row = response(
                 f"g{g}", mask, float(rng.normal()), i,
                 rollout_log_probs=mu * np.array(mask), old_log_probs=mu + rng.normal(0, 0.6, size),
             )  # fmt: skip
             rows.append(row)
     if unscored:
-        rows.append(answer("g2", [1, 1], None, 9, rollout_log_probs=[-9, -9], old_log_probs=[-1, -1]))
+        rows.append(response("g2", [1, 1], None, 9, rollout_log_probs=[-9, -9], old_log_probs=[-1, -1]))
     return Batch(rows)
 
 
@@ -286,13 +286,13 @@ def test_the_driver_weighs_and_rejects_what_counts_and_nothing_else(kind: str) -
 
 def test_a_missing_column_is_named() -> None:
     how = parse_correction(correction(rollout_is="token"))
-    row = answer("g", [1, 1], 1.0, 3, old_log_probs=[-1, -1])
+    row = response("g", [1, 1], 1.0, 3, old_log_probs=[-1, -1])
     with pytest.raises(
-        ValueError, match="answer 3 of g has no rollout_log_probs; its agent loop must return"
+        ValueError, match="response 3 of g has no rollout_log_probs; its agent loop must return"
     ):
         correct([row], how)
     with pytest.raises(ValueError, match="has no old_log_probs"):
-        correct([answer("g", [1], 1.0, rollout_log_probs=[-1])], how)
+        correct([response("g", [1], 1.0, rollout_log_probs=[-1])], how)
     assert math.isnan(correct([], how)["rollout_corr/rollout_is_mean"])
 
 
@@ -300,7 +300,7 @@ def loss_of(rows, how, flat: torch.Tensor, parts: list[int], **settings_):
     """Loss and gradient with row i in micro-batch parts[i]."""
     leaf = flat.clone().requires_grad_()
     pieces = torch.split(leaf, [r.length for r in rows])
-    objective = ActorObjective(actor(**settings_), count_normalisers(rows, 9.0), how)
+    objective = ActorObjective(actor(**settings_), count_denominators(rows, 9.0), how)
     total = torch.zeros((), dtype=flat.dtype)
     for part in sorted(set(parts)):
         chosen = [i for i, p in enumerate(parts) if p == part]
@@ -320,7 +320,7 @@ def test_reinforce_in_bypass_mode_is_the_formula(kind, parts) -> None:
     rows = []
     for i, mask in enumerate(([1, 0, 1], [1, 1, 1, 1], [0, 1], [1])):
         mu, a = rng.normal(-1, 0.5, len(mask)), np.full(len(mask), rng.normal())
-        rows.append(answer("g", mask, 0.0, i, rollout_log_probs=mu, advantages=a))
+        rows.append(response("g", mask, 0.0, i, rollout_log_probs=mu, advantages=a))
         rows[-1].loss_mask = np.array(mask, bool)
     rows[1].loss_mask[2] = False
     flat = torch.from_numpy(rng.normal(-1, 0.6, 10))
@@ -350,7 +350,9 @@ def test_ppo_clip_in_bypass_mode_takes_the_sampler_for_the_old_policy_and_no_wei
     rows, flat = [], torch.from_numpy(rng.normal(-1, 0.6, 7))
     for i, size in enumerate((3, 4)):
         mu, a = rng.normal(-1, 0.5, size), np.full(size, rng.normal())
-        rows.append(answer("g", [1] * size, 0.0, i, rollout_log_probs=mu, advantages=a, old_log_probs=mu - 5))
+        rows.append(
+            response("g", [1] * size, 0.0, i, rollout_log_probs=mu, advantages=a, old_log_probs=mu - 5)
+        )
         rows[-1].loss_mask = np.ones(size, bool)
     how = correction(bypass_mode=True, loss_type="ppo_clip", rollout_is="token")
     found = loss_of(rows, how, flat, [0, 1])
@@ -360,12 +362,12 @@ def test_ppo_clip_in_bypass_mode_takes_the_sampler_for_the_old_policy_and_no_wei
     assert found[0] == pytest.approx(plain[0]) and found[1].tolist() == pytest.approx(plain[1].tolist())
     for row in rows:
         row.rollout_log_probs = None
-    with pytest.raises(ValueError, match="bypass_mode: answer 0 of g has no rollout_log_probs"):
+    with pytest.raises(ValueError, match="bypass_mode: response 0 of g has no rollout_log_probs"):
         loss_of(rows, how, flat, [0, 1])
 
 
 def test_the_weights_multiply_the_policy_term_only() -> None:
-    row = answer(
+    row = response(
         "g",
         [1, 1],
         0.0,
@@ -431,7 +433,7 @@ def test_a_mini_batch_is_corrected_with_its_own_current_log_probs_each_time() ->
             assert row.loss_mask[row.response_mask].tolist() == k
             assert row.is_weights[row.response_mask].tolist() == pytest.approx(w, rel=1e-5)
         count = sum(sum(k) for k in kept)
-        assert corrected.normalisers.tokens == count and len(corrected.usable) == sum(any(k) for k in kept)
+        assert corrected.denominators.tokens == count and len(corrected.usable) == sum(any(k) for k in kept)
         for name, value in told.items():
             assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-4)
     assert moved and len(minis) == 4
@@ -465,7 +467,7 @@ def test_weights_that_the_loss_made_by_itself_are_told_afterwards() -> None:
 
 def test_the_actor_corrects_before_each_update() -> None:
     """The engine's log-probs move with every step: the second mini-batch must be judged by the moved ones."""
-    from verl.worker.actor import Actor
+    from verl.workers.actor import Actor
 
     class Moving:
         def __init__(self):

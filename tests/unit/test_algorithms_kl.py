@@ -93,7 +93,7 @@ def test_reward_penalty_equals_the_loop(
     rewards, old, ref, masks = batch
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, old, ref, masks)]
     found, metrics = apply_kl_penalty(*tensors, beta, name)
-    per_answer = []
+    per_response = []
     for i, mask in enumerate(masks):
         kls = []
         for t, kept in enumerate(mask):
@@ -103,8 +103,8 @@ def test_reward_penalty_equals_the_loop(
             if kept:
                 kls.append(value)
         if kls:
-            per_answer.append(sum(kls) / len(kls))
-    mean = sum(per_answer) / len(per_answer) if per_answer else math.nan
+            per_response.append(sum(kls) / len(kls))
+    mean = sum(per_response) / len(per_response) if per_response else math.nan
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(mean, rel=1e-9, abs=1e-12, nan_ok=True)
     assert metrics["actor/reward_kl_penalty_coeff"] == beta
 

@@ -1,4 +1,4 @@
-"""The clipped policy loss against a loop over answers and tokens, value and gradient."""
+"""The clipped policy loss against a loop over responses and tokens, value and gradient."""
 
 from __future__ import annotations
 

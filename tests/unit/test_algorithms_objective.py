@@ -1,4 +1,4 @@
-"""The actor's objective: against a loop over answers and tokens, and the same for any split into micro-batches."""
+"""The actor's objective: against a loop over responses and tokens, and the same for any split into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms_rows import actor, answer
+from tests.algorithms_rows import actor, response
 from verl.algorithms.aggregate import MODES
-from verl.algorithms.objective import ActorObjective, LossConfig, Normalisers, count_normalisers
+from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Trajectory
 
 
 def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Trajectory]:
-    """Random answers with every column; loss masks leave out some policy tokens and one whole answer."""
+    """Random responses with every column; loss masks leave out some policy tokens and one whole response."""
     rng = np.random.default_rng(seed)
     rows = []
     for i, mask in enumerate(masks):
         size = len(mask)
         keep = np.array(mask, bool) & (rng.random(size) > 0.25) & (i != 1)
-        row = answer(
+        row = response(
             f"g{i // 2}",
             mask,
             1.0,
@@ -58,11 +58,11 @@ def run(
     flat: torch.Tensor,
     entropy: torch.Tensor,
     parts: list[int],
-    horizon: float = 9.0,
+    max_response_length: float = 9.0,
 ) -> tuple[float, torch.Tensor, torch.Tensor, dict[str, float]]:
     """Loss, both gradients and reduced metrics when row i goes into micro-batch parts[i]."""
     leaf, bonus = flat.clone().requires_grad_(), entropy.clone().requires_grad_()
-    objective = ActorObjective(cfg, count_normalisers(rows, horizon))
+    objective = ActorObjective(cfg, count_denominators(rows, max_response_length))
     pieces = list(torch.split(leaf, [r.length for r in rows]))
     bonuses = list(torch.split(bonus, [r.length for r in rows]))
     total, sums, weights = 0.0, {}, {}
@@ -97,11 +97,11 @@ def token_oracle(d: float, a: float, w: float) -> tuple[float, float]:
 
 
 def loop_oracle(
-    cfg: Any, rows: list[Trajectory], flat: list[float], entropy: list[float], horizon: float
+    cfg: Any, rows: list[Trajectory], flat: list[float], entropy: list[float], max_response_length: float
 ) -> Any:
     """Loss, gradients and metrics, one token at a time."""
     count = sum(int(r.loss_mask.sum()) for r in rows)
-    answers = sum(bool(r.loss_mask.any()) for r in rows)
+    responses = sum(bool(r.loss_mask.any()) for r in rows)
     sums = dict.fromkeys(("pg", "kl", "entropy", "old_kl", "k3clip"), 0.0)
     gradient, bonus, position = [], [], 0
     for row in rows:
@@ -109,9 +109,9 @@ def loop_oracle(
         share = {
             "token-mean": 1 / count,
             "token-sum": 1.0,
-            "seq-mean-token-sum": 1 / answers,
-            "seq-mean-token-mean": 1 / (answers * max(own, 1)),
-            "seq-mean-token-sum-norm": 1 / (answers * horizon),
+            "seq-mean-token-sum": 1 / responses,
+            "seq-mean-token-mean": 1 / (responses * max(own, 1)),
+            "seq-mean-token-sum-norm": 1 / (responses * max_response_length),
         }[cfg.loss_agg_mode]
         for t in range(row.length):
             logp, h = flat[position], entropy[position]
@@ -165,7 +165,7 @@ def splits(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 
 @settings(max_examples=120, deadline=None)
 @given(splits(), st.sampled_from(MODES), st.integers(0, 99), st.sampled_from(["k3", "k3+", "abs"]))
-def test_micro_batches_never_change_the_answer(
+def test_micro_batches_never_change_the_response(
     split: tuple[list[list[int]], list[int]], mode: str, seed: int, kind: str
 ) -> None:
     masks, parts = split
@@ -182,23 +182,23 @@ def test_micro_batches_never_change_the_answer(
         assert other[3] == pytest.approx(whole[3], rel=1e-9, abs=1e-12)
 
 
-def test_normalisers_count_what_is_left_after_drops() -> None:
-    rows = [answer("a", [1, 1, 0]), answer("a", [1]), answer("b", [1, 1]), answer("b", [])]
-    assert count_normalisers(rows, 4) == Normalisers(5, 3, 4)
+def test_denominators_count_what_is_left_after_drops() -> None:
+    rows = [response("a", [1, 1, 0]), response("a", [1]), response("b", [1, 1]), response("b", [])]
+    assert count_denominators(rows, 4) == LossDenominators(5, 3, 4)
     rows[0].loss_mask = np.array([False, True, False])
     rows[1].loss_mask = np.array([False])
-    assert count_normalisers(rows, 4) == Normalisers(3, 2, 4)
+    assert count_denominators(rows, 4) == LossDenominators(3, 2, 4)
     info = {"dp_size": 1, "batch_num_tokens": 3, "global_batch_size": 2, "loss_scale_factor": 4}
-    assert count_normalisers(rows, 4).as_batch_info() == info
+    assert count_denominators(rows, 4).as_batch_info() == info
 
 
 def test_dr_grpo_gradient_does_not_depend_on_length() -> None:
     cfg = actor(loss_agg_mode="seq-mean-token-sum-norm")
     gradients = {}
     for length in (2, 5):
-        rows = [answer("a", [1] * size, advantages=[1.0] * size) for size in (length, 3)]
+        rows = [response("a", [1] * size, advantages=[1.0] * size) for size in (length, 3)]
         flat = torch.full((length + 3,), -1.0, dtype=torch.float64)
-        gradients[length] = run(cfg, rows, flat, flat, [0, 1], horizon=8.0)[1]
+        gradients[length] = run(cfg, rows, flat, flat, [0, 1], max_response_length=8.0)[1]
     assert gradients[2][:2].tolist() == gradients[5][:2].tolist() == pytest.approx([-1 / 16] * 2)
 
 
@@ -229,7 +229,7 @@ def test_what_is_not_asked_for_is_not_logged() -> None:
     rows = rows_of(4, MASKS, ref_log_probs=None)
     flat = tokens(rows, 5)
     micro = MicroBatch(rows, flat.clone().requires_grad_())
-    loss, metrics = ActorObjective(actor(), count_normalisers(rows, None))(micro)
+    loss, metrics = ActorObjective(actor(), count_denominators(rows, None))(micro)
     names = {"pg_loss", "loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"}
     assert metrics.keys() == {f"actor/{name}" for name in names}
     assert metrics["actor/loss"] == (loss.item(), 1.0)
@@ -238,19 +238,19 @@ def test_what_is_not_asked_for_is_not_logged() -> None:
 def test_what_is_missing_is_named() -> None:
     rows = rows_of(4, MASKS)
     flat = tokens(rows, 5)
-    normalisers = count_normalisers(rows, None)
+    denominators = count_denominators(rows, None)
     with pytest.raises(ValueError, match=r"entropy_coeff=0\.5 needs the engine's entropy"):
-        ActorObjective(actor(entropy_coeff=0.5), normalisers)(MicroBatch(rows, flat))
+        ActorObjective(actor(entropy_coeff=0.5), denominators)(MicroBatch(rows, flat))
     rows[2].ref_log_probs = None
-    with pytest.raises(ValueError, match="use_kl_loss: answer 2 of g1 has no ref_log_probs"):
-        ActorObjective(actor(use_kl_loss=True), normalisers)(MicroBatch(rows, flat))
+    with pytest.raises(ValueError, match="use_kl_loss: response 2 of g1 has no ref_log_probs"):
+        ActorObjective(actor(use_kl_loss=True), denominators)(MicroBatch(rows, flat))
     rows[3].advantages = None
-    with pytest.raises(ValueError, match="answer 3 of g1 has no advantages"):
-        ActorObjective(actor(), normalisers)(MicroBatch(rows, flat))
+    with pytest.raises(ValueError, match="response 3 of g1 has no advantages"):
+        ActorObjective(actor(), denominators)(MicroBatch(rows, flat))
     with pytest.raises(ValueError, match="log-probs for rows with 17 response tokens"):
-        ActorObjective(actor(), normalisers)(MicroBatch(rows, flat[:-1]))
+        ActorObjective(actor(), denominators)(MicroBatch(rows, flat[:-1]))
     with pytest.raises(ValueError, match="'gspo' is not in this release"):
-        ActorObjective(actor(loss_mode="gspo"), normalisers)
+        ActorObjective(actor(loss_mode="gspo"), denominators)
 
 
 def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,5 +286,5 @@ def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.
 def test_the_loss_config_survives_copying() -> None:
     import copy
 
-    config = copy.copy(LossConfig(SimpleNamespace(clip_ratio=0.3), Normalisers(1, 1, 1)))
+    config = copy.copy(LossConfig(SimpleNamespace(clip_ratio=0.3), LossDenominators(1, 1, 1)))
     assert config.clip_ratio == 0.3

@@ -18,7 +18,7 @@ import pytest
 
 from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume, save
 from verl.checkpoint.read import clean
-from verl.checkpoint.write import Unsealed
+from verl.checkpoint.write import CheckpointWriter
 
 
 class Events(list):
@@ -458,7 +458,7 @@ def test_a_save_that_fails_with_the_run_does_not_say_that_the_run_goes_on(tmp_pa
         raise Lost("training worker 1 died")
 
     events = Events()
-    unsealed = Unsealed(tmp_path, 1, on_event=events)
+    unsealed = CheckpointWriter(tmp_path, 1, on_event=events)
     with pytest.raises(Lost):
         unsealed.fill({"actor": lost}, {})
     (kind, fields), *_ = events

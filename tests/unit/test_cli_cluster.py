@@ -21,16 +21,16 @@ from verl.cli import cluster as nodes
 from verl.cli.doctor import BAD, NOTE, OK, WARN, Finding
 from verl.cli.doctor import main as doctor
 from verl.config import load
-from verl.controller import node_facts
-from verl.controller.demand import Demand, demands, placeable
 from verl.errors import UserError
+from verl.workers import node_facts
+from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
 
 
 class Found:
-    """A survey, as `verl.controller.ray.survey` makes it."""
+    """A cluster_report, as `verl.workers.ray.cluster_report` makes it."""
 
     def __init__(self, entries: list[dict[str, Any]], kind: str = "cpu"):
         self.kind, self.nodes = kind, entries
@@ -77,7 +77,7 @@ def two(**changes: Any) -> Found:
 def judged(found: Found, *pools: tuple[int, int], **asked: Any) -> list[Finding]:
     """Findings for pools of (nodes, devices a node): of the trainer, of the sampler."""
     keys = ("trainer", "actor_rollout_ref.rollout")
-    demand = [Demand(key, *pool) for key, pool in zip(keys, pools, strict=False)]
+    demand = [ResourceRequest(key, *pool) for key, pool in zip(keys, pools, strict=False)]
     return list(nodes.judge(found, copy.deepcopy(FACTS), pools=demand, **asked))
 
 
@@ -242,9 +242,9 @@ def test_two_pools_may_share_a_node() -> None:
 )
 def test_whether_pools_can_be_placed(devices: list[int], pools: list[tuple[int, int]], fits: bool) -> None:
     """Against all ways of choosing different nodes for each pool."""
-    asked = [Demand("", *pool) for pool in pools]
+    asked = [ResourceRequest("", *pool) for pool in pools]
 
-    def possible(left: list[int], rest: list[Demand]) -> bool:
+    def possible(left: list[int], rest: list[ResourceRequest]) -> bool:
         return not rest or any(
             all(left[node] >= rest[0].devices for node in chosen)
             and possible([n - rest[0].devices * (i in chosen) for i, n in enumerate(left)], rest[1:])
@@ -257,7 +257,7 @@ def test_whether_pools_can_be_placed(devices: list[int], pools: list[tuple[int, 
 def test_what_a_run_asks_for() -> None:
     def asked(*words: str) -> list[tuple[int, int]]:
         given = {word.partition("=")[0] for word in words}
-        return [(pool.nodes, pool.devices) for pool in demands(load(list(words)), given)]
+        return [(pool.nodes, pool.devices) for pool in resource_requests(load(list(words)), given)]
 
     rollout = "actor_rollout_ref.rollout"
     assert asked() == [(1, 1)] and asked("trainer.nnodes=2") == [(2, 1)]
@@ -387,7 +387,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str
 
     def put(found: Found) -> list[dict[str, Any]]:
         monkeypatch.setattr(
-            "verl.controller.ray.survey.survey", lambda config, **asked: calls.append(asked) or found
+            "verl.workers.ray.cluster_report.survey", lambda config, **asked: calls.append(asked) or found
         )
         return calls
 
@@ -420,24 +420,26 @@ def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 def test_the_all_reduce_is_between_the_nodes_that_a_run_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    from verl.controller.ray import survey
+    from verl.workers.ray import cluster_report
 
     met: list[tuple[str, list[int]]] = []
     monkeypatch.setattr(
-        survey, "_sum", lambda ranks, kind, *_: met.append((kind, [int(m.id) for m in ranks])) or []
+        cluster_report, "_sum", lambda ranks, kind, *_: met.append((kind, [int(m.id) for m in ranks])) or []
     )
 
-    def ranks(devices: list[int], *pools: Demand) -> tuple[str, list[int]]:
-        members = [survey._Node(str(n), str(n), "", {"devices": count}) for n, count in enumerate(devices)]
-        cluster, found = SimpleNamespace(kind="cuda"), survey.Survey("cuda")
-        survey._sums(cluster, survey._ranks(members, pools), found, 1, 1.0, lambda text: None)
+    def ranks(devices: list[int], *pools: ResourceRequest) -> tuple[str, list[int]]:
+        members = [
+            cluster_report._Node(str(n), str(n), "", {"devices": count}) for n, count in enumerate(devices)
+        ]
+        cluster, found = SimpleNamespace(kind="cuda"), cluster_report.ClusterReport("cuda")
+        cluster_report._sums(cluster, cluster_report._ranks(members, pools), found, 1, 1.0, lambda text: None)
         return met.pop()
 
-    assert ranks([0, 8, 8], Demand("", 2, 8)) == ("cuda", [1, 2])
-    assert ranks([0, 8], Demand("", 1, 4)) == ("cuda", [1, 1])
-    assert ranks([0, 1], Demand("", 1, 1)) == ("cpu", [1, 1])
-    assert ranks([8, 4], Demand("", 1, 8), Demand("", 1, 4)) == ("cuda", [0, 1])
-    assert ranks([1, 1], Demand("", 2, 8)) == ("cuda", [0, 1]), "none fits, which is said elsewhere"
+    assert ranks([0, 8, 8], ResourceRequest("", 2, 8)) == ("cuda", [1, 2])
+    assert ranks([0, 8], ResourceRequest("", 1, 4)) == ("cuda", [1, 1])
+    assert ranks([0, 1], ResourceRequest("", 1, 1)) == ("cpu", [1, 1])
+    assert ranks([8, 4], ResourceRequest("", 1, 8), ResourceRequest("", 1, 4)) == ("cuda", [0, 1])
+    assert ranks([1, 1], ResourceRequest("", 2, 8)) == ("cuda", [0, 1]), "none fits, which is said elsewhere"
 
 
 @pytest.mark.slow
@@ -499,7 +501,7 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_nodes_are_waited_for_no_longer_than_a_run_would(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    from verl.controller.ray import survey
+    from verl.workers.ray import cluster_report
 
     asked: dict[str, Any] = {}
 
@@ -507,7 +509,7 @@ def test_nodes_are_waited_for_no_longer_than_a_run_would(monkeypatch: pytest.Mon
         asked.update(options)
         raise UserError("seen enough")
 
-    monkeypatch.setattr(survey, "survey", look)
+    monkeypatch.setattr(cluster_report, "survey", look)
     for words, seconds in (([], 7.0), (["trainer.ray_wait_register_center_timeout=3"], 3.0)):
         with pytest.raises(UserError, match="seen enough"):
             doctor(["--cluster", "--timeout", "7", *words])

@@ -89,7 +89,7 @@ def import_from(module: str, name: str | None) -> None:
     [
         ("verl.tools.base_tool", "BaseTool", "not in this release"),
         ("verl.interactions.base", None, "AgentLoopBase"),
-        ("verl.single_controller.ray", None, "verl.controller"),
+        ("verl.single_controller.ray", None, "verl.workers"),
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),
         ("verl.utils.torch_functional", "masked_mean", "verl.algorithms.aggregate"),
         ("verl.utils.reward_score", "gsm8k", "verl.reward.default_compute_score"),

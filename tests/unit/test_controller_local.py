@@ -7,14 +7,14 @@ import pytest
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
 from verl.config.dtypes import sampler_dtype
-from verl.controller.local import build_roles
 from verl.errors import UserError
+from verl.workers.local import build_roles
 
 
 @pytest.mark.parametrize(
-    ("words", "horizon"), [([], 12), (["actor_rollout_ref.actor.loss_scale_factor=0.5"], 0.5)]
+    ("words", "max_response_length"), [([], 12), (["actor_rollout_ref.actor.loss_scale_factor=0.5"], 0.5)]
 )
-def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
+def test_the_horizon_is_the_number_that_was_given(tmp_path, words, max_response_length):
     config = load(
         [
             "algorithm.adv_estimator=grpo",
@@ -26,7 +26,10 @@ def test_the_horizon_is_the_number_that_was_given(tmp_path, words, horizon):
             *words,
         ]
     )
-    assert build_roles(config, tiny_tokenizer(), total_steps=1).actor.plan.horizon == horizon
+    assert (
+        build_roles(config, tiny_tokenizer(), total_steps=1).actor.plan.max_response_length
+        == max_response_length
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.controller import transport
 from verl.trajectory import Prompt, Trajectory
-from verl.worker.balance import partition
+from verl.workers import codec
+from verl.workers.balance import partition
 
 
 @st.composite
 def batches(draw) -> list[Trajectory]:
-    """Groups of ragged answers, some empty, some columns missing on some rows."""
+    """Groups of ragged responses, some empty, some columns missing on some rows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = []
     for g in range(draw(st.integers(0, 4))):
@@ -27,10 +27,10 @@ def batches(draw) -> list[Trajectory]:
                 response_ids=rng.integers(0, 200000, length),
                 response_mask=rng.random(length) < 0.5,
             )
-            for name in transport.OPTIONAL:
+            for name in codec.OPTIONAL:
                 if draw(st.booleans()):
                     values = rng.random(length)
-                    setattr(row, name, values < 0.5 if name in transport.MASKS else values.astype(np.float32))
+                    setattr(row, name, values < 0.5 if name in codec.MASKS else values.astype(np.float32))
             rows.append(row)
     return rows
 
@@ -38,16 +38,16 @@ def batches(draw) -> list[Trajectory]:
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_rows_come_back_as_they_were(rows) -> None:
-    payload = transport.encode(rows, transport.OPTIONAL)
+    payload = codec.encode(rows, codec.OPTIONAL)
     assert all(isinstance(a, np.ndarray) and a.dtype.kind in "iufb" and a.ndim == 1 for a in payload.values())
-    back = transport.decode(payload)
+    back = codec.decode(payload)
     assert len(back) == len(rows)
     for old, new in zip(rows, back, strict=True):
         assert (new.uid, new.index, new.length) == (old.uid, old.index, old.length)
         assert new.response_ids.dtype == np.int64 and np.array_equal(new.response_ids, old.response_ids)
         assert np.array_equal(new.prompt.ids, old.prompt.ids)
         assert np.array_equal(new.response_mask, old.response_mask)
-        for name in transport.OPTIONAL:
+        for name in codec.OPTIONAL:
             was, now = getattr(old, name), getattr(new, name)
             assert (was is None) == (now is None), name
             assert was is None or (now.dtype == was.dtype and np.array_equal(now, was)), name
@@ -60,11 +60,11 @@ def test_rows_come_back_as_they_were(rows) -> None:
 @given(batches(), st.data())
 def test_columns_come_back_to_any_selection_of_rows(rows, data) -> None:
     chosen = data.draw(st.permutations(range(len(rows))))[: len(rows) // 2 + 1]
-    remote = transport.decode(transport.encode([rows[i] for i in chosen]))
+    remote = codec.decode(codec.encode([rows[i] for i in chosen]))
     for row in remote:
         row.entropy = np.full(row.length, row.index, np.float32)
     before = {id(r): r.entropy for r in rows}
-    transport.fill([rows[i] for i in chosen], transport.collect(remote, ["entropy", "values"]))
+    codec.fill([rows[i] for i in chosen], codec.collect(remote, ["entropy", "values"]))
     for i, row in enumerate(rows):
         if i in chosen:
             assert np.array_equal(row.entropy, np.full(row.length, row.index))
@@ -80,7 +80,7 @@ def row(uid: str, index: int, length: int, **columns) -> Trajectory:
 
 def test_only_the_columns_asked_for_travel() -> None:
     rows = [row("a", 0, 4, advantages=np.ones(4, np.float32), entropy=np.ones(4, np.float32))]
-    payload = transport.encode(rows, ["advantages"])
+    payload = codec.encode(rows, ["advantages"])
     assert "advantages" in payload and "entropy" not in payload
 
 
@@ -90,19 +90,19 @@ def test_only_the_columns_asked_for_travel() -> None:
 )
 def test_what_does_not_fit_is_refused(columns, text) -> None:
     with pytest.raises(ValueError, match=text):
-        transport.encode([row("a", 0, 4, **columns)], ["advantages"] if columns else ["text"])
+        codec.encode([row("a", 0, 4, **columns)], ["advantages"] if columns else ["text"])
 
 
 def test_an_answer_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="3 values for 4"):
-        transport.fill([row("a", 0, 4)], {"entropy": np.zeros(3, np.float32)})
+        codec.fill([row("a", 0, 4)], {"entropy": np.zeros(3, np.float32)})
 
 
 def test_a_prompt_with_images_is_refused_by_name() -> None:
     one = row("a", 0, 4)
     one.prompt.media["images"] = [object()]
     with pytest.raises(ValueError, match="prompt a has media"):
-        transport.encode([one])
+        codec.encode([one])
 
 
 @settings(max_examples=60, deadline=None)

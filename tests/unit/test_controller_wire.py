@@ -1,11 +1,11 @@
-"""Requests and answers between the driver and sampler hosts: what is sent arrives, at a price that no token adds to."""
+"""Requests and responses between the driver and sampler hosts: what is sent arrives, at a price that no token adds to."""
 
 import numpy as np
 import pytest
 
 from tests.counting import instructions
-from verl.controller import wire
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.workers import request_codec
 
 
 def _completion(length: int, text: str | None, **fields) -> Completion:
@@ -16,13 +16,15 @@ def _completion(length: int, text: str | None, **fields) -> Completion:
 
 def test_answers_arrive_as_they_were_sent() -> None:
     sent = [
-        wire.Answer("a", _completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)),
-        wire.Answer("b", error=("ValueError", "too long")),
-        wire.Answer("c", _completion(2, None)),
-        wire.Answer("d", _completion(0, "")),
-        wire.Answer("e", _completion(1, "half \ud83d")),
+        request_codec.GenerateResult(
+            "a", _completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)
+        ),
+        request_codec.GenerateResult("b", error=("ValueError", "too long")),
+        request_codec.GenerateResult("c", _completion(2, None)),
+        request_codec.GenerateResult("d", _completion(0, "")),
+        request_codec.GenerateResult("e", _completion(1, "half \ud83d")),
     ]
-    came = wire.decode_answers(wire.encode_answers(sent))
+    came = request_codec.decode_results(request_codec.encode_results(sent))
     assert [a.id for a in came] == list("abcde") and came[1].error == ("ValueError", "too long")
     for mine, theirs in zip(came, sent, strict=True):
         if theirs.completion is None:
@@ -33,20 +35,20 @@ def test_answers_arrive_as_they_were_sent() -> None:
         assert one.log_probs.dtype == np.float32 and one.log_probs.tolist() == other.log_probs.tolist()
         for name in ("finish_reason", "versions", "num_preempted", "text"):
             assert getattr(one, name) == getattr(other, name)
-    assert wire.decode_answers(wire.encode_answers([])) == []
+    assert request_codec.decode_results(request_codec.encode_results([])) == []
 
 
 def test_requests_arrive_as_they_were_sent() -> None:
     every = SamplingParams(9, 0.5, 0.9, 7, 0.1, 1.2, ("</a>", "\n"), (5, 6), True, 2**62, 4)
     prompt = np.arange(4)
     sent = [
-        wire.Ask("a", prompt, every, "g"),
-        wire.Ask("b", prompt.copy(), every, "g"),
-        wire.Ask("c", np.arange(2), SamplingParams(max_tokens=1)),
+        request_codec.GenerateRequest("a", prompt, every, "g"),
+        request_codec.GenerateRequest("b", prompt.copy(), every, "g"),
+        request_codec.GenerateRequest("c", np.arange(2), SamplingParams(max_tokens=1)),
     ]
-    payload = wire.encode_asks(sent)
+    payload = request_codec.encode_requests(sent)
     assert payload["lengths"].tolist() == [4, 2], "a group's prompt goes once"
-    came = wire.decode_asks(payload)
+    came = request_codec.decode_requests(payload)
     assert [(a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in came] == [
         (a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in sent
     ]
@@ -56,7 +58,9 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_an_answer_costs_the_same_however_long_it_is(text: str | None) -> None:
     def cost(length: int) -> int:
         done = _completion(length, text and text * length)
-        payload = wire.encode_answers([wire.Answer("a", done), wire.Answer("b", done)])
-        return instructions(lambda: wire.decode_answers(payload))
+        payload = request_codec.encode_results(
+            [request_codec.GenerateResult("a", done), request_codec.GenerateResult("b", done)]
+        )
+        return instructions(lambda: request_codec.decode_results(payload))
 
     assert 0 < cost(4096) == cost(2)

@@ -13,10 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.engine import flash_attention
 from verl.engine.rollout.native import prefill_plan, reader, sampling
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.training import log_prob
+from verl.models import flash_attention
 
 CUDA = "cuda:0"
 
@@ -52,7 +52,7 @@ class Trainer:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         self.said.append("give back")
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,14 +78,14 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 
 @pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
-    from verl.worker.train_host import TrainHost
+    from verl.workers.train_worker import TrainWorker
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native")
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
-    host: Any = object.__new__(TrainHost)
+    host: Any = object.__new__(TrainWorker)
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
     host.actor, host.rank, host.profiler = Trainer(), 0, None
-    TrainHost.send_weights.__wrapped__(host, None, [], 1, False)
+    TrainWorker.send_weights.__wrapped__(host, None, [], 1, False)
     assert host.actor.said == expected
 
 
@@ -96,7 +96,7 @@ def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
     engine: Any = object.__new__(LocalEngine)
     emptied: list[int] = []
     engine.platform = SimpleNamespace(name=device, empty_cache=lambda: emptied.append(1))
-    engine.give_back()
+    engine.release_cached_memory()
     assert len(emptied) == times
 
 
@@ -126,9 +126,9 @@ def test_the_flash_kernel_gets_what_it_can_do(
 
 
 def test_a_pack_for_the_flash_kernel_makes_no_masks() -> None:
-    from verl.engine.packed_attention import PackedPlan, Segment
+    from verl.models.packed_attention import PackedPlan, TokenSpan
 
-    plan = PackedPlan([Segment(0, 4), Segment(4, 7), Segment(7, 9)], torch.arange(9), 4)
+    plan = PackedPlan([TokenSpan(0, 4), TokenSpan(4, 7), TokenSpan(7, 9)], torch.arange(9), 4)
     plan.flash_parts()
     assert "tiles" not in plan.__dict__
     assert plan.tiles and plan.tiles is plan.tiles
@@ -277,6 +277,6 @@ def test_expert_kernels_stay_on_a_device(monkeypatch: pytest.MonkeyPatch, device
 )
 def test_samplers_wait_for_trainers_of_the_same_devices(kind: str, own: bool, expected: bool) -> None:
     pytest.importorskip("ray")
-    from verl.controller.ray import roles
+    from verl.workers.ray import build
 
-    assert roles._take_turns(kind, own) == expected
+    assert build._take_turns(kind, own) == expected

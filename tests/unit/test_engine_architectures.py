@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import rows_of
-from verl.engine.training import meta_init
 from verl.engine.training.local_engine import LocalEngine
 from verl.engine.training.tensor_parallel import TensorParallel
 from verl.errors import UserError
+from verl.models import meta_init
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]

@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.engine import flash_attention, packed_attention
-from verl.engine.packed_attention import PackedPlan, Segment
+from verl.models import flash_attention, packed_attention
+from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
 def layout(groups):
-    """(prompt length, answer lengths) → segments and positions, prompts first; a prompt alone where no answers."""
+    """(prompt length, response lengths) → segments and positions, prompts first; a prompt alone where no answers."""
     segments, positions, at = [], [], 0
-    for length, answers in groups:
+    for length, responses in groups:
         prompt = (at, at + length)
-        segments.append(Segment(*prompt))
+        segments.append(TokenSpan(*prompt))
         positions += range(length)
         at += length
-        for size in answers:
-            segments.append(Segment(at, at + size, prompt))
+        for size in responses:
+            segments.append(TokenSpan(at, at + size, prompt))
             positions += range(length, length + size)
             at += size
     return segments, torch.tensor(positions, dtype=torch.long)
@@ -121,7 +121,7 @@ def test_nothing_quadratic_is_kept():
 
 
 def test_bfloat16_adds_up_shared_keys_in_float32():
-    """300 answers to one prompt: sums in bfloat16 would lose most of them."""
+    """300 responses to one prompt: sums in bfloat16 would lose most of them."""
     segments, positions = layout([(4, [3] * 300)])
     q, k, v, _ = tensors(len(positions))
     exact = torch.autograd.grad(dense(q, k, v, segments, positions, 0.3).sum() + (k * 0).sum(), (q, k, v))

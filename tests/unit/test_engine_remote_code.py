@@ -120,7 +120,7 @@ def test_overrides_that_cannot_take_effect_are_refused(tmp_path) -> None:
 
 
 def test_layers_of_two_kinds_are_set_by_kind(tmp_path) -> None:
-    from verl.engine.training.model import load_config
+    from verl.models.load import load_config
 
     path = tiny_model(tmp_path / "g", "gemma3_text", sliding_window=8)
     plain = load_config(path).rope_parameters

@@ -105,7 +105,7 @@ def test_adamw_is_adamw(tmp_path):
         torch.testing.assert_close(p.detach().double(), weights[n], rtol=1e-4, atol=1e-6)
 
 
-def test_only_empty_answers(tmp_path):
+def test_only_empty_responses(tmp_path):
     engine = engine_at(tiny_model(tmp_path / "m"))
     rows = rows_of([(4, [0, 0])])
     assert engine.log_probs(rows, temperature=1.0, entropy=True).entropy.shape == (0,)

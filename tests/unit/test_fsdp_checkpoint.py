@@ -182,7 +182,7 @@ def full_disk(path: str, directory: str, error: Exception) -> str:
     try:
         engine.save_weights(Path(directory))
     except Exception as raised:
-        engine.save_optimizer(Path(directory))  # the ranks are in step: the next call together works
+        engine.save_optimizer(Path(directory))  # the ranks are in step: the next call on_all_ranks works
         return f"{type(raised).__name__}: {raised}"
     return ""
 

@@ -23,7 +23,7 @@ from verl.tracking.step_metrics import (
 from verl.trajectory import Batch, Prompt, Trajectory
 
 
-def answer(uid: str, index: int, length: int, rng: np.random.Generator, **kwargs) -> Trajectory:
+def response(uid: str, index: int, length: int, rng: np.random.Generator, **kwargs) -> Trajectory:
     prompt = Prompt(uid, np.arange(int(uid[1:]) + 3), [{"role": "user", "content": uid}], "src")
     mask = rng.random(length) < 0.8 if length else np.zeros(0, bool)
     t = Trajectory(prompt, index, np.arange(length), mask, rng.normal(size=length).astype(np.float32) - 1)
@@ -47,15 +47,15 @@ def answer(uid: str, index: int, length: int, rng: np.random.Generator, **kwargs
 
 def batch_of(seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
-    rows = [answer(f"u{g}", i, int(rng.integers(1, 9)), rng) for g in range(3) for i in range(4)]
+    rows = [response(f"u{g}", i, int(rng.integers(1, 9)), rng) for g in range(3) for i in range(4)]
     rows[1].score, rows[1].score_error = None, "it raised"
     rows[1].extra["score_failure"] = {"kind": "exception", "reason": "x"}
     rows[2].score, rows[2].score_error = None, "more than 30 s"
     rows[2].extra["score_failure"] = {"kind": "timeout", "reason": "x"}
     for t in (rows[1], rows[2]):
         t.loss_mask = np.zeros(t.length, bool)
-    rows[5] = answer("u1", 1, 0, rng, score=7.0)
-    rows[7] = answer(
+    rows[5] = response("u1", 1, 0, rng, score=7.0)
+    rows[7] = response(
         "u1", 3, 0, rng, score=None, score_error="lost by the sampler", finish_reason="lost", timing={}
     )
     rows[8].versions = (1, 2)
@@ -160,7 +160,7 @@ def test_lengths():
     close(found, "response_length_non_aborted/clip_ratio", sum(n >= 6 for n in written) / len(written))
     close(found, "prompt_length/clip_ratio", sum(n >= 5 for n in prompts) / 12)
     close(found, "response/aborted_ratio", 1 - len(written) / 12)
-    assert len(written) < 10, "an answer of tool output alone is empty too"
+    assert len(written) < 10, "a response of tool output alone is empty too"
     three(found, "num_turns", [2])
     three(found, "training/num_turns", [2])
 
@@ -168,12 +168,12 @@ def test_lengths():
 def test_times():
     batch = batch_of()
     found = time_metrics(batch, FACTS)
-    answers = sum(len(t.response_ids) for t in batch)
-    total = answers + sum(len(t.prompt.ids) for t in batch)
+    responses = sum(len(t.response_ids) for t in batch)
+    total = responses + sum(len(t.prompt.ids) for t in batch)
     close(found, "timing_s/step", 10.0)
     close(found, "timing_s/reshard", 0.2)
     assert found["timing_s/generate_sequences"] == found["timing_s/generate_sequence"] == 3.5
-    close(found, "timing_per_token_ms/gen", 4000 / answers)
+    close(found, "timing_per_token_ms/gen", 4000 / responses)
     close(found, "timing_per_token_ms/update_actor", 3000 / total)
     close(found, "timing_per_token_ms/ref", 1000 / total)
     assert "timing_per_token_ms/values" not in found
@@ -190,7 +190,7 @@ def test_generate_sequences_never_exceeds_gen():
     assert time_metrics(batch_of(), facts)["timing_s/generate_sequences"] == 2.0
 
 
-def test_slowest_answer():
+def test_slowest_response():
     batch = batch_of()
     batch[9].timing = {
         "generate_sequences": 2.0,
@@ -204,7 +204,7 @@ def test_slowest_answer():
     assert found[f"{base}/slowest/num_preempted"] == 3.0
     assert found[f"{base}/slowest/response_length"] == batch[9].length
     assert found[f"{base}/slowest/prompt_length"] == 5
-    assert found[f"{base}/num_preempted/min"] == -1.0, "unknown for the lost answer"
+    assert found[f"{base}/num_preempted/min"] == -1.0, "unknown for the lost response"
     assert found[f"{base}/generate_sequences/max"] == 4.0
 
 
@@ -241,7 +241,7 @@ def test_whole_step_is_plain_numbers_and_has_what_is_always_there():
 
 def test_nothing_to_average_over_is_nan_and_stops_nothing():
     rng = np.random.default_rng(0)
-    rows = [answer("u0", i, 0, rng, score=None, score_error="x", entropy=None) for i in range(2)]
+    rows = [response("u0", i, 0, rng, score=None, score_error="x", entropy=None) for i in range(2)]
     found = step_metrics(Batch(rows), FACTS, Counters())
     for name in (
         "critic/score/mean",

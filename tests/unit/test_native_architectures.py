@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
-from verl.engine.layers import attention_sizes
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.rollout.native.memory import bytes_per_token
 from verl.engine.rollout.native.writer import Calls
-from verl.engine.training import model as models
 from verl.errors import UserError
+from verl.models import load as models
+from verl.models.layers import attention_sizes
 
 MLA = {
     "num_key_value_heads": 4,
@@ -79,7 +79,7 @@ def disturb(model: Any, seed: int) -> None:
 
 
 def sample(engine: NativeEngine, prompts: list[list[int]], temperature: float) -> list[Completion]:
-    """Three answers of 9, 22 and 35 tokens to each prompt."""
+    """Three responses of 9, 22 and 35 tokens to each prompt."""
 
     async def run() -> list[Completion]:
         calls = []
@@ -93,21 +93,21 @@ def sample(engine: NativeEngine, prompts: list[list[int]], temperature: float) -
 
 
 @torch.no_grad()
-def worst(alone: Any, prompts: list[list[int]], answers: list[Completion]) -> float:
+def worst(alone: Any, prompts: list[list[int]], responses: list[Completion]) -> float:
     """The largest difference to the log-probs of the model alone, one sequence at a time."""
     largest = 0.0
-    for number, answer in enumerate(answers):
+    for number, response in enumerate(responses):
         prompt = prompts[number // 3]
-        ids = torch.tensor(prompt + answer.token_ids.tolist())
+        ids = torch.tensor(prompt + response.token_ids.tolist())
         logits = alone(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         theirs = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
-        largest = max(largest, float((theirs - torch.from_numpy(answer.log_probs)).abs().max()))
+        largest = max(largest, float((theirs - torch.from_numpy(response.log_probs)).abs().max()))
     return largest
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_log_probs_are_the_models_own(arch: str) -> None:
-    """Prompts longer than a tile and a pass, answers that cross tiles and windows, a queue, and a cache too small."""
+    """Prompts longer than a block and a pass, responses that cross blocks and windows, a queue, and a cache too small."""
     alone = built(arch)
     model = copy.deepcopy(alone)
     models.check_supported(model, arch)
@@ -116,14 +116,14 @@ def test_log_probs_are_the_models_own(arch: str) -> None:
     for size, temperature in ((tight, 1.0), ({}, 0.0)):
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=100, max_num_seqs=5, **size)
         for version in (1, 2):
-            answers = sample(engine, prompts, temperature)
-            assert [len(a.token_ids) for a in answers] == [9, 22, 35] * 3
-            assert worst(alone, prompts, answers) <= 1e-4
+            responses = sample(engine, prompts, temperature)
+            assert [len(a.token_ids) for a in responses] == [9, 22, 35] * 3
+            assert worst(alone, prompts, responses) <= 1e-4
             disturb(model, version)
             disturb(alone, version)
             engine.weights_updated(version)
         assert (engine.stats()["preempted"] > 0) == bool(size)
-    stored = engine._pool.geometry.tiles * engine._pool.geometry.rows * engine._pool.geometry.cols
+    stored = engine._pool.layout.blocks * engine._pool.layout.rows * engine._pool.layout.cols
     assert engine._pool.nbytes() == stored * bytes_per_token(model, torch.float32)
 
 

@@ -8,25 +8,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.engine.rollout.native.cache import Book, Geometry, TilePool
+from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, KVSlotTable
 
 
-def make(rows: int = 2, cols: int = 4, tiles: int = 12, slots: int = 6) -> tuple[TilePool, Book]:
-    pool = TilePool(Geometry(rows, cols, tiles), torch.device("cpu"), torch.float32, torch.float32)
+def make(rows: int = 2, cols: int = 4, blocks: int = 12, slots: int = 6) -> tuple[KVBlockPool, KVSlotTable]:
+    pool = KVBlockPool(KVCacheLayout(rows, cols, blocks), torch.device("cpu"), torch.float32, torch.float32)
     pool.layer(0, 1, 2, 2)
-    return pool, Book(pool, slots)
+    return pool, KVSlotTable(pool, slots)
 
 
-def write(pool: TilePool, book: Book, slot: int, begin: int, end: int, mark: float) -> None:
-    rows, cols = book.token_rows(np.full(end - begin, slot), np.arange(begin, end))
+def write(pool: KVBlockPool, table: KVSlotTable, slot: int, begin: int, end: int, mark: float) -> None:
+    rows, cols = table.token_rows(np.full(end - begin, slot), np.arange(begin, end))
     keys, values = pool.stored(0)
-    keys.view(-1, pool.geometry.cols, 2)[rows, cols] = mark
-    values.view(-1, pool.geometry.cols, 2)[rows, cols] = -mark
+    keys.view(-1, pool.layout.cols, 2)[rows, cols] = mark
+    values.view(-1, pool.layout.cols, 2)[rows, cols] = -mark
 
 
-def read(pool: TilePool, book: Book, slot: int, length: int) -> np.ndarray:
-    rows, cols = book.token_rows(np.full(length, slot), np.arange(length))
-    return pool.stored(0)[0].view(-1, pool.geometry.cols, 2)[rows, cols, 0].numpy()
+def read(pool: KVBlockPool, table: KVSlotTable, slot: int, length: int) -> np.ndarray:
+    rows, cols = table.token_rows(np.full(length, slot), np.arange(length))
+    return pool.stored(0)[0].view(-1, pool.layout.cols, 2)[rows, cols, 0].numpy()
 
 
 @given(
@@ -34,8 +34,8 @@ def read(pool: TilePool, book: Book, slot: int, length: int) -> np.ndarray:
 )
 @settings(max_examples=100, deadline=None)
 def test_sequences_keep_their_tokens(actions: list[tuple[str, int]]) -> None:
-    pool, book = make()
-    other = Book(pool, 2, from_end=True)  # a second book on the same pool
+    pool, table = make()
+    other = KVSlotTable(pool, 2, from_end=True)  # a second table on the same pool
     fixed = other.acquire()
     assert fixed is not None and other.reserve(fixed, 5)
     write(pool, other, fixed, 0, 5, 999.0)
@@ -43,66 +43,66 @@ def test_sequences_keep_their_tokens(actions: list[tuple[str, int]]) -> None:
     mark = 0.0
     for action, number in actions:
         mark += 1.0
-        if action == "new" and (slot := book.acquire()) is not None:
+        if action == "new" and (slot := table.acquire()) is not None:
             assert slot not in live
             live[slot] = []
         elif action == "grow" and live:
             slot = sorted(live)[number % len(live)]
             length = len(live[slot]) + 1 + number % 5
-            if book.reserve(slot, length):
-                write(pool, book, slot, len(live[slot]), length, mark)
+            if table.reserve(slot, length):
+                write(pool, table, slot, len(live[slot]), length, mark)
                 live[slot] += [mark] * (length - len(live[slot]))
         elif action == "end" and live:
             slot = sorted(live)[number % len(live)]
-            book.release(slot)
+            table.release(slot)
             del live[slot]
         elif action == "repack":
-            used, needed = book.waste()
-            moved = book.repack()
+            used, needed = table.waste()
+            moved = table.repack()
             assert sorted(moved) == sorted(live) and sorted(moved.values()) == list(range(len(live)))
             live = {moved[s]: v for s, v in live.items()}
-            assert book.waste() == (needed, needed) and needed <= used
+            assert table.waste() == (needed, needed) and needed <= used
         for slot, marks in live.items():
-            assert read(pool, book, slot, len(marks)).tolist() == marks
-        owned = [t for b in (book, other) for bank in b.tiles for t in bank]
-        assert len(set(owned)) == len(owned) == pool.used_tiles
+            assert read(pool, table, slot, len(marks)).tolist() == marks
+        owned = [t for b in (table, other) for block_row in b.blocks for t in block_row]
+        assert len(set(owned)) == len(owned) == pool.used_blocks
     assert read(pool, other, fixed, 5).tolist() == [999.0] * 5
 
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
-    pool, book = make(tiles=2)
-    a, b, c = book.acquire(), book.acquire(), book.acquire()
+    pool, table = make(blocks=2)
+    a, b, c = table.acquire(), table.acquire(), table.acquire()
     assert a is not None and b is not None and c is not None
-    assert book.reserve(a, 8) and book.reserve(b, 8)  # neighbours share their bank's tiles
-    before = [list(t) for t in book.tiles]
-    assert not book.reserve(c, 1) and not book.reserve(a, 9)
-    assert book.tiles == before
-    book.release(a)
-    assert pool.free_tiles == 0
-    book.release(b)
-    assert pool.free_tiles == 2 and book.reserve(c, 1)
+    assert table.reserve(a, 8) and table.reserve(b, 8)  # neighbours share their block_row's blocks
+    before = [list(t) for t in table.blocks]
+    assert not table.reserve(c, 1) and not table.reserve(a, 9)
+    assert table.blocks == before
+    table.release(a)
+    assert pool.free_blocks == 0
+    table.release(b)
+    assert pool.free_blocks == 2 and table.reserve(c, 1)
 
 
 def test_new_tiles_are_clean() -> None:
-    """A tile's stray bytes must not be NaN: a masked weight of 0 does not silence it."""
-    pool = TilePool(Geometry(1, 4, 3), torch.device("cpu"), torch.float32, torch.float32)
+    """A block's stray bytes must not be NaN: a masked weight of 0 does not silence it."""
+    pool = KVBlockPool(KVCacheLayout(1, 4, 3), torch.device("cpu"), torch.float32, torch.float32)
     keys, _ = pool.layer(0, 1, 2, 2)
     keys.fill_(float("nan"))
-    tile = pool.take()
-    assert tile is not None and (keys[tile] == 0).all()
+    block = pool.take()
+    assert block is not None and (keys[block] == 0).all()
 
 
 @pytest.mark.parametrize(
     "tokens,length,seqs", [(100_000, 300, 256), (2_000, 300, 256), (400, 300, 8), (50_000, 40_000, 4)]
 )
 def test_geometry_holds_one_longest_sequence(tokens: int, length: int, seqs: int) -> None:
-    g = Geometry.fit(tokens, length, seqs)
-    assert g.rows * g.cols * g.tiles <= tokens
+    g = KVCacheLayout.fit(tokens, length, seqs)
+    assert g.rows * g.cols * g.blocks <= tokens
     for prompt in range(1, length):
-        if -(-prompt // g.cols) + -(-(length - prompt) // g.cols) > g.tiles:
-            pytest.fail(f"{g} cannot hold a prompt of {prompt} and its answer")
+        if -(-prompt // g.cols) + -(-(length - prompt) // g.cols) > g.blocks:
+            pytest.fail(f"{g} cannot hold a prompt of {prompt} and its response")
 
 
 def test_geometry_refuses_a_cache_that_is_too_small() -> None:
     with pytest.raises(ValueError, match="cache of 100 tokens cannot hold one sequence of max_model_len=300"):
-        Geometry.fit(100, 300, 8)
+        KVCacheLayout.fit(100, 300, 8)

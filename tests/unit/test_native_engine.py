@@ -84,7 +84,7 @@ def test_a_late_member_uses_the_cached_prompt(model: Any) -> None:
     assert tokens(other) == tokens(run(engine_of(model), [(prompt(1), GREEDY, None)]))
 
 
-def test_a_small_cache_gives_the_same_answers(model: Any) -> None:
+def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
     work = [
         (prompt(i // 3, 20), replace(GREEDY if i % 2 else DRAWN, seed=i, max_tokens=60), f"{i // 3}")
         for i in range(9)
@@ -101,7 +101,7 @@ def test_a_small_cache_gives_the_same_answers(model: Any) -> None:
 
 
 def test_one_that_begins_beside_one_that_is_computed_again(model: Any) -> None:
-    """Prompt, answer so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the other's."""
+    """Prompt, response so far and new sibling in one pass: the sibling's row, the prompt's last, lies before the other's."""
     work = [(prompt(0), replace(DRAWN, seed=seed), "g") for seed in range(4)]
     expected = run(engine_of(model), work)
 
@@ -128,7 +128,7 @@ def test_the_cache_is_empty_afterwards(model: Any) -> None:
     engine = engine_of(model, max_num_seqs=4)
     run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])
     engine.weights_updated(1)
-    assert engine._pool.used_tiles == 0 and engine._scheduler.answers.free_slots == 4
+    assert engine._pool.used_blocks == 0 and engine._scheduler.responses.free_slots == 4
 
 
 def test_slots_are_reused_as_answers_finish(model: Any) -> None:
@@ -246,7 +246,7 @@ def test_new_weights_take_effect(model: Any) -> None:
     np.testing.assert_allclose(after.log_probs, want.numpy(), atol=1e-4)
 
 
-def test_new_weights_in_the_middle_of_an_answer(model: Any) -> None:
+def test_new_weights_in_the_middle_of_an_response(model: Any) -> None:
     engine = engine_of(model)
 
     async def go() -> Completion:
@@ -332,7 +332,7 @@ def test_a_failing_forward_reaches_every_caller(model: Any) -> None:
     ("prompt_ids", "change", "message"),
     [
         ([], {}, "non-empty list"),
-        ([1] * 128, {}, "prompt of 128 tokens leaves no room for an answer in max_model_len=128"),
+        ([1] * 128, {}, "prompt of 128 tokens leaves no room for a response in max_model_len=128"),
         ([1], {"max_tokens": 0}, "max_tokens=0 must be"),
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
         ([1], {"top_p": 0.0}, "top_p=0.0 in"),
@@ -358,7 +358,7 @@ def test_unknown_layers_are_refused(model: Any) -> None:
 
 
 def test_long_mixed_run_keeps_the_cache_tidy(model: Any) -> None:
-    """Very different lengths through few slots: repacking happens, and answers stay what they are alone."""
+    """Very different lengths through few slots: repacking happens, and responses stay what they are alone."""
     lengths = [3, 90, 5, 60, 2, 7, 80, 1, 33, 4, 66, 2, 9, 50, 3, 3, 70, 2]
     work = [(prompt(i, 4 + i), replace(DRAWN, seed=i, max_tokens=n), None) for i, n in enumerate(lengths)]
     engine = engine_of(model, max_num_seqs=8, cache_tokens=1500)
@@ -369,7 +369,7 @@ def test_long_mixed_run_keeps_the_cache_tidy(model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sleep_lets_go_of_the_memory_and_changes_no_answer(model: Any, dtype: str) -> None:
+def test_sleep_lets_go_of_the_memory_and_changes_no_response(model: Any, dtype: str) -> None:
     import weakref
 
     from torch.multiprocessing.reductions import StorageWeakRef

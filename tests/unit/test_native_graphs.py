@@ -43,7 +43,7 @@ class StandIn:
 
 
 @pytest.mark.parametrize(("arch", "config"), [("qwen3", {}), ("gemma3_text", {"sliding_window": 16})])
-def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config: dict[str, Any]) -> None:
+def test_replayed_steps_give_the_same_responses(tmp_path: Path, arch: str, config: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(tmp_path, arch, scale=8.0, **config)
@@ -53,7 +53,7 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
         torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 40, 3)
     ]
 
-    def answers(graphs: bool) -> tuple[list[Completion], NativeEngine]:
+    def responses(graphs: bool) -> tuple[list[Completion], NativeEngine]:
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=8)
         if graphs:
             engine._runner.capture_with(StandIn(engine))
@@ -69,8 +69,8 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
 
         return asyncio.run(go()), engine
 
-    plain, _ = answers(False)
-    replayed, engine = answers(True)
+    plain, _ = responses(False)
+    replayed, engine = responses(True)
     assert engine._runner._graphs is not None and engine._runner._graphs.replays > 50
     for a, b in zip(plain, replayed, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
@@ -78,7 +78,7 @@ def test_replayed_steps_give_the_same_answers(tmp_path: Path, arch: str, config:
 
 
 def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> None:
-    """Sixteen short answers fill a bank and leave it empty below those that go on."""
+    """Sixteen short responses fill a block_row and leave it empty below those that go on."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path, "qwen3", scale=8.0)).float().eval()
@@ -87,9 +87,9 @@ def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> No
         torch.randint(0, 256, (9,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 2)
     ]
 
-    def answers(graphs: bool) -> list[Completion]:
+    def responses(graphs: bool) -> list[Completion]:
         engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, max_num_seqs=40)
-        assert engine._pool.geometry.rows == 16
+        assert engine._pool.layout.rows == 16
         if graphs:
             engine._runner.capture_with(StandIn(engine))
 
@@ -102,7 +102,7 @@ def test_a_bank_whose_answers_are_all_finished_is_left_out(tmp_path: Path) -> No
 
         return asyncio.run(go())
 
-    for a, b in zip(answers(False), answers(True), strict=True):
+    for a, b in zip(responses(False), responses(True), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
 
@@ -133,7 +133,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_thet
 AnswersAndEngine = tuple[list[list[int]], NativeEngine, Strict]
 
 
-def short_answers(model: Any, graphs: bool) -> AnswersAndEngine:
+def short_responses(model: Any, graphs: bool) -> AnswersAndEngine:
     engine = NativeEngine(model.eval(), eos_token_ids=[], max_model_len=120, max_num_seqs=8)
     strict = Strict(engine)
     if graphs:
@@ -162,25 +162,25 @@ def made(path: Path, arch: str, **config: Any) -> Any:
 def test_a_captured_step_does_not_wait_for_the_device(
     tmp_path: Path, arch: str, config: dict[str, Any]
 ) -> None:
-    engine = short_answers(made(tmp_path, arch, **config), True)[1]
+    engine = short_responses(made(tmp_path, arch, **config), True)[1]
     assert engine._runner._graphs is not None and engine._runner._graphs.replays > 5
 
 
 def test_what_waits_for_the_device_is_not_tried(tmp_path: Path) -> None:
     model = made(tmp_path, "qwen3_moe")
     with pytest.warns(RuntimeWarning, match="Experts"):
-        found, engine, _ = short_answers(model, True)
+        found, engine, _ = short_responses(model, True)
     assert engine._runner._graphs is None
-    assert found == short_answers(model, False)[0]
+    assert found == short_responses(model, False)[0]
 
 
-def test_a_capture_that_fails_costs_no_answer(tmp_path: Path) -> None:
+def test_a_capture_that_fails_costs_no_response(tmp_path: Path) -> None:
     """A module that looks at a number of its input."""
     model = made(tmp_path, "qwen3")
     model.model.norm.register_forward_pre_hook(lambda _, given: (float(given[0].sum()), None)[1])
-    plain = short_answers(model, False)[0]
+    plain = short_responses(model, False)[0]
     with pytest.warns(RuntimeWarning, match="not permitted"):
-        found, engine, strict = short_answers(model, True)
+        found, engine, strict = short_responses(model, True)
     assert found == plain
     assert engine._runner._graphs is not None and engine._runner._graphs.replays == 0
     assert strict.forgotten == 1

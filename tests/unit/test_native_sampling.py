@@ -148,7 +148,7 @@ def test_ties_at_the_border_are_kept() -> None:
 
 def test_uniforms_are_uniform_and_independent_of_order() -> None:
     seeds = np.repeat(np.arange(300, dtype=np.uint64), 300)
-    positions = np.tile(np.arange(300, dtype=np.uint64), 300)
+    positions = np.block(np.arange(300, dtype=np.uint64), 300)
     u = uniforms(seeds, positions)
     assert u.min() >= 0 and u.max() < 1
     counts = np.histogram(u, 100, (0, 1))[0]

@@ -16,12 +16,12 @@ import torch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engine_cases import rows_of, simple_loss
 from verl.config import Map, load
-from verl.controller import transport
-from verl.controller.local import build_roles
 from verl.engine.training.local_engine import LocalEngine
 from verl.engine.training.offload import Offloading
 from verl.trajectory import Batch, Trajectory
-from verl.worker.train_host import TrainHost
+from verl.workers import codec
+from verl.workers.local import build_roles
+from verl.workers.train_worker import TrainWorker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]
@@ -121,7 +121,7 @@ def train_step(roles: Any, folder: Path) -> None:
 @pytest.fixture
 def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A sampler with weights of its own, in place of vLLM."""
-    monkeypatch.setattr("verl.worker.build.vllm_sampler", lambda *_: object())
+    monkeypatch.setattr("verl.workers.build.vllm_sampler", lambda *_: object())
     yield
 
 
@@ -176,15 +176,15 @@ def test_a_training_rank_does_the_same(
     tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_vllm(configured(tmp_path, *BOTH))
-    host = TrainHost(config.to_dict(), 0, 1)
+    host = TrainWorker(config.to_dict(), 0, 1)
     host.join("127.0.0.1", 0)
     host.build(total_steps=1)
     rows = answers()
-    host.take_rows(transport.encode(rows, ["loss_mask"]))
+    host.take_rows(codec.encode(rows, ["loss_mask"]))
     host.old_log_probs(1.0)
     host.log_probs_of([0, 2], 1.0)
-    advantages = [{"rows": [0, 1, 2, 3], "normalisers": normalisers(rows)}]
-    result = host.update(transport.collect(rows, ["advantages"]), advantages, 1.0)
+    advantages = [{"rows": [0, 1, 2, 3], "denominators": denominators(rows)}]
+    result = host.update(codec.collect(rows, ["advantages"]), advantages, 1.0)
     assert not result["results"][0]["refused"]
     host.send_weights(None, [], 1, False)
     for name in ("save_weights", "save_optimizer", "load_weights", "load_optimizer"):
@@ -202,12 +202,12 @@ def test_a_training_rank_does_the_same(
     assert places.at(host.actor) == AWAY
 
 
-def normalisers(rows: list[Trajectory]) -> dict[str, Any]:
+def denominators(rows: list[Trajectory]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from verl.algorithms.objective import count_normalisers
+    from verl.algorithms.objective import count_denominators
 
-    return asdict(count_normalisers(rows, 12.0))
+    return asdict(count_denominators(rows, 12.0))
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,24 @@ def child():
 
 
 def test_a_process_is_known_by_its_number_and_its_start(child) -> None:
-    start = processes.born(child.pid)
+    start = processes.process_start_time(child.pid)
     assert start > 0 and processes.alive(child.pid, start)
     assert not processes.alive(child.pid, start - 500), "an earlier one that had the number"
-    assert processes.identity() == (os.getpid(), processes.born(os.getpid()), processes.namespace())
+    assert processes.identity() == (
+        os.getpid(),
+        processes.process_start_time(os.getpid()),
+        processes.namespace(),
+    )
 
 
 def test_one_that_has_ended_does_not_live(child) -> None:
-    start = processes.born(child.pid)
+    start = processes.process_start_time(child.pid)
     child.kill()
-    while processes.born(child.pid):
+    while processes.process_start_time(child.pid):
         time.sleep(0.01)
     assert not processes.alive(child.pid, start), "a zombie"
     child.wait()
-    assert processes.born(child.pid) == 0 and not processes.alive(child.pid, start)
+    assert processes.process_start_time(child.pid) == 0 and not processes.alive(child.pid, start)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own count")
@@ -43,12 +47,12 @@ def test_setting_the_clock_makes_nobody_another_process(child, monkeypatch) -> N
     """The time of the machine's start, as the kernel tells it, moves with the clock."""
     from psutil import _pslinux
 
-    start, booted = processes.born(child.pid), psutil.boot_time()
+    start, booted = processes.process_start_time(child.pid), psutil.boot_time()
     monkeypatch.setattr(_pslinux, "boot_time", lambda: booted + 3)
     assert processes.alive(child.pid, start)
 
 
 def test_without_proc_the_clock_will_have_to_do(child, monkeypatch) -> None:
     monkeypatch.setattr(processes.os.path, "isdir", lambda path: False)
-    start = processes.born(child.pid)
+    start = processes.process_start_time(child.pid)
     assert abs(start / 100 - time.time()) < 60 and processes.alive(child.pid, start)

@@ -70,7 +70,7 @@ def test_a_later_process_with_the_number_is_not_asked_for_it_would_end(child) ->
 def test_a_summary_tells_a_rank_that_waits_from_one_that_hangs() -> None:
     waits = """Thread 0x1 (most recent call first):
   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_gather
-  File "/x/verl/engine/training/agree.py", line 5 in exchange
+  File "/x/verl/engine/training/agree.py", line 5 in all_gather_json
 """
     hangs = 'Thread 0x1 (most recent call first):\n  File "/x/verl/worker/execute.py", line 7 in update\n'
     idle = 'Thread 0x2 (most recent call first):\n  File "/x/verl/controller/ray/hosts.py", line 31 in stay\n'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-from verl.controller.ray.placement import share_cores
+from verl.workers.ray.placement import share_cores
 
 
 def pool(per_node: int, *nodes: str) -> Any:

@@ -17,8 +17,8 @@ from verl.errors import UserError
 from verl.platform import limits
 
 pytest.importorskip("ray", reason="Ray is not installed")
-from verl.controller.ray import nodes
-from verl.controller.ray.nodes import Wanted
+from verl.workers.ray import nodes
+from verl.workers.ray.nodes import Wanted
 
 HUB = "somebody/tiny"
 
@@ -133,7 +133,7 @@ def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:
 
 
 def agents(monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any] | None, here: bool = True) -> nodes.Agents:
-    """Agents of the driver's node, and of one more that answers `theirs`."""
+    """Agents of the driver's node, and of one more that responses `theirs`."""
     one = object.__new__(nodes.Agents)
     one._own, one._works_here = "own", here
     one._nodes = {"far": SimpleNamespace(address="10.0.0.2")} if theirs is not None else {}

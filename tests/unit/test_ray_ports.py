@@ -23,7 +23,7 @@ SCRIPT = textwrap.dedent(
     """
     import json, psutil
     from verl.config import load
-    from verl.controller.ray.cluster import Cluster, worker_environment
+    from verl.workers.ray.cluster import Cluster, worker_environment
     cluster = Cluster(load([{override}]), "cpu")
     import ray
     @ray.remote(num_cpus=0)
@@ -84,7 +84,7 @@ def test_so_are_all_ports_of_a_run_of_two_ranks(tmp_path: Path) -> None:
                     continue  # it has ended
             time.sleep(0.5)
     assert run.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert any("TrainHost" in name for name, _ in seen) and any("SamplerHost" in name for name, _ in seen)
+    assert any("TrainWorker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
     assert not outside(sorted(seen))
 
 
@@ -92,7 +92,7 @@ OPTIONS = textwrap.dedent(
     """
     import json, sys
     from verl.config import load
-    from verl.controller.ray.cluster import Cluster, worker_environment
+    from verl.workers.ray.cluster import Cluster, worker_environment
     cluster = Cluster(load(sys.argv[1:]), "cpu")
     import ray
     @ray.remote(num_cpus=0)
@@ -131,8 +131,8 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
 
 def test_an_option_that_ray_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.config import load
-    from verl.controller.ray.cluster import Cluster
     from verl.errors import UserError
+    from verl.workers.ray.cluster import Cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match=r"ray\.init refused .*\(port=6379\): .*port"):
@@ -150,16 +150,18 @@ def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(
 
     from tests.ray_cluster import cluster_of
     from verl.config import load
-    from verl.controller.ray.hosts import TrainActor
-    from verl.controller.ray.workers import Group, Worker
     from verl.errors import UserError
+    from verl.workers.ray.actors import TrainActor
+    from verl.workers.ray.worker_group import RayWorkerGroup, WorkerHandle
 
     plain = json.loads(json.dumps(load(["trainer.device=cpu"]).to_dict(), default=str))
     with cluster_of(1) as cluster, socket.create_server(("127.0.0.1", 0)) as taken:
         ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         try:
             handles = [TrainActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
-            group = Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
+            group = RayWorkerGroup(
+                [WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)]
+            )
             group.call("facts")
             port, before = taken.getsockname()[1], time.monotonic()
             with pytest.raises(UserError, match=rf"rank 0 of 2 cannot meet .* 127\.0\.0\.1:{port}: .*in use"):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed")
-from verl.controller.ray import roles
-from verl.controller.ray.workers import WorkerFailed
+from verl.workers.ray import build
+from verl.workers.ray.worker_group import WorkerFailed
 
 
 class Silent:
-    """A `Group` whose workers never answer."""
+    """A `RayWorkerGroup` whose workers never response."""
 
     def __init__(self, workers: list[Any]):
         self.workers = workers
@@ -29,12 +29,12 @@ def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_t
     ended: list[Any] = []
     handle = SimpleNamespace()
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: handle))
-    monkeypatch.setattr(roles, "SamplerActor", actor)
-    monkeypatch.setattr(roles, "Group", Silent)
-    monkeypatch.setattr(roles, "end_workers", ended.extend)
+    monkeypatch.setattr(build, "RolloutActor", actor)
+    monkeypatch.setattr(build, "RayWorkerGroup", Silent)
+    monkeypatch.setattr(build, "end_workers", ended.extend)
     cluster: Any = SimpleNamespace(nodes=list)
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
-    starter = roles._Starter({}, 0, {}, "here", [], pool, 0, cluster)
+    starter = build._Starter({}, 0, {}, "here", [], pool, 0, cluster)
     with pytest.raises(WorkerFailed, match="within 180 s"):
         starter()
     assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"

@@ -1,4 +1,4 @@
-"""The loop with groups in flight across updates: staleness, continued answers, order, positions, in virtual time."""
+"""The loop with groups in flight across updates: staleness, continued responses, order, positions, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from verl.config import load
 from verl.data.stream import PromptStream
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
-from verl.rollout.background import BackgroundLoop
-from verl.rollout.draws import Draws
-from verl.rollout.requests import Requests
-from verl.rollout.rollouts import Rollouts, RolloutSettings, answer_seed
+from verl.rollout.event_loop import BackgroundLoop
+from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
+from verl.rollout.resumable import ResumableGeneration
+from verl.rollout.schedule import PromptSchedule
 from verl.tracking.timer import Phases
 from verl.trainer.ppo_trainer import Parts, PPOTrainer
 from verl.trajectory import Batch, Prompt
 from verl.weight_sync.base import SyncResult
-from verl.worker.plan import UpdateResult
+from verl.workers.plan import UpdateResult
 
 BATCH, N = 4, 2
 
@@ -95,7 +95,7 @@ class Run:
             ]
         )  # fmt: skip
         settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
-        rollouts = Rollouts(engine, settings_, decode=lambda ids: "", on_finished=self._score)
+        rollouts = RolloutManager(engine, settings_, decode=lambda ids: "", on_finished=self._score)
         rewards = Space(score_batch=self._nothing, check_errors=lambda batch: {})
         parts = Parts(
             stream=self.stream, rollouts=rollouts, rewards=rewards, actor=self, reference=None, kl_controller=None,
@@ -134,11 +134,11 @@ class Run:
 
 
 def lengths(seed: int) -> int:
-    """Long-tailed: most answers have 3 to 10 tokens, some up to 60."""
+    """Long-tailed: most responses have 3 to 10 tokens, some up to 60."""
     return 3 + seed % 8 + (50 if seed % 11 == 0 else 0)
 
 
-def answers(run: Run) -> list[list[tuple[str, int, list[int]]]]:
+def responses(run: Run) -> list[list[tuple[str, int, list[int]]]]:
     return [[(t.uid, t.index, t.response_ids.tolist()) for t in batch] for batch in run.batches]
 
 
@@ -162,13 +162,13 @@ def test_staleness_is_bounded_and_order_is_that_of_the_draws(tmp_path, staleness
 def test_an_interrupted_answer_is_what_it_would_have_been(tmp_path) -> None:
     whole = Run(tmp_path, 0, TimedEngine(lengths)).go()
     parts = Run(tmp_path, 2, TimedEngine(lengths)).go()
-    assert answers(parts) == answers(whole)
+    assert responses(parts) == responses(whole)
     carried = [t for batch in parts.batches for t in batch if t.extra.get("interruptions")]
     assert carried and any(len(t.versions) > 1 for t in carried)
     for t in carried:
         expected = {TimedEngine.log_prob(v) for v in t.versions}
         assert set(t.rollout_log_probs.tolist()) == {float(np.float32(x)) for x in expected}
-        seed = answer_seed(3, t.uid, t.index)
+        seed = response_seed(3, t.uid, t.index)
         assert t.response_ids.tolist() == [TimedEngine.token(seed, j) for j in range(lengths(seed))]
         assert np.all(np.diff(t.rollout_log_probs) <= 0), "oldest version first"
     assert all("interruptions" not in t.extra for batch in whole.batches for t in batch)
@@ -183,7 +183,7 @@ def test_continued_requests_share_no_prefix_cache_but_untouched_ones_do(tmp_path
 
 
 def test_sampling_runs_while_the_trainer_computes(tmp_path) -> None:
-    """Updates of 30 s, answers of about 10: hidden behind each other one step takes the longer of the two."""
+    """Updates of 30 s, responses of about 10: hidden behind each other one step takes the longer of the two."""
     engines = [TimedEngine(lambda seed: 10) for _ in range(2)]
     sync, ahead = (Run(tmp_path, k, e, update_s=30.0).go() for k, e in enumerate(engines))
     steps = [np.diff(run.ended) for run in (sync, ahead)]
@@ -191,7 +191,7 @@ def test_sampling_runs_while_the_trainer_computes(tmp_path) -> None:
 
 
 def test_more_staleness_hides_longer_stragglers(tmp_path) -> None:
-    """A few answers of 60 tokens among answers of 5, and updates of 8 seconds."""
+    """A few responses of 60 tokens among responses of 5, and updates of 8 seconds."""
 
     def length(seed: int) -> int:
         return 60 if seed % 13 == 0 else 5
@@ -243,21 +243,21 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
 
     stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True, sampler=Learning(range(20)))
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
-        Draws(stream, max_staleness=1, last_step=3)
-    Draws(stream, max_staleness=0, last_step=3)
+        PromptSchedule(stream, max_staleness=1, last_step=3)
+    PromptSchedule(stream, max_staleness=0, last_step=3)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 7))
 def test_draws_never_run_past_the_bound(ahead: int, first: int, last: int) -> None:
     stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
-    draws = Draws(stream, max_staleness=ahead, last_step=last)
+    draws = PromptSchedule(stream, max_staleness=ahead, last_step=last)
     begun = first - 1
     for step in range(first, last + 1):
         begun += len(draws.due(step)) // BATCH
         assert begun == max(first - 1, min(step + ahead, last)) and draws.due(step) == []
     with pytest.raises(ValueError, match="max_staleness=-1"):
-        Draws(stream, max_staleness=-1, last_step=1)
+        PromptSchedule(stream, max_staleness=-1, last_step=1)
 
 
 def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:
@@ -270,16 +270,16 @@ def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:
 
     async def go():
         engine = Late(lambda seed: 4)
-        requests = Requests(engine, asyncio.get_running_loop().time)
-        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
+        requests = ResumableGeneration(engine, asyncio.get_running_loop().time)
+        response = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
         await asyncio.sleep(0.1)
         assert await requests.pause() == 1 and not engine.under_way
         engine.load_weights((), 9)
         late = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=6), request_id="b"))
         await asyncio.sleep(50)
-        assert not late.done() and not answer.done(), "nothing runs while paused"
+        assert not late.done() and not response.done(), "nothing runs while paused"
         requests.resume()
-        done = await asyncio.gather(answer, late)
+        done = await asyncio.gather(response, late)
         return done, requests.busy()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -292,27 +292,27 @@ def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:
 def test_an_abort_that_nobody_paused_for_is_handed_on() -> None:
     async def go():
         engine = TimedEngine(lambda seed: 9)
-        requests = Requests(engine)
-        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
+        requests = ResumableGeneration(engine)
+        response = asyncio.ensure_future(requests.generate([1], SamplingParams(8, seed=5), request_id="a"))
         await asyncio.sleep(3.5)
         engine.abort()
-        return await answer
+        return await response
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         completion = runner.run(go())
     assert completion.finish_reason == "abort" and len(completion.token_ids) == 3 and completion.parts == 1
 
 
-def test_the_budget_is_that_of_the_whole_answer() -> None:
+def test_the_budget_is_that_of_the_whole_response() -> None:
     async def go():
         engine = TimedEngine(lambda seed: 100)
-        requests = Requests(engine)
-        answer = asyncio.ensure_future(requests.generate([1], SamplingParams(7, seed=5), request_id="a"))
+        requests = ResumableGeneration(engine)
+        response = asyncio.ensure_future(requests.generate([1], SamplingParams(7, seed=5), request_id="a"))
         for _ in range(3):
             await asyncio.sleep(2.5)
             await requests.pause()
             requests.resume()
-        return await answer
+        return await response
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         completion = runner.run(go())

@@ -1,4 +1,4 @@
-"""Answers carried on with new weights by the embedded sampler, which holds a model of its own."""
+"""Responses carried on with new weights by the embedded sampler, which holds a model of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
-from verl.rollout.background import BackgroundLoop
-from verl.rollout.requests import Requests
-from verl.rollout.rollouts import Rollouts, RolloutSettings
+from verl.rollout.event_loop import BackgroundLoop
+from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.rollout.resumable import ResumableGeneration
 from verl.trajectory import Prompt
 
 DRAWN = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, repetition_penalty=1.1)
@@ -51,7 +51,7 @@ def prompt(number: int) -> list[int]:
     return torch.randint(0, 256, (9 + number,), generator=torch.Generator().manual_seed(number)).tolist()
 
 
-async def answers(requests: Requests, count: int) -> list[Any]:
+async def responses(requests: ResumableGeneration, count: int) -> list[Any]:
     calls = [
         requests.generate(prompt(i // 2), DRAWN if i else DRAWN_PLAIN, request_id=f"r{i}", group=f"g{i // 2}")
         for i in range(count)
@@ -63,11 +63,11 @@ DRAWN_PLAIN = SamplingParams(max_tokens=48, ignore_eos=True, seed=11)
 
 
 def interrupted(engine: NativeEngine, weights: list[Any], count: int = 4) -> list[Any]:
-    """Sample `count` answers, with a pause and new weights each time some tokens more are there."""
+    """Sample `count` responses, with a pause and new weights each time some tokens more are there."""
 
     async def go() -> list[Any]:
-        requests = Requests(engine)
-        work = asyncio.ensure_future(answers(requests, count))
+        requests = ResumableGeneration(engine)
+        work = asyncio.ensure_future(responses(requests, count))
         for number, model in enumerate(weights, 1):
             for _ in range(13):
                 await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def interrupted(engine: NativeEngine, weights: list[Any], count: int = 4) -> lis
 
 
 def test_with_the_same_weights_a_pause_changes_nothing(trained: Any) -> None:
-    whole = asyncio.run(answers(Requests(engine_of(trained)), 4))
+    whole = asyncio.run(responses(ResumableGeneration(engine_of(trained)), 4))
     parts = interrupted(engine_of(trained), [None, None])
     for one, other in zip(whole, parts, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and other.parts == 3
@@ -93,7 +93,7 @@ def test_each_part_is_sampled_from_the_weights_of_its_time(trained: Any) -> None
     """Teacher-forced log-probs under each version: every token's recorded one is that of its own version."""
     models = [trained, changed(trained, 1), changed(trained, 2)]
     done = interrupted(engine_of(trained), models[1:])
-    ids, logs = done[0].token_ids, done[0].log_probs  # the answer without repetition penalty, temperature 1
+    ids, logs = done[0].token_ids, done[0].log_probs  # the response without repetition penalty, temperature 1
     under = []
     for model in models:
         with torch.no_grad():
@@ -117,7 +117,7 @@ def test_the_sampler_works_while_this_thread_does_something_else(trained: Any) -
 
     prompts = [Prompt(uid=f"0:{i}@0", ids=np.array(prompt(i)), messages="q", row=i) for i in range(4)]
     with BackgroundLoop() as loop:
-        rollouts = Rollouts(engine, settings, decode=str, on_finished=score)
+        rollouts = RolloutManager(engine, settings, decode=str, on_finished=score)
         loop.run(rollouts.begin(prompts[:2]))
         deadline = time.monotonic() + 30
         while rollouts.buffer.counts["done"] < 2 and time.monotonic() < deadline:

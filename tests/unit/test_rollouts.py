@@ -1,4 +1,4 @@
-"""Rollouts: groups in draw order, scoring that starts early, answers that are lost, seeds."""
+"""RolloutManager: groups in draw order, scoring that starts early, responses that are lost, seeds."""
 
 import asyncio
 
@@ -8,12 +8,12 @@ import pytest
 from tests.counting import instructions
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
-from verl.rollout.rollouts import RolloutError, Rollouts, RolloutSettings, answer_seed
+from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
 from verl.trajectory import Prompt, Trajectory
 
 
 class Scripted(RolloutEngine):
-    """Finishes answers in reverse order of submission; `fail` names requests that raise."""
+    """Finishes responses in reverse order of submission; `fail` names requests that raise."""
 
     version = 7
 
@@ -46,14 +46,14 @@ def _prompts(count: int) -> list[Prompt]:
     return [Prompt(uid=f"0:{i}@0", ids=np.arange(i + 1), messages="q", row=i) for i in range(count)]
 
 
-def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) -> Rollouts:
+def _rollouts(engine: RolloutEngine, scored: list[str], n: int = 2, **kwargs) -> RolloutManager:
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
         scored.append(f"{trajectory.uid}#{trajectory.index}")
         trajectory.score = 1.0
 
     settings = RolloutSettings(SamplingParams(max_tokens=8), n=n, seed=3, **kwargs)
-    return Rollouts(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+    return RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
 
 
 def test_answers_come_back_in_draw_order_and_scored() -> None:
@@ -115,7 +115,7 @@ def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     assert t.score == 0.25 and scored == [] and t.num_turns == 4
     assert t.rollout_log_probs[3] == 0 and t.policy_tokens == 6
     assert len({request for request, *_ in engine.calls}) == 2, (
-        "every call of an answer has its own request id"
+        "every call of a response has its own request id"
     )
 
 
@@ -147,7 +147,7 @@ def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
 
 
 class Worded(Scripted):
-    """Answers of `length` tokens whose text came with them."""
+    """Responses of `length` tokens whose text came with them."""
 
     def __init__(self, length: int = 3):
         super().__init__()
@@ -172,7 +172,7 @@ class Changing(agent_loop.AgentLoopBase):
         return agent_loop.AgentLoopOutput(row["prompt_ids"], given, [1] * len(given))
 
 
-def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_answers() -> None:
+def test_a_text_that_came_with_an_answer_is_taken_if_it_is_the_responses() -> None:
     decoded: list[list[int]] = []
 
     def decode(ids: np.ndarray) -> str:
@@ -194,7 +194,7 @@ def test_an_answer_costs_the_driver_the_same_however_long_it_is() -> None:
     """Nothing is decoded, and no loop of Python visits the tokens."""
 
     def decode(ids: np.ndarray) -> str:
-        raise AssertionError("the text came with the answer")
+        raise AssertionError("the text came with the response")
 
     def cost(length: int) -> int:
         async def go() -> None:
@@ -225,5 +225,5 @@ def test_unknown_loops_are_named() -> None:
 
 
 def test_seeds_depend_on_each_part() -> None:
-    seeds = {answer_seed(s, u, i) for s in (0, 1) for u in ("0:1@0", "0:1@1") for i in (0, 1)}
+    seeds = {response_seed(s, u, i) for s in (0, 1) for u in ("0:1@0", "0:1@1") for i in (0, 1)}
     assert len(seeds) == 8 and all(0 <= s < 2**63 for s in seeds)

@@ -1,4 +1,4 @@
-"""A sampler host without a model: the texts that leave with the answers are those that the driver would decode."""
+"""A sampler host without a model: the texts that leave with the responses are those that the driver would decode."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ import pytest
 
 from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.weight_sync_processes import channel_name, check_clean, weights
-from verl.controller import wire
 from verl.data.tokenizer import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
-from verl.rollout.requests import Requests
+from verl.rollout.resumable import ResumableGeneration
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.shared_memory import BucketSender
-from verl.worker.sampler_host import SamplerHost
+from verl.workers import request_codec
+from verl.workers.rollout_worker import RolloutWorker
 
 
 class Given(RolloutEngine):
-    """Answers a request with the ids it was given for it, at once; those of `cut` when the request is stopped."""
+    """Responses a request with the ids it was given for it, at once; those of `cut` when the request is stopped."""
 
     version = 1
 
@@ -45,17 +45,17 @@ class Given(RolloutEngine):
 
 
 class Pool(Given):
-    """The driver's end of one host, as `SamplerPool` is, without Ray; one request at a time."""
+    """The driver's end of one host, as `ReplicaPool` is, without Ray; one request at a time."""
 
-    def __init__(self, host: SamplerHost):
+    def __init__(self, host: RolloutWorker):
         self.host = host
 
     async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
-        ask = wire.Ask(request_id, np.asarray(prompt_ids), sampling, group)
-        await self.host.submit(wire.encode_asks([ask]))
-        (answer,) = wire.decode_answers(await self.host.results(5.0))
-        assert answer.completion is not None, answer.error
-        return answer.completion
+        ask = request_codec.GenerateRequest(request_id, np.asarray(prompt_ids), sampling, group)
+        await self.host.submit(request_codec.encode_requests([ask]))
+        (response,) = request_codec.decode_results(await self.host.results(5.0))
+        assert response.completion is not None, response.error
+        return response.completion
 
     def abort(self, request_ids=None):
         self.host.engine.abort(request_ids)
@@ -83,13 +83,13 @@ def merged_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=SPECIAL[1], pad_token=SPECIAL[0])
 
 
-def _host(tokenizer: Any, engine: RolloutEngine) -> SamplerHost:
-    host = SamplerHost({}, 0)
+def _host(tokenizer: Any, engine: RolloutEngine) -> RolloutWorker:
+    host = RolloutWorker({}, 0)
     host._engine, host._decode = engine, partial(text_of, tokenizer)
     return host
 
 
-def _answers(tokenizer: Any) -> Iterable[np.ndarray]:
+def _responses(tokenizer: Any) -> Iterable[np.ndarray]:
     """Random ids, ids past the vocabulary's end, characters cut in the middle, special tokens, nothing."""
     rng = np.random.default_rng(0)
     size = len(tokenizer)
@@ -114,7 +114,7 @@ def test_texts_are_those_of_the_tokenizer_without_special_tokens(
 ) -> None:
     tokenizer = request.getfixturevalue(name)
     monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", cleaned)
-    ids = {str(i): found.astype(np.int64) for i, found in enumerate(_answers(tokenizer))}
+    ids = {str(i): found.astype(np.int64) for i, found in enumerate(_responses(tokenizer))}
 
     async def go() -> dict[str, Completion]:
         pool = Pool(_host(tokenizer, Given(ids)))
@@ -144,7 +144,7 @@ def test_a_stopped_answer_has_no_text_and_one_that_goes_on_the_whole_text(byte_t
     sampling = SamplingParams(max_tokens=9)
 
     async def go() -> tuple[Completion, Completion]:
-        requests = Requests(Pool(host))
+        requests = ResumableGeneration(Pool(host))
         work = asyncio.ensure_future(requests.generate(np.arange(3), sampling, request_id="a"))
         await asyncio.sleep(0)
         assert await requests.pause() == 1
@@ -164,14 +164,16 @@ def test_an_answer_that_began_elsewhere_has_no_text(byte_tokenizer: Any) -> None
     async def go() -> tuple[Completion, Completion]:
         pool = Pool(_host(byte_tokenizer, Given({"a": np.array([74])})))
         given = await pool.generate(np.array([71, 72, 73]), sampling, request_id="a")
-        return given, await Requests(pool).generate(np.array([71, 72, 73]), sampling, request_id="a")
+        return given, await ResumableGeneration(pool).generate(
+            np.array([71, 72, 73]), sampling, request_id="a"
+        )
 
     given, kept = asyncio.run(go())
     assert given.text == byte_tokenizer.decode([72, 73, 74]) and kept.text is None
 
 
 class Dying(Given):
-    """Answers the first request, then dies; loads fail, with the engine if `fatal`."""
+    """Responses the first request, then dies; loads fail, with the engine if `fatal`."""
 
     gone, fatal = False, True
 
@@ -197,11 +199,16 @@ def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any
     host = _host(byte_tokenizer, Dying({"first": np.array([72])}))
 
     async def go() -> None:
-        asks = [wire.Ask(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ("first", "b", "c")]
+        asks = [
+            request_codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4))
+            for name in ("first", "b", "c")
+        ]
         await host.alive()
-        await host.submit(wire.encode_asks(asks))
-        (answer,) = wire.decode_answers(await host.results(5.0))
-        assert (answer.id, answer.error) == ("first", None), "no request has the engine's death for an answer"
+        await host.submit(request_codec.encode_requests(asks))
+        (response,) = request_codec.decode_results(await host.results(5.0))
+        assert (response.id, response.error) == ("first", None), (
+            "no request has the engine's death for a response"
+        )
         for call in (host.results(5.0), host.results(5.0), host.alive()):
             with pytest.raises(EngineDead, match=r"its engine died \(RuntimeError: core stopped\)"):
                 await call
@@ -216,7 +223,11 @@ def test_a_death_while_answers_are_waited_for_ends_the_wait(byte_tokenizer: Any)
     async def go() -> None:
         waiting = asyncio.create_task(host.results(30.0))
         await asyncio.sleep(0.05)
-        await host.submit(wire.encode_asks([wire.Ask("b", np.arange(2), SamplingParams(max_tokens=4))]))
+        await host.submit(
+            request_codec.encode_requests(
+                [request_codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))]
+            )
+        )
         with pytest.raises(EngineDead, match="core stopped"):
             await asyncio.wait_for(waiting, 5)
 
@@ -278,7 +289,7 @@ def test_a_transfer_that_never_began_ends_before_the_next_one(byte_tokenizer: An
 
 
 def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> None:
-    """400 answers that end one by one leave in a few calls, a single one at once."""
+    """400 responses that end one by one leave in a few calls, a single one at once."""
 
     class Slow(Given):
         async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
@@ -289,11 +300,13 @@ def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> N
     host = _host(byte_tokenizer, Slow(ids))
 
     async def go() -> list[int]:
-        asks = [wire.Ask(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
-        await host.submit(wire.encode_asks(asks))
+        asks = [
+            request_codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids
+        ]
+        await host.submit(request_codec.encode_requests(asks))
         sizes: list[int] = []
         while sum(sizes) < 400:
-            sizes.append(len(wire.decode_answers(await host.results(5.0))))
+            sizes.append(len(request_codec.decode_results(await host.results(5.0))))
         return sizes
 
     sizes = asyncio.run(go())

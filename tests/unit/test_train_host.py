@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.algorithms.objective import Normalisers, count_normalisers
-from verl.controller import transport
+from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.engine.training.base import StepResult
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Trajectory
-from verl.worker.train_host import TrainHost
+from verl.workers import codec
+from verl.workers.train_worker import TrainWorker
 
 
 def rows(count: int, length: int = 3) -> list[Trajectory]:
@@ -33,7 +33,7 @@ def rows(count: int, length: int = 3) -> list[Trajectory]:
 
 
 def counts() -> dict[str, Any]:
-    return asdict(count_normalisers(rows(4), 1.0))
+    return asdict(count_denominators(rows(4), 1.0))
 
 
 def on_device(*, optimizer: bool = False) -> Any:
@@ -41,9 +41,9 @@ def on_device(*, optimizer: bool = False) -> Any:
 
 
 @pytest.fixture
-def host() -> TrainHost:
+def host() -> TrainWorker:
     """Without `__init__`, which asks for a whole configuration."""
-    one = TrainHost.__new__(TrainHost)
+    one = TrainWorker.__new__(TrainWorker)
     one.rank, one.world, one.actor = 0, 1, SimpleNamespace(on_device=on_device)  # type: ignore[assignment]
     actor = SimpleNamespace(actor=None, rollout=SimpleNamespace(nnodes=0))
     one.config = SimpleNamespace(  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def host() -> TrainHost:
 
 
 def test_every_mini_batch_brings_the_log_probs_of_its_own_rows(
-    host: TrainHost, monkeypatch: pytest.MonkeyPatch
+    host: TrainWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step may come as several calls; what the first one computed must not hide what the second one does."""
 
@@ -63,21 +63,21 @@ def test_every_mini_batch_brings_the_log_probs_of_its_own_rows(
             row.entropy = -row.old_log_probs
         return StepResult({}, 1.0, tokens=1)
 
-    monkeypatch.setattr("verl.worker.execute.update", update)
+    monkeypatch.setattr("verl.workers.execute.update", update)
     mine = rows(4)
     columns = ["loss_mask", "advantages"]
-    host.take_rows(transport.encode(mine, columns))
+    host.take_rows(codec.encode(mine, columns))
     for part in ([0, 1], [2, 3]):
-        mini = {"rows": np.array(part), "normalisers": counts()}
-        answer = host.update({}, [mini], 1.0)
-        transport.fill(mine, answer["columns"])
+        mini = {"rows": np.array(part), "denominators": counts()}
+        response = host.update({}, [mini], 1.0)
+        codec.fill(mine, response["columns"])
         for place in part:
             assert np.array_equal(mine[place].old_log_probs, mine[place].response_ids)
             assert np.array_equal(mine[place].entropy, -mine[place].response_ids)
     assert all(row.old_log_probs is not None for row in mine)
 
 
-def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_fails_gathers_to_the_end(host: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering is a collective: the other ranks would wait for ever, or pair with the next one."""
     gathered: list[str] = []
 
@@ -87,11 +87,11 @@ def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: 
             yield name, None
 
     host.actor = SimpleNamespace(  # type: ignore[assignment]
-        named_weights=weights, on_device=on_device, give_back=lambda: None
+        named_weights=weights, on_device=on_device, release_cached_memory=lambda: None
     )
     engine = SimpleNamespace(update_weights_bucket_megabytes=1, backend="naive")
     host.config.actor_rollout_ref.rollout.checkpoint_engine = engine
-    monkeypatch.setattr("verl.worker.build.adapter_moves", lambda config: False)
+    monkeypatch.setattr("verl.workers.build.adapter_moves", lambda config: False)
 
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -103,7 +103,7 @@ def test_a_transfer_that_fails_gathers_to_the_end(host: TrainHost, monkeypatch: 
 
 
 def test_columns_of_a_mini_batch_that_was_left_out_are_sent_with_the_next() -> None:
-    ray_training = pytest.importorskip("verl.controller.ray.training", reason="Ray is not installed")
+    ray_training = pytest.importorskip("verl.workers.ray.training", reason="Ray is not installed")
     sent: list[list[str]] = []
 
     def call(method: str, *args: Any, each: Any = None, doing: str = "") -> list[Any]:
@@ -112,7 +112,7 @@ def test_columns_of_a_mini_batch_that_was_left_out_are_sent_with_the_next() -> N
 
     training = SimpleNamespace(
         call=call,
-        fill=lambda placed, answers: None,
+        fill=lambda placed, responses: None,
         each=lambda payloads: [(payload,) for payload in payloads],
         dp_ranks=[0],
         dp_size=1,
@@ -122,10 +122,10 @@ def test_columns_of_a_mini_batch_that_was_left_out_are_sent_with_the_next() -> N
     group = ray_training.ActorGroup(training, "")
     batch = Batch(rows(4))
     placed = ray_training.Placed(batch, [list(batch)], set())
-    from verl.worker.plan import MiniBatch
+    from verl.workers.plan import MiniBatch
 
     def mini(some: list[Trajectory], usable: bool) -> MiniBatch:
-        return MiniBatch(some, some if usable else [], Normalisers(**counts()), [None] * len(some))
+        return MiniBatch(some, some if usable else [], LossDenominators(**counts()), [None] * len(some))
 
     assert group._execute([mini(list(batch)[:2], False)], placed)[0][1] is None
     assert not sent and not placed.known

@@ -15,11 +15,11 @@ from tests.unit.test_checkpoint_seal import Events, content, parts_for
 from verl.checkpoint import CheckpointError, newest, write
 from verl.checkpoint.remote import RemoteCopies
 from verl.tracking.step_metrics import Counters
-from verl.trainer.health import broken
+from verl.trainer.health import has_nonfinite_log_probs
 from verl.trainer.refused import RefusedSteps, TooManyRefused
 from verl.trainer.storage import Storage
 from verl.trajectory import Prompt, Trajectory
-from verl.worker.actor import Refusal, UpdateResult
+from verl.workers.actor import Refusal, UpdateResult
 
 
 class Records:
@@ -185,7 +185,7 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
     assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
 
 
-# ------------------------------------------------------------------------------------------ broken weights
+# ------------------------------------------------------------------------------------------ has_nonfinite_log_probs weights
 
 
 def row(uid: str, length: int) -> Trajectory:
@@ -205,9 +205,11 @@ def test_weights_are_asked_about_the_longest_row() -> None:
         asked.append(t.length)
         return np.where(np.arange(t.length) == 4, np.nan, -1.0)
 
-    assert "optim.lr" in broken(log_probs, [row("a", 0), row("b", 2), row("c", 5)], "actor.optim.lr")
-    assert broken(log_probs, [row("a", 0), row("b", 2)], "lr") == ""
-    assert broken(log_probs, [row("a", 0)], "lr") == ""
+    assert "optim.lr" in has_nonfinite_log_probs(
+        log_probs, [row("a", 0), row("b", 2), row("c", 5)], "actor.optim.lr"
+    )
+    assert has_nonfinite_log_probs(log_probs, [row("a", 0), row("b", 2)], "lr") == ""
+    assert has_nonfinite_log_probs(log_probs, [row("a", 0)], "lr") == ""
     assert asked == [5, 2]
 
 

@@ -42,8 +42,8 @@ def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch
 def test_no_model_is_loaded_with_a_transformers_that_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.engine.training.meta_init import build
-    from verl.engine.training.model import load_config, load_model
+    from verl.models.load import load_config, load_model
+    from verl.models.meta_init import build
 
     model = tiny_model(tmp_path / "model", "qwen3")
     pretend(monkeypatch, transformers="5.2.4")
@@ -55,7 +55,7 @@ def test_no_model_is_loaded_with_a_transformers_that_has_one(
 def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     from verl.config import load
-    from verl.controller.ray.cluster import Cluster
+    from verl.workers.ray.cluster import Cluster
 
     monkeypatch.setattr(ray, "__version__", "2.53.1")
     with pytest.raises(UserError, match=r"ray 2\.53\.1 .*security"):

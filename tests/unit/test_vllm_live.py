@@ -1,4 +1,4 @@
-"""What vLLM says of an answer: log-probs as flat lists, or one dict per token."""
+"""What vLLM says of a response: log-probs as flat lists, or one dict per token."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Flat:
     ids=["dicts", "flat", "flat with others before", "flat with others after"],
 )  # fmt: skip
 def test_log_probs_are_the_sampled_tokens(rows: Any) -> None:
-    answer = SimpleNamespace(token_ids=IDS, logprobs=rows, finish_reason="length")
-    done = Live("a", [1], [0]).completion(SimpleNamespace(outputs=[answer]))
+    response = SimpleNamespace(token_ids=IDS, logprobs=rows, finish_reason="length")
+    done = Live("a", [1], [0]).completion(SimpleNamespace(outputs=[response]))
     assert done.token_ids.tolist() == IDS and done.log_probs.tolist() == [-1.0, -2.0, -3.0]
 
 
 def test_tokens_without_log_probs_are_an_error() -> None:
-    answer = SimpleNamespace(token_ids=IDS, logprobs=None, finish_reason="stop")
+    response = SimpleNamespace(token_ids=IDS, logprobs=None, finish_reason="stop")
     with pytest.raises(RuntimeError, match="without their log-probs"):
-        Live("a", [1], [0]).completion(SimpleNamespace(outputs=[answer]))
+        Live("a", [1], [0]).completion(SimpleNamespace(outputs=[response]))

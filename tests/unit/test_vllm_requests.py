@@ -1,4 +1,4 @@
-"""Parts of the vLLM engine that need no vLLM: answers that go on, batch calls that fail, transfers that take long."""
+"""Parts of the vLLM engine that need no vLLM: responses that go on, batch calls that fail, transfers that take long."""
 
 from __future__ import annotations
 

@@ -12,21 +12,21 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed")
 
 from tests.weight_sync_processes import channel_name
-from verl.controller.ray import sync
-from verl.controller.ray.routes import by_device, by_node
-from verl.controller.ray.sampler_pool import Host
 from verl.platform import handles
 from verl.weight_sync.trial import attempt, offer
+from verl.workers.ray import remote_weight_sync
+from verl.workers.ray.replicas import Replica
+from verl.workers.ray.transfer_plan import by_device, by_node
 
 
-def host(number: int, node: str, devices: list[str], worker: Any = None) -> Host:
-    one = Host(number, lambda: None, worker, node)  # type: ignore[arg-type, return-value]
+def host(number: int, node: str, devices: list[str], worker: Any = None) -> Replica:
+    one = Replica(number, lambda: None, worker, node)  # type: ignore[arg-type, return-value]
     one.readers = [(100 * number + i, 1, 7) for i in range(len(devices))]
     one.devices = devices
     return one
 
 
-def check(routes: Any, hosts: list[Host]) -> None:
+def check(routes: Any, hosts: list[Replica]) -> None:
     """Every process of every host is exactly one reader of a channel that exactly one side writes."""
     written = {w[0]: w[1] for w in [*routes.writes, *routes.relayed.values()] if w is not None}
     assert len(written) == sum(w is not None for w in [*routes.writes, *routes.relayed.values()])
@@ -53,7 +53,7 @@ def test_runs_on_the_same_nodes_whose_drivers_have_the_same_process_id_do_not_me
     hosts = [host(0, "A", [""])]
 
     def channels() -> set[str]:
-        run = sync.ChannelSync(SimpleNamespace(), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
+        run = remote_weight_sync.RemoteWeightSync(SimpleNamespace(), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
         return {run._routes(hosts).places[hosts[0]][0][0] for _ in range(2)}
 
     one, other = channels(), channels()
@@ -73,15 +73,15 @@ def test_one_channel_a_device_where_all_samplers_sit_on_trainers_devices() -> No
 class Remote:
     """A worker's methods as Ray offers them; a call is answered at once."""
 
-    def __init__(self, **answers: Any):
+    def __init__(self, **responses: Any):
         self.calls: list[tuple[Any, ...]] = []
-        for name, answer in answers.items():
-            setattr(self, name, SimpleNamespace(remote=self._noting(name, answer)))
+        for name, response in responses.items():
+            setattr(self, name, SimpleNamespace(remote=self._noting(name, response)))
 
-    def _noting(self, name: str, answer: Any) -> Any:
+    def _noting(self, name: str, response: Any) -> Any:
         def call(*args: Any) -> Any:
             self.calls.append((name, *args))
-            return answer
+            return response
 
         return call
 
@@ -90,7 +90,7 @@ class Remote:
 def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.MonkeyPatch, trial: str) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr(sync.ray, "get", lambda ref, timeout=None: ref)
+    monkeypatch.setattr(remote_weight_sync.ray, "get", lambda ref, timeout=None: ref)
     worker = SimpleNamespace(handle=Remote(try_channel=[trial], receive_weights={}), name="sampler 0")
     hosts, events = [host(0, "A", ["g1"], worker)], []
     asked: list[tuple[str, list[Any]]] = []
@@ -106,7 +106,7 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
         weights_pushed=lambda version: None,
         event=lambda kind, **fields: events.append((kind, fields)),
     )
-    one = sync.ChannelSync(training, ["A", "A"], pool, 9.0, ["g0", "g1"])  # type: ignore[arg-type]
+    one = remote_weight_sync.RemoteWeightSync(training, ["A", "A"], pool, 9.0, ["g0", "g1"])  # type: ignore[arg-type]
     for version in (1, 2):
         assert one.push(version).bytes == 5
     assert [method for method, _ in asked] == ["try_channel", "send_weights", "send_weights"]

@@ -69,7 +69,7 @@ def test_what_goes_in_comes_out(
 def test_large_tensors_are_put_together_in_memory_of_their_own(
     dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if refused:  # a kernel without huge pages answers EINVAL
+    if refused:  # a kernel without huge pages responses EINVAL
         monkeypatch.setattr(buckets.mmap, "MADV_HUGEPAGE", -1)
     given_ = [("a", make((129, 32768), dtype, 1)), ("b", make((128, 32769), dtype, 2))]
     sink = Kept(1 << 20)

@@ -24,7 +24,7 @@ from tests.weight_sync_processes import (
 )
 from verl.platform.network import address_towards, listen
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.collective import Meeting, WeightGroup, broadcast
+from verl.weight_sync.collective import Rendezvous, WeightGroup, broadcast
 from verl.weight_sync.verify import checksums
 
 pytestmark = pytest.mark.timeout(90)
@@ -138,10 +138,10 @@ def test_a_killed_relay_ends_the_transfer_in_time(channel: str) -> None:
 
 
 def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(channel: str) -> None:
-    from verl.weight_sync.segment import Segment
+    from verl.weight_sync.shared_block import SharedMemoryBlock
 
     out = context.Queue()
-    blocked = Segment.create(f"{channel}.1", 1, 1024, 0)
+    blocked = SharedMemoryBlock.create(f"{channel}.1", 1, 1024, 0)
     port = free_port()
     spawn(relays, 1, 2, port, channel, 1, 2, out)
     group = WeightGroup(0, 2, "127.0.0.1", port, timeout=20)
@@ -156,12 +156,12 @@ def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(cha
 
 
 def test_the_limit_of_a_meeting_holds_for_its_collectives() -> None:
-    """The sender stands still; the relay, whose own limit is long, gives up after the meeting's."""
+    """The sender stands still; the relay, whose own limit is long, gives up after the rendezvous's."""
     from verl.platform import detect
 
-    meeting = Meeting("127.0.0.1", free_port(), 2, timeout=2.0)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), 2, timeout=2.0)
     with ThreadPoolExecutor(2) as both:
-        sender, relay = both.map(lambda rank: meeting.join(rank, "naive", detect("cpu"), 300.0), range(2))
+        sender, relay = both.map(lambda rank: rendezvous.join(rank, "naive", detect("cpu"), 300.0), range(2))
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"broadcast to 1 relays, seen by rank 1: .*Timed out"):
         relay.broadcast(torch.zeros(4))

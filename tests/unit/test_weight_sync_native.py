@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.local_engine import LocalEngine
-from verl.engine.training.model import checkpoint_names
+from verl.models.load import checkpoint_names
+from verl.models.names import CheckpointViews
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.verify import checksums, compare, digesting
@@ -36,7 +36,7 @@ def engine(model: Any, **options: Any) -> NativeEngine:
     return NativeEngine(model, eos_token_ids=[258], max_model_len=96, max_num_seqs=8, **options)
 
 
-def answer(sampler: NativeEngine) -> Any:
+def response(sampler: NativeEngine) -> Any:
     params = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     return asyncio.run(sampler.generate([5, 6, 7], params, request_id="a"))
 
@@ -57,13 +57,13 @@ def test_views_are_the_checkpoint_in_the_models_own_memory(tmp_path: Path, arch:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_in_place_is_as_if_built_from_the_new_weights(tmp_path: Path, arch: str, dtype: str) -> None:
     sampler = engine(load(tmp_path, arch, 0), dtype=dtype)
-    before = answer(sampler)
+    before = response(sampler)
     places = {n: t.data_ptr() for n, t in sampler.named_weights()}
     new = load(tmp_path, arch, 1)
     sampler.load_weights(checkpoint_names(new), 5)
     assert sampler.version == 5 and places == {n: t.data_ptr() for n, t in sampler.named_weights()}
     compare(checksums(checkpoint_names(new)), sampler.checksums())
-    expected, got = answer(engine(new, dtype=dtype)), answer(sampler)
+    expected, got = response(engine(new, dtype=dtype)), response(sampler)
     assert got.token_ids.tolist() == expected.token_ids.tolist() != before.token_ids.tolist()
     assert got.log_probs.tolist() == expected.log_probs.tolist() and got.versions == (5,)
 
@@ -85,9 +85,9 @@ def test_a_load_that_fails_leaves_a_sampler_that_refuses_until_one_succeeds(tmp_
         with pytest.raises(ValueError, match=words):
             sampler.load_weights(weights, 1)
         with pytest.raises(RuntimeError, match=r"not whole .loading version 1 failed"):
-            answer(sampler)
+            response(sampler)
     sampler.load_weights(whole, 2)
-    assert answer(sampler).token_ids.tolist() == answer(engine(new)).token_ids.tolist()
+    assert response(sampler).token_ids.tolist() == response(engine(new)).token_ids.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,7 +97,7 @@ def test_verification_sees_a_stale_packed_copy(tmp_path: Path, dtype: str) -> No
     sampler = engine(trainer.module, dtype=dtype)
     sync = InProcessSync(trainer, sampler)
     assert sync.push(1, verify=True).verified
-    answer(sampler)
+    response(sampler)
     with torch.no_grad():
         trainer.module.model.layers[1].mlp.up_proj.weight.mul_(2)
     compare(checksums(trainer.named_weights()), checksums(sampler.named_weights()))
@@ -111,7 +111,7 @@ def test_verification_sees_a_push_that_forgets_the_copies(
 ) -> None:
     trainer = LocalEngine.from_module(load(tmp_path, "qwen3"))
     sampler = engine(trainer.module)
-    answer(sampler)
+    response(sampler)
     monkeypatch.setattr(type(sampler._runner.linears), "invalidate", lambda self: None)
     with torch.no_grad():
         trainer.module.lm_head.weight.add_(1)
@@ -122,7 +122,7 @@ def test_verification_sees_a_push_that_forgets_the_copies(
 def test_packed_copies_are_replaced_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never all old and all new copies at once: the sampler would hold the model a third time."""
     sampler = engine(load(tmp_path, "qwen3"))
-    answer(sampler)
+    response(sampler)
     linears = sampler._runner.linears
     old = [weakref.ref(weight) for weight, _ in linears._copies.values()]
     left = []
@@ -135,7 +135,7 @@ def test_packed_copies_are_replaced_one_at_a_time(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(type(linears), "_packed", watched)
     sampler.weights_updated(1)
-    answer(sampler)
+    response(sampler)
     assert left == list(range(len(old), 0, -1))
 
 

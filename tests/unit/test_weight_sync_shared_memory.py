@@ -25,7 +25,7 @@ from tests.weight_sync_processes import (
 )
 from verl.platform import processes
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.segment import Segment, path_of, sweep
+from verl.weight_sync.shared_block import SharedMemoryBlock, path_of, sweep
 from verl.weight_sync.shared_memory import BucketSender, receive
 from verl.weight_sync.verify import checksums
 
@@ -70,7 +70,7 @@ def test_bfloat16_on_the_way_halves_the_bytes(channel: str) -> None:
 
 
 def test_only_the_owner_may_read_a_segment_and_files_of_others_are_refused(channel: str) -> None:
-    segment = Segment.create(channel, 1, 1024, 0)
+    segment = SharedMemoryBlock.create(channel, 1, 1024, 0)
     assert os.stat(segment.path).st_mode & 0o777 == 0o600
     with pytest.raises(WeightSyncError, match="sending on channel"):
         BucketSender(channel, 1, 1024).send([], 0)
@@ -107,7 +107,7 @@ def test_messages_name_who_is_waited_for(channel: str) -> None:
 def test_a_reader_that_dies_before_it_comes_is_not_waited_for(channel: str) -> None:
     ended = context.Process(target=int)
     ended.start()
-    gone = (ended.pid or 0, processes.born(ended.pid or 0), processes.namespace())
+    gone = (ended.pid or 0, processes.process_start_time(ended.pid or 0), processes.namespace())
     ended.join()
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=rf"process {gone[0]}, reader 1 of .* died before it came"):
@@ -212,7 +212,7 @@ def test_memory_is_reserved_as_it_is_written(channel: str) -> None:
     spawn(hashes, channel, 0, 1, out)
     BucketSender(channel, 1, 1 << 40, timeout=20).send(weights(), 0)
     assert out.get(timeout=20)[1] == checksums(weights())
-    segment = Segment.create(channel, 1, 1 << 45, 0)
+    segment = SharedMemoryBlock.create(channel, 1, 1 << 45, 0)
     try:
         with pytest.raises(WeightSyncError, match="update_weights_bucket_megabytes"):
             segment.reserve(0, 1 << 45)

@@ -1,6 +1,6 @@
 """Advantage estimators: from token rewards to advantages. One small pure function each, under its name.
 
-Rewards arrive padded on the right, [N, L]. An answer without a policy token still has an outcome: its score
+Rewards arrive padded on the right, [N, L]. A response without a policy token still has an outcome: its score
 stands in its row all the same (the row's sum is s), and no advantage is written for it.
 """
 
@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Per answer, the statistics of its group; float64 [N] (equal: bool [N]).
+    """Per response, the statistics of its group; float64 [N] (equal: bool [N]).
 
     A group of one has mean 0 and std 1, so that its score is the advantage. `equal`: two members or more, all
     with the same score.
@@ -41,7 +41,7 @@ def group_statistics(scores: torch.Tensor, index: Iterable[Any]) -> GroupStatist
     """Mean and sample standard deviation (n_g − 1) of scores [N] within each group of `index` [N]."""
     ids = torch.tensor(group_ids(index), dtype=torch.long, device=scores.device)
     if ids.numel() != scores.numel():
-        raise ValueError(f"{scores.numel()} answers but {ids.numel()} group keys")
+        raise ValueError(f"{scores.numel()} responses but {ids.numel()} group keys")
     values = scores.double()
     groups = int(ids.max()) + 1 if ids.numel() else 0
     zeros = values.new_zeros(groups)
@@ -56,9 +56,9 @@ def group_statistics(scores: torch.Tensor, index: Iterable[Any]) -> GroupStatist
     return GroupStatistics(mean[ids], std[ids], ((top == bottom) & ~alone)[ids])
 
 
-def on_tokens(per_answer: torch.Tensor, response_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One number per answer [N] written on its policy tokens: [N, L] in `dtype`, 0 elsewhere."""
-    return (per_answer.unsqueeze(-1) * response_mask).to(dtype)
+def on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One number per response [N] written on its policy tokens: [N, L] in `dtype`, 0 elsewhere."""
+    return (per_response.unsqueeze(-1) * response_mask).to(dtype)
 
 
 @ESTIMATORS.register(AdvantageEstimator.GRPO)
@@ -91,7 +91,7 @@ def grpo_advantage(
     epsilon: float = EPSILON,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> torch.Tensor:
-    """The number that `compute_grpo_outcome_advantage` writes on every token of an answer, float64 [N]."""
+    """The number that `compute_grpo_outcome_advantage` writes on every token of a response, float64 [N]."""
     group = group_statistics(scores, index)
     advantage = scores - group.mean
     if norm_adv_by_std_in_grpo:
@@ -100,7 +100,7 @@ def grpo_advantage(
 
 
 PER_ANSWER = {compute_grpo_outcome_advantage: grpo_advantage}
-"""Estimators that give all tokens of an answer one number, and what makes it from the scores [N]: without rectangles of
+"""Estimators that give all tokens of a response one number, and what makes it from the scores [N]: without rectangles of
 tokens, which of a large step take seconds."""
 
 

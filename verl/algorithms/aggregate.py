@@ -40,7 +40,7 @@ def agg_loss(
 ) -> torch.Tensor:
     """Aggregate per-token terms [b, L] under a mask [b, L] into a scalar (algorithms.md §4).
 
-    batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its answers that have
+    batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
     one; None counts what is given here. loss_scale_factor is H (None: L). The value is multiplied by
     `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0.
     Raises ValueError for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
@@ -54,15 +54,15 @@ def agg_loss(
         tokens = _count(batch_num_tokens, loss_mask.sum(), "batch_num_tokens", loss_agg_mode, dp_size)
         return terms.sum() / tokens * dp_size
     carrying = (loss_mask.sum(-1) > 0).sum()
-    answers = _count(global_batch_size, carrying, "global_batch_size", loss_agg_mode, dp_size)
+    responses = _count(global_batch_size, carrying, "global_batch_size", loss_agg_mode, dp_size)
     if loss_agg_mode == "seq-mean-token-mean":
         terms = terms / loss_mask.sum(-1, keepdim=True).clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
-        horizon = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-        if horizon <= 0:
-            raise ValueError(f"loss_scale_factor must be greater than 0, not {horizon}")
-        terms = terms / horizon
-    return terms.sum() / answers * dp_size
+        max_response_length = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        if max_response_length <= 0:
+            raise ValueError(f"loss_scale_factor must be greater than 0, not {max_response_length}")
+        terms = terms / max_response_length
+    return terms.sum() / responses * dp_size
 
 
 def _count(given: Count | None, counted: torch.Tensor, name: str, mode: str, dp_size: int) -> Count:

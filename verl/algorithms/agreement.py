@@ -1,6 +1,6 @@
-"""How far trainer and sampler are apart, added up answer by answer.
+"""How far trainer and sampler are apart, added up response by response.
 
-A step may have tens of millions of tokens: as whole arrays each operation would go through memory once, so answers
+A step may have tens of millions of tokens: as whole arrays each operation would go through memory once, so responses
 are taken in blocks that stay in the processor's cache. Spread is summed about the first block's mean, which keeps the
 digits that a difference of large sums would lose.
 """
@@ -25,9 +25,9 @@ class Agreement:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._old: list[float] = []  # mean of each answer
+        self._old: list[float] = []  # mean of each response
         self._mu: list[float] = []
-        self._errors: list[float] = []  # sum of e of each answer
+        self._errors: list[float] = []  # sum of e of each response
         self._logs: list[np.ndarray] = []  # |e| of every token
         self._sums = dict.fromkeys(("e", "abs_e", "expm1_e", "chi2", "apart"), 0.0)
         self._about: tuple[float, float, float] | None = None
@@ -36,7 +36,7 @@ class Agreement:
 
     @classmethod
     def over(cls, pairs: Iterable[Pair], both: bool) -> Agreement:
-        """From (old, mu) of each answer, at least one token each; mu is None where `both` is False."""
+        """From (old, mu) of each response, at least one token each; mu is None where `both` is False."""
         found = cls()
         waiting: list[Pair] = []
         size = 0

@@ -75,8 +75,8 @@ def correct(
     """
     masks = [np.asarray(row.response_mask, bool) for row in rows]
     errors = _errors(rows, masks, current)
-    answers = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
-    tokens = Tokens.of(np.concatenate([np.zeros(0), *errors]), answers)
+    responses = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
+    tokens = Tokens.of(np.concatenate([np.zeros(0), *errors]), responses)
     metrics: dict[str, float] = {}
     if correction.weighting is not None and (correction.reinforce or not correction.bypass):
         weights, found = importance_weights(tokens, correction.weighting)
@@ -106,8 +106,8 @@ def weights_of_the_update(rows: Sequence[Trajectory], correction: Correction) ->
         return {}
     masks = [np.asarray(row.response_mask, bool) for row in rows]
     errors = np.concatenate(_errors(rows, masks, None))
-    answers = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
-    _, metrics = importance_weights(Tokens.of(errors, answers), how)
+    responses = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
+    _, metrics = importance_weights(Tokens.of(errors, responses), how)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -121,7 +121,7 @@ def _errors(
         for name, column in (("old_log_probs", ours), ("rollout_log_probs", row.rollout_log_probs)):
             if column is None:
                 raise ValueError(
-                    f"algorithm.rollout_correction: answer {row.index} of {row.uid} has no {name}"
+                    f"algorithm.rollout_correction: response {row.index} of {row.uid} has no {name}"
                     + ("; its agent loop must return response_logprobs" if name.startswith("rollout") else "")
                 )
         assert ours is not None and row.rollout_log_probs is not None

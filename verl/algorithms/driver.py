@@ -1,6 +1,6 @@
 """From scores to advantages: what the loop calls once per step, on the driver.
 
-decide which answers count → token rewards → KL in the reward → correction → the estimator → columns of the batch.
+decide which responses count → token rewards → KL in the reward → correction → the estimator → columns of the batch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def compute_advantages(
     `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
     `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
     log-probs must be there). `extras`: further arguments that an estimator may name (reward_baselines,
-    sum_pi_squared), over the whole batch, first dimension N. Answers that do not count (see
+    sum_pi_squared), over the whole batch, first dimension N. Responses that do not count (see
     `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
-    bypass mode that is done before each update (verl.worker.plan), for it needs the weights of that moment.
+    bypass mode that is done before each update (verl.workers.plan), for it needs the weights of that moment.
 
     Metrics: training/dropped_groups; with KL in the reward actor/reward_kl_penalty and its coefficient;
     rollout_corr/rollout_is_… and rollout_rs_….
@@ -60,7 +60,7 @@ def compute_advantages(
     for t in batch:
         t.advantages = t.returns = np.zeros(t.length, np.float32)
         t.token_rewards = token_rewards(t).astype(np.float32) if has_outcome(t) else t.advantages.copy()
-    # What is not trained on may have a reward all the same: an answer left alone in its group.
+    # What is not trained on may have a reward all the same: a response left alone in its group.
     scored = Batch([t for t in batch if has_outcome(t)], batch.meta)
     rows = Batch([t for t, counted in zip(batch, usable, strict=True) if counted], batch.meta)
     beta = kl_beta if setting(algorithm, "use_kl_in_reward", False) else None
@@ -77,23 +77,23 @@ def compute_advantages(
         if whole is None:
             _estimate(rows, _rewards(rows), estimator, algorithm, chosen)
         else:
-            _estimate_answers(rows, whole, algorithm)
+            _estimate_responses(rows, whole, algorithm)
     return metrics
 
 
 def needs_group_baseline(estimator: Algorithm) -> bool:
-    """True for an estimator that compares the answers to one prompt: it asks for the group keys, `index`."""
+    """True for an estimator that compares the responses to one prompt: it asks for the group keys, `index`."""
     return "index" in inspect.signature(estimator).parameters
 
 
 def _pad(rows: Batch, column: str) -> torch.Tensor:
-    """[N, max(1, max L)]: one column at least, so that an answer without tokens has a place for its score."""
+    """[N, max(1, max L)]: one column at least, so that a response without tokens has a place for its score."""
     width = max(1, int(rows.lengths.max()))
     return torch.from_numpy(rows.padded(column, width=width))
 
 
 def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str, float]:
-    """Take β·KL(old‖ref) off the token rewards of every scored answer; returns the metrics of the penalty."""
+    """Take β·KL(old‖ref) off the token rewards of every scored response; returns the metrics of the penalty."""
     if not len(scored):
         return {"actor/reward_kl_penalty": float("nan"), "actor/reward_kl_penalty_coeff": beta}
     rewards, metrics = apply_kl_penalty(
@@ -111,7 +111,7 @@ def _charge_kl(scored: Batch, algorithm: Any, beta: float, old: str) -> dict[str
 def _rewards(rows: Batch) -> torch.Tensor:
     """Token rewards float32 [N, W], KL penalty taken off.
 
-    The score of an answer without a policy token stands in its first column: its mask is 0 there, and the
+    The score of a response without a policy token stands in its first column: its mask is 0 there, and the
     row's sum is the score, as for every other.
     """
     rewards = _pad(rows, "token_rewards")
@@ -123,7 +123,7 @@ def _rewards(rows: Batch) -> torch.Tensor:
 
 def _needed(rows: Batch, column: str) -> torch.Tensor:
     if not rows.has(column):
-        raise ValueError(f"use_kl_in_reward needs {column} of every answer before advantages are computed")
+        raise ValueError(f"use_kl_in_reward needs {column} of every response before advantages are computed")
     return _pad(rows, column)
 
 
@@ -140,14 +140,14 @@ def _estimate(
         if tuple(result.shape) != tuple(mask.shape):
             raise ValueError(
                 f"adv_estimator={algorithm.adv_estimator} returned {name} of shape {tuple(result.shape)}; "
-                f"expected {tuple(mask.shape)} (answers, response length)"
+                f"expected {tuple(mask.shape)} (responses, response length)"
             )
         kept = torch.where(mask.bool(), result.float(), torch.zeros_like(mask))
         rows.fill(name, kept.numpy())
 
 
-def _estimate_answers(rows: Batch, estimator: Algorithm, algorithm: Any) -> None:
-    """The same for an estimator that makes one number of an answer's score, which has float32's digits here too."""
+def _estimate_responses(rows: Batch, estimator: Algorithm, algorithm: Any) -> None:
+    """The same for an estimator that makes one number of a response's score, which has float32's digits here too."""
     given = torch.tensor([_outcome(t) for t in rows], dtype=torch.float64)
     found = estimator(
         given, rows.uids, norm_adv_by_std_in_grpo=setting(algorithm, "norm_adv_by_std_in_grpo", True)
@@ -158,7 +158,7 @@ def _estimate_answers(rows: Batch, estimator: Algorithm, algorithm: Any) -> None
 
 
 def _outcome(t: Trajectory) -> float:
-    """The sum of an answer's token rewards; of one without a policy token its score."""
+    """The sum of a response's token rewards; of one without a policy token its score."""
     if t.policy_tokens and t.token_rewards is not None:
         return float(np.sum(t.token_rewards, dtype=np.float64))
     return float(np.float32(t.score or 0.0))

@@ -1,4 +1,4 @@
-"""Importance weights and rejection: what is done about answers that the current policy did not write.
+"""Importance weights and rejection: what is done about responses that the current policy did not write.
 
 Everything works on flat float64 arrays of policy tokens. e is the log-ratio of a token, trainer minus sampler.
 Sources: truncated importance sampling between sampler and trainer (Yao et al. 2025); IcePop (arXiv 2510.18855);
@@ -23,29 +23,29 @@ _RULE = re.compile(r"(?:(token)|seq_(sum|mean|max))_k([123])")
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Policy tokens of several answers: error float64 [T]; owner int [T], 0 … answers − 1, each with a token."""
+    """Policy tokens of several responses: error float64 [T]; owner int [T], 0 … responses − 1, each with a token."""
 
     error: np.ndarray
     owner: np.ndarray
-    answers: int
+    responses: int
 
     @classmethod
-    def of(cls, error: np.ndarray, answer: np.ndarray) -> Tokens:
-        """`answer` [T]: any number per answer, equal for its tokens."""
-        known, owner = np.unique(answer, return_inverse=True)
+    def of(cls, error: np.ndarray, response: np.ndarray) -> Tokens:
+        """`response` [T]: any number per response, equal for its tokens."""
+        known, owner = np.unique(response, return_inverse=True)
         return cls(np.asarray(error, np.float64), owner, len(known))
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """[answers]: sum of the values [T] of each answer's tokens."""
-        return np.bincount(self.owner, weights=values, minlength=self.answers)
+        """[responses]: sum of the values [T] of each response's tokens."""
+        return np.bincount(self.owner, weights=values, minlength=self.responses)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """[answers]: mean of the values [T] of each answer's tokens."""
-        return self.sums(values) / np.bincount(self.owner, minlength=self.answers)
+        """[responses]: mean of the values [T] of each response's tokens."""
+        return self.sums(values) / np.bincount(self.owner, minlength=self.responses)
 
     def maxima(self, values: np.ndarray) -> np.ndarray:
-        """[answers]: largest of the values [T] of each answer's tokens."""
-        out = np.full(self.answers, -np.inf)
+        """[responses]: largest of the values [T] of each response's tokens."""
+        out = np.full(self.responses, -np.inf)
         np.maximum.at(out, self.owner, values)
         return out
 
@@ -175,8 +175,8 @@ def _numbers(threshold: float | str | None) -> list[float]:
 def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict[str, float]]:
     """Weights float64 [T] and their metrics (names without prefix).
 
-    Statistics are over tokens (kind token) or answers (kind sequence): rollout_is_{mean,std,max,min},
-    eff_sample_size of weights as applied; ratio_fraction_{high,low}, oob_ratio of raw ones; seq_*: per-answer
+    Statistics are over tokens (kind token) or responses (kind sequence): rollout_is_{mean,std,max,min},
+    eff_sample_size of weights as applied; ratio_fraction_{high,low}, oob_ratio of raw ones; seq_*: per-response
     means, as applied, but fraction_{high,low} of raw ones. std is unbiased; nan where there is nothing.
     """
     if how.kind == "token":
@@ -213,8 +213,8 @@ def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[s
     """Kept tokens bool [T], those that every rule keeps, and metrics (names without prefix).
 
     Per rule: rollout_rs_{name}_{mean,max,min,std,fraction_high,fraction_low} of its values, one per token or per
-    answer; masked_fraction, seq_masked_fraction: shares of tokens, of answers with any token, that it drops;
-    seq_*: the same of per-answer values (for a token rule: means), seq_max_deviation their largest |value|.
+    response; masked_fraction, seq_masked_fraction: shares of tokens, of responses with any token, that it drops;
+    seq_*: the same of per-response values (for a token rule: means), seq_max_deviation their largest |value|.
     """
     kept = np.ones(len(tokens.error), bool)
     metrics: dict[str, float] = {}

@@ -91,7 +91,7 @@ def apply_kl_penalty(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Token rewards minus β·KL(old‖ref) on policy tokens. All tensors [N, L].
 
-    Returns new rewards (dtype as given) and `actor/reward_kl_penalty` (mean over answers that have policy
+    Returns new rewards (dtype as given) and `actor/reward_kl_penalty` (mean over responses that have policy
     tokens of the mean over those tokens; nan if there is none) with `actor/reward_kl_penalty_coeff` (β).
     """
     estimate = kl_penalty(old_log_probs.double(), ref_log_prob.double(), kl_penalty_name)
@@ -135,7 +135,7 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """After a step with `n_steps` answers: β ← β·(1 + clip(KL/target − 1, ±0.2)·N/horizon).
+        """After a step with `n_steps` responses: β ← β·(1 + clip(KL/target − 1, ±0.2)·N/horizon).
 
         A KL that is nan (no answer had a token) leaves β alone.
         """

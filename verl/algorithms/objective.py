@@ -28,40 +28,40 @@ Metrics = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Normalisers:
-    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B answers that have one, and H."""
+class LossDenominators:
+    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B responses that have one, and H."""
 
     tokens: int
-    answers: int
-    horizon: float | None
+    responses: int
+    max_response_length: float | None
 
     def as_batch_info(self) -> dict[str, Any]:
         """The keywords of `agg_loss`. Gradients are added, never averaged, hence dp_size 1."""
         return {
             "dp_size": 1,
             "batch_num_tokens": self.tokens,
-            "global_batch_size": self.answers,
-            "loss_scale_factor": self.horizon,
+            "global_batch_size": self.responses,
+            "loss_scale_factor": self.max_response_length,
         }
 
 
 def loss_mask(row: Trajectory) -> np.ndarray:
-    """m of an answer, bool [L]: its loss mask, or its policy mask where no phase has set one."""
+    """m of a response, bool [L]: its loss mask, or its policy mask where no phase has set one."""
     return row.response_mask if row.loss_mask is None else row.loss_mask
 
 
-def count_normalisers(rows: Sequence[Trajectory], horizon: float | None) -> Normalisers:
-    """T and B of a mini-batch, after rejection and drops; `horizon` is H of seq-mean-token-sum-norm."""
+def count_denominators(rows: Sequence[Trajectory], max_response_length: float | None) -> LossDenominators:
+    """T and B of a mini-batch, after rejection and drops; `max_response_length` is H of seq-mean-token-sum-norm."""
     tokens = [int(np.count_nonzero(loss_mask(row))) for row in rows]
-    return Normalisers(sum(tokens), sum(count > 0 for count in tokens), horizon)
+    return LossDenominators(sum(tokens), sum(count > 0 for count in tokens), max_response_length)
 
 
 class LossConfig:
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
-    def __init__(self, actor: Any, normalisers: Normalisers, rollout_correction: Any = None):
+    def __init__(self, actor: Any, denominators: LossDenominators, rollout_correction: Any = None):
         self._actor = actor
-        self.global_batch_info = normalisers.as_batch_info()
+        self.global_batch_info = denominators.as_batch_info()
         self.rollout_correction = rollout_correction
 
     def __getattr__(self, name: str) -> Any:
@@ -80,8 +80,8 @@ class LossConfig:
         return getattr(self, name, default)
 
 
-class _Rectangle:
-    """Rows of a micro-batch as [b, W]: W is the longest answer, padding on the right."""
+class PaddedMicroBatch:
+    """Rows of a micro-batch as [b, W]: W is the longest response, padding on the right."""
 
     def __init__(self, rows: Sequence[Trajectory], like: torch.Tensor):
         lengths = [row.length for row in rows]
@@ -108,7 +108,7 @@ class _Rectangle:
         """A column that every row must have. ValueError naming the first that lacks it."""
         for row in self.rows:
             if getattr(row, name) is None:
-                raise ValueError(f"{why}: answer {row.index} of {row.uid} has no {name}")
+                raise ValueError(f"{why}: response {row.index} of {row.uid} has no {name}")
         return self.column([getattr(row, name) for row in self.rows])
 
 
@@ -116,7 +116,7 @@ class ActorObjective:
     """Loss of the actor as a `MicroLoss` of the training engine (verl/engine/training/base.py).
 
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
-    kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `normalisers` the counts of the mini-batch;
+    kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler.
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
@@ -124,13 +124,13 @@ class ActorObjective:
     and weighs by its share of the mini-batch's tokens, so that weights add up to 1 and parts just add.
     """
 
-    def __init__(self, actor: Any, normalisers: Normalisers, rollout_correction: Any = None):
+    def __init__(self, actor: Any, denominators: LossDenominators, rollout_correction: Any = None):
         self._correction = parse_correction(rollout_correction)
         loss_mode = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
         self._policy_loss = LOSSES.get("bypass_mode" if self._correction.bypass else loss_mode)
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
-        self._normalisers = normalisers
-        self._config = LossConfig(actor, normalisers, rollout_correction)
+        self._denominators = denominators
+        self._config = LossConfig(actor, denominators, rollout_correction)
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
         self._use_kl = bool(setting(actor, "use_kl_loss", False))
         self._kl_coef = float(setting(actor, "kl_loss_coef", 0.001))
@@ -138,7 +138,7 @@ class ActorObjective:
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
-        area = _Rectangle(micro.rows, micro.log_probs)
+        area = PaddedMicroBatch(micro.rows, micro.log_probs)
         mask = area.column([loss_mask(row) for row in micro.rows])
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
         log_prob = area.pad(micro.log_probs)
@@ -160,15 +160,15 @@ class ActorObjective:
             clipped = masked(clipped_tokens(log_prob, ref, self._kl_type), mask).sum()
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
         parts["actor/loss"] = loss
-        share = tokens / self._normalisers.tokens if self._normalisers.tokens else 0.0
+        share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
         values = torch.stack([part.detach() for part in parts.values()]).tolist()
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
     def _aggregate(self, terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return agg_loss(terms, mask, self._mode, **self._normalisers.as_batch_info())
+        return agg_loss(terms, mask, self._mode, **self._denominators.as_batch_info())
 
     def _policy_term(
-        self, area: _Rectangle, log_prob: torch.Tensor, mask: torch.Tensor, tokens: int
+        self, area: PaddedMicroBatch, log_prob: torch.Tensor, mask: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, Metrics]:
         """The registered loss on this micro-batch; its metrics weigh by tokens."""
         bypass = self._correction.bypass
@@ -184,7 +184,9 @@ class ActorObjective:
         )
         return loss, {name: (_number(value) * tokens, float(tokens)) for name, value in metrics.items()}
 
-    def _weights(self, area: _Rectangle, log_prob: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
+    def _weights(
+        self, area: PaddedMicroBatch, log_prob: torch.Tensor, old: torch.Tensor
+    ) -> torch.Tensor | None:
         """Importance weights: the rows' own, else with bypass those of the current policy over the sampler."""
         if any(row.is_weights is not None for row in area.rows):
             return area.needed("is_weights", "rollout correction")
@@ -199,7 +201,7 @@ def _number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
-def _old_log_prob(area: _Rectangle, log_prob: torch.Tensor) -> torch.Tensor:
+def _old_log_prob(area: PaddedMicroBatch, log_prob: torch.Tensor) -> torch.Tensor:
     """old_log_probs; sg(logp) for rows that have none: the step's first update is its own old policy."""
     have = [row.old_log_probs is not None for row in area.rows]
     current = log_prob.detach()

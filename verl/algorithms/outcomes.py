@@ -1,6 +1,6 @@
-"""Which answers of a step count: the rules for failed scores and groups too small for a baseline.
+"""Which responses of a step count: the rules for failed scores and groups too small for a baseline.
 
-A failed score is not an outcome. It never becomes a number: the answer leaves every statistic and the loss.
+A failed score is not an outcome. It never becomes a number: the response leaves every statistic and the loss.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from verl.trajectory import Batch, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCounts:
-    """What happened to the answers of a batch.
+    """What happened to the responses of a batch.
 
-    failed            answers without a finite score
-    dropped_groups    groups left with one scored answer, which is then not trained on
-    failed_groups     groups without any scored answer
-    empty             answers without a policy token, whatever their score
-    usable            answers in the statistics (empty ones too)
+    failed            responses without a finite score
+    dropped_groups    groups left with one scored response, which is then not trained on
+    failed_groups     groups without any scored response
+    empty             responses without a policy token, whatever their score
+    usable            responses in the statistics (empty ones too)
     """
 
     failed: int
@@ -36,18 +36,18 @@ class OutcomeCounts:
 
 
 def has_outcome(trajectory: Trajectory) -> bool:
-    """True if the answer has a finite score."""
+    """True if the response has a finite score."""
     return trajectory.score is not None and math.isfinite(trajectory.score)
 
 
 def prepare_outcomes(
     batch: Batch, rollout_n: int, needs_group_baseline: bool
 ) -> tuple[np.ndarray, OutcomeCounts]:
-    """Decide which answers count and set `loss_mask` of every trajectory.
+    """Decide which responses count and set `loss_mask` of every trajectory.
 
-    Returns (usable bool [N], counts). loss_mask is the policy mask of usable answers and all False elsewhere.
+    Returns (usable bool [N], counts). loss_mask is the policy mask of usable responses and all False elsewhere.
     With `rollout_n` ≥ 2 and an estimator that compares the members of a group, a group left with one scored
-    answer has no baseline: that answer is not usable. With rollout_n = 1 every answer is a group of one and
+    response has no baseline: that response is not usable. With rollout_n = 1 every response is a group of one and
     all scored ones count.
     """
     usable = np.zeros(len(batch), dtype=bool)
@@ -92,8 +92,8 @@ def token_rewards(trajectory: Trajectory) -> np.ndarray:
     given = np.asarray(scores, dtype=np.float64)
     if given.shape != rewards.shape:
         raise ValueError(
-            f"answer {trajectory.index} of {trajectory.uid}: token_scores has shape {given.shape}, "
-            f"the answer has {trajectory.length} tokens"
+            f"response {trajectory.index} of {trajectory.uid}: token_scores has shape {given.shape}, "
+            f"the response has {trajectory.length} tokens"
         )
     before = np.searchsorted(written, np.arange(trajectory.length), side="right") - 1
     np.add.at(rewards, written[before.clip(min=0)], given)

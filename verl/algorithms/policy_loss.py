@@ -32,7 +32,7 @@ def clip_bounds(config: Any) -> tuple[float, float]:
     return low, high
 
 
-def normalisers_of(config: Any) -> dict[str, Any]:
+def denominators_of(config: Any) -> dict[str, Any]:
     """The global counts the trainer hands to a loss as `config.global_batch_info`; {} outside of a trainer."""
     return dict(setting(config, "global_batch_info", {}))
 
@@ -73,7 +73,7 @@ def compute_policy_loss_vanilla(
     terms = torch.where(cut, ceiling, larger)
     if rollout_is_weights is not None:
         terms = terms * rollout_is_weights
-    loss = agg_loss(terms, response_mask, loss_agg_mode, **normalisers_of(config))
+    loss = agg_loss(terms, response_mask, loss_agg_mode, **denominators_of(config))
     shares = (clipped > plain, cut, -difference)
     clipfrac, lower, kl = _means(shares, response_mask)
     return loss, {"actor/pg_clipfrac": clipfrac, "actor/pg_clipfrac_lower": lower, "actor/ppo_kl": kl}
@@ -96,7 +96,7 @@ def compute_policy_loss_reinforce(
     terms = -advantages * log_prob
     if rollout_is_weights is not None:
         terms = terms * rollout_is_weights
-    loss = agg_loss(terms, response_mask, loss_agg_mode, **normalisers_of(config))
+    loss = agg_loss(terms, response_mask, loss_agg_mode, **denominators_of(config))
     (kl,) = _means((-log_ratio(log_prob, old_log_prob, response_mask),), response_mask)
     return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, "actor/ppo_kl": kl}
 

@@ -56,12 +56,12 @@ def save(
     `checkpoint_failed`, the unfinished directory is removed, and older checkpoints are untouched. Success is the
     event `checkpoint_saved` with bytes, seconds and the hashing speed.
     """
-    unsealed = Unsealed(root, step, keep=keep, on_event=on_event)
+    unsealed = CheckpointWriter(root, step, keep=keep, on_event=on_event)
     unsealed.fill(parts, loop_state)
     return unsealed.seal()
 
 
-class Unsealed:
+class CheckpointWriter:
     """A checkpoint on its way: `fill` writes its parts, `seal` makes it one. The two may run in different threads.
 
     Arguments and failures as in `save`; `problem` says what failed ("" as long as nothing did).

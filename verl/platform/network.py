@@ -42,7 +42,7 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def knock(address: str, patience: float = 5.0) -> None:
+def check_reachable(address: str, patience: float = 5.0) -> None:
     """ConnectionError if nobody listens at HOST:PORT within `patience` seconds; anything else is not tried."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():

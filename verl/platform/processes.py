@@ -22,10 +22,10 @@ def namespace() -> int:
 
 def identity() -> Identity:
     """This process."""
-    return os.getpid(), born(os.getpid()), namespace()
+    return os.getpid(), process_start_time(os.getpid()), namespace()
 
 
-def born(pid: int) -> int:
+def process_start_time(pid: int) -> int:
     """When the process started, in 1/100 s; 0 for one that does not run. Tells it from a later one with its number.
 
     Counted from the start of the machine where the kernel says so: what is counted from 1970 changes for every process
@@ -53,4 +53,4 @@ def _born_by_clock(pid: int) -> int:
 
 def alive(pid: int, start: int) -> bool:
     """The process of this namespace with that id and start runs."""
-    return pid == os.getpid() or abs(born(pid) - start) <= 1
+    return pid == os.getpid() or abs(process_start_time(pid) - start) <= 1

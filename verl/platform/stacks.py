@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from verl.platform.processes import alive, born, namespace
+from verl.platform.processes import alive, namespace, process_start_time
 
 _kept: list[IO[str]] = []
 _COLLECTIVE = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives|fsdp)")
@@ -83,7 +83,7 @@ def summary(stacks: str) -> str:
 
 def _path(pid: int) -> Path:
     """File of a process that runs, and of no later one with its number: the signal would end that."""
-    return _folder() / f"{namespace()}-{pid}-{born(pid)}.txt"
+    return _folder() / f"{namespace()}-{pid}-{process_start_time(pid)}.txt"
 
 
 def _sweep() -> None:

@@ -1,4 +1,4 @@
-"""Agent loops: how one answer comes about from a prompt. The only part that knows of turns and tools.
+"""Agent loops: how one response comes about from a prompt. The only part that knows of turns and tools.
 
 A loop asks the engine for tokens through `self.generate` and returns token ids with a mask; sampled ids are
 kept as sampled and never re-tokenised. `single_turn_agent` asks once.
@@ -37,9 +37,9 @@ class AgentLoopOutput:
 
 
 class AgentLoopBase(ABC):
-    """Base of every loop; one instance serves one answer.
+    """Base of every loop; one instance serves one response.
 
-    `generate(prompt_ids, sampling)` samples with this answer's seed and group; `tokenizer` and `config` are
+    `generate(prompt_ids, sampling)` samples with this response's seed and group; `tokenizer` and `config` are
     the run's.
     """
 
@@ -50,7 +50,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
-        """Produce one answer to the row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
+        """Produce one response to the row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
 
@@ -78,7 +78,7 @@ def get(name: str) -> type[AgentLoopBase]:
 
 @register("single_turn_agent")
 class SingleTurnAgent(AgentLoopBase):
-    """One prompt, one answer."""
+    """One prompt, one response."""
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Sample once and mark every token as the policy's."""

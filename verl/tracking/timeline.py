@@ -59,7 +59,7 @@ class StepTimes:
 
 
 def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTimes:
-    """From the spans of `Phases.spans` (the whole "step" among them) and of `Rollouts.busy`."""
+    """From the spans of `Phases.spans` (the whole "step" among them) and of `RolloutManager.busy`."""
     whole = [(a, b) for name, a, b in phases if name == _WHOLE]
     if len(whole) != 1:
         raise ValueError(f"one span named {_WHOLE!r} is needed, there are {len(whole)}")

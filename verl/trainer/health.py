@@ -9,7 +9,9 @@ import numpy as np
 from verl.trajectory import Trajectory
 
 
-def broken(log_probs: Callable[[Trajectory], np.ndarray], rows: Iterable[Trajectory], rate_key: str) -> str:
+def has_nonfinite_log_probs(
+    log_probs: Callable[[Trajectory], np.ndarray], rows: Iterable[Trajectory], rate_key: str
+) -> str:
     """Why the weights as they are now are not worth keeping, or "".
 
     `log_probs` gives those of a row's response tokens under these weights. One forward pass over the step's

@@ -6,10 +6,10 @@
                 ↑ waits for the sampler    (scored while sampling)                          │
                 └────────────────────────── weight sync (version = step) ←─────────────────┘
 
-Who waits for whom: the loop waits for the last answer of the step's oldest groups (`gen`), then for scores that
+Who waits for whom: the loop waits for the last response of the step's oldest groups (`gen`), then for scores that
 are not there yet (`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in
 flight, and the sampler waits for the trainer between `take`s. With k > 0 the groups of the next k steps are in
-flight too: the sampler goes on while the trainer computes, stops for the weight sync, and continues every answer
+flight too: the sampler goes on while the trainer computes, stops for the weight sync, and continues every response
 with the new weights.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction
-from verl.rollout.draws import Draws, evict_stale
+from verl.rollout.schedule import PromptSchedule, evict_stale
 from verl.tracking.mfu import step_mfu
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import RolloutEngine
     from verl.profiling.profiler import Profiler
+    from verl.report.live import LiveReport
     from verl.reward import RewardRunner
-    from verl.rollout.background import Loop
-    from verl.rollout.rollouts import Rollouts
+    from verl.rollout.event_loop import Loop
+    from verl.rollout.manager import RolloutManager
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
-    from verl.trainer.live_report import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.trainer.validation import Validator
     from verl.trajectory import Batch
     from verl.weight_sync.base import SyncResult, WeightSync
-    from verl.worker.actor import ActorRole
-    from verl.worker.reference import ReferenceRole
+    from verl.workers.actor import ActorRole
+    from verl.workers.reference import ReferenceRole
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Parts:
     """Everything the loop drives, built by `verl.trainer.run`."""
 
     stream: PromptStream
-    rollouts: Rollouts
+    rollouts: RolloutManager
     rewards: RewardRunner
     actor: ActorRole
     reference: ReferenceRole | None
@@ -82,7 +82,9 @@ class PPOTrainer:
         self.total_steps = total_steps
         self.step = 0
         self.last_batch: Batch | None = None
-        self.draws = Draws(parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps)
+        self.draws = PromptSchedule(
+            parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps
+        )
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, parts.counters)
@@ -140,7 +142,7 @@ class PPOTrainer:
             if self._due(self.config.trainer.save_freq, step):
                 record = metrics | self._facts(step, batch, sampled, sync)
                 with phases("save_checkpoint"):
-                    parts.tracking.flush()  # a step that is never computed again has its answers on disk
+                    parts.tracking.flush()  # a step that is never computed again has its responses on disk
                     parts.checkpoints.save(self, batch, record)
         metrics |= self._facts(step, batch, sampled, sync) | self._times(step)
         self.last_batch = batch
@@ -170,19 +172,19 @@ class PPOTrainer:
         parts = self.parts
         prompts = self.draws.due(step)
         size = self.draws.size(step)
-        answers = size * self.config.actor_rollout_ref.rollout.n
-        show = parts.tracking.progress("answers", total=answers)
+        responses = size * self.config.actor_rollout_ref.rollout.n
+        show = parts.tracking.progress("responses", total=responses)
 
         def advance(count: int) -> None:
             parts.phases.beat()
             show(count)
 
-        with parts.phases("gen", waits_for=f"{answers} answers of the sampler"):
+        with parts.phases("gen", waits_for=f"{responses} responses of the sampler"):
             return parts.loop.run(parts.rollouts.take(prompts, advance, count=size))
 
     def _score(self, step: int, batch: Batch) -> dict[str, float]:
         parts = self.parts
-        with parts.phases("reward", waits_for="scores of the last answers"):
+        with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
             metrics = self._evict(step, batch)
@@ -225,7 +227,7 @@ class PPOTrainer:
         return metrics | update.metrics
 
     def _push(self, step: int) -> SyncResult:
-        """Weights of this step to the sampler; answers in flight go on with them, and new ones begin."""
+        """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""
         parts, trainer = self.parts, self.config.trainer
         parts.loop.run(parts.rollouts.pause())
         # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
@@ -267,7 +269,7 @@ class PPOTrainer:
         parts = self.parts
         if parts.validator is None:
             return {}
-        with parts.phases("testing", waits_for="validation answers"):
+        with parts.phases("testing", waits_for="validation responses"):
             metrics = parts.loop.run(parts.validator.run(self.step, first=first))
         parts.sampler.stats()
         if first:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint import rng
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
-from verl.trainer.health import broken
+from verl.trainer.health import has_nonfinite_log_probs
 from verl.trainer.storage import Storage
 from verl.trajectory import Batch, Trajectory
 
@@ -81,7 +81,7 @@ class Checkpoints:
     def save(self, trainer: PPOTrainer, batch: Batch, record: dict[str, Any]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged.
 
-        A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be broken
+        A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be has_nonfinite_log_probs
         are not saved.
         """
         actor, contents = trainer.parts.actor, self._storage.saved_parts
@@ -91,7 +91,9 @@ class Checkpoints:
             actor.old_log_probs(Batch([probe]))
             return probe.old_log_probs
 
-        if "model" in contents and (why := broken(log_probs, batch, "actor_rollout_ref.actor.optim.lr")):
+        if "model" in contents and (
+            why := has_nonfinite_log_probs(log_probs, batch, "actor_rollout_ref.actor.optim.lr")
+        ):
             self._storage.refuse(trainer.step, why)
             return
         jobs: dict[str, Callable[[Path], Any]] = {}

@@ -19,8 +19,8 @@ from verl.plugins import import_modules
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.background import Loop
-    from verl.tracking.report import Report
+    from verl.rollout.event_loop import Loop
+    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.trainer.ppo_trainer import Parts
 
@@ -120,8 +120,8 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 
 
 def _train(config: Config, tracking: Any) -> None:
-    from verl.rollout.background import BackgroundLoop
-    from verl.tracking.report import Report
+    from verl.rollout.event_loop import BackgroundLoop
+    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
@@ -131,7 +131,7 @@ def _train(config: Config, tracking: Any) -> None:
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
-            report = Report(
+            report = RunHooks(
                 tracking.event_of_step,
                 tracking.notice,
                 phases.beat,
@@ -153,19 +153,19 @@ def _train(config: Config, tracking: Any) -> None:
 
 
 def build_parts(
-    config: Config, tracking: Any, loop: Loop, phases: Phases, report: Report
+    config: Config, tracking: Any, loop: Loop, phases: Phases, report: RunHooks
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
-    from verl.controller.choose import build_roles, check_cluster
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
     from verl.platform.allocator import tune_allocator
+    from verl.report.live import LiveReport
     from verl.reward import RewardRunner
-    from verl.rollout.rollouts import Rollouts
-    from verl.trainer.live_report import LiveReport
+    from verl.rollout.manager import RolloutManager
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
+    from verl.workers.choose import build_roles, check_cluster
 
     check_cluster(config)
     tune_allocator()
@@ -183,7 +183,7 @@ def build_parts(
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
     roles = build_roles(config, tokenizer, total_steps, report)
-    rollouts = Rollouts(
+    rollouts = RolloutManager(
         roles.sampler,
         rollout_settings(config),
         decode=partial(text_of, tokenizer),
@@ -265,9 +265,9 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
 
 
 def rollout_settings(config: Config) -> Any:
-    """How training answers are sampled."""
+    """How training responses are sampled."""
     from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.rollouts import RolloutSettings
+    from verl.rollout.manager import RolloutSettings
 
     rollout = config.actor_rollout_ref.rollout
     sampling = SamplingParams(
@@ -288,7 +288,7 @@ def rollout_settings(config: Config) -> Any:
 
 
 def validation_sampling(config: Config) -> SamplingParams:
-    """How validation answers are sampled: `rollout.val_kwargs`, lengths and the rest as in training."""
+    """How validation responses are sampled: `rollout.val_kwargs`, lengths and the rest as in training."""
     val = config.actor_rollout_ref.rollout.val_kwargs
     greedy = val.do_sample is False or val.temperature == 0
     return replace(

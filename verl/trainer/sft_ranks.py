@@ -21,7 +21,7 @@ from verl.trainer.refused import RefusedSteps
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Trajectory
-    from verl.worker.actor import UpdateResult
+    from verl.workers.actor import UpdateResult
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -48,7 +48,7 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.worker.balance import partition
+        from verl.workers.balance import partition
 
         return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
 
@@ -56,30 +56,30 @@ class Ranks:
         """Sums over ranks with different rows."""
         if self.size == 1:
             return list(numbers)
-        from verl.engine.training.agree import exchange
+        from verl.engine.training.collectives import all_gather_json
 
-        by_share = dict(exchange([engine.dp_rank, list(numbers)]))
+        by_share = dict(all_gather_json([engine.dp_rank, list(numbers)]))
         return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
 
     def first(self, work: Callable[[], _T]) -> _T:
         """What work() gives on rank 0, on every rank; the value is one that JSON holds. A UserError is all ranks'."""
         if self.size == 1:
             return work()
-        from verl.engine.training.agree import exchange, together
+        from verl.engine.training.collectives import all_gather_json, on_all_ranks
 
-        mine: Any = together(lambda: work() if self.lead else None)
-        return exchange(mine)[0]
+        mine: Any = on_all_ranks(lambda: work() if self.lead else None)
+        return all_gather_json(mine)[0]
 
     def lead_jobs(self, jobs: Jobs, save: Callable[[Jobs], Any]) -> None:
         """On rank 0: save(jobs), each job run by all ranks at once. The others call `follow_jobs`."""
         if self.size == 1:
             save(jobs)
             return
-        from verl.engine.training.agree import exchange
+        from verl.engine.training.collectives import all_gather_json
 
         def everywhere(name: str, job: Callable[[Path], Any]) -> Callable[[Path], Any]:
             def run(directory: Path) -> Any:
-                exchange([name, str(directory)])
+                all_gather_json([name, str(directory)])
                 return job(directory)
 
             return run
@@ -87,16 +87,16 @@ class Ranks:
         try:
             save({name: everywhere(name, job) for name, job in jobs.items()})
         finally:
-            exchange(None)
+            all_gather_json(None)
 
     def follow_jobs(self, jobs: Jobs) -> None:
         """On the other ranks: run what rank 0 says, until it says that it is done.
 
         A job that fails has failed on rank 0 too, which reports it and goes on without that checkpoint.
         """
-        from verl.engine.training.agree import exchange
+        from verl.engine.training.collectives import all_gather_json
 
-        while (told := exchange(None)[0]) is not None:
+        while (told := all_gather_json(None)[0]) is not None:
             name, directory = told
             try:
                 jobs[name](Path(directory))

@@ -24,7 +24,7 @@ from verl.profiling.profiler import open_profiler
 from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
 from verl.tracking.step_metrics import Counters
-from verl.trainer.health import broken
+from verl.trainer.health import has_nonfinite_log_probs
 from verl.trainer.profiled import announce, profiled
 from verl.trainer.resume import refuse_other_data
 from verl.trainer.sft_objective import CrossEntropy, as_trajectory
@@ -81,9 +81,9 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
+        from verl.report.live import LiveReport
         from verl.tracking.timer import Phases
         from verl.tracking.watchdog import Watchdog
-        from verl.trainer.live_report import LiveReport
         from verl.trainer.refused import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking
@@ -127,7 +127,7 @@ class SFTTrainer:
         return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
-        from verl.worker.actor import Refusal, UpdateResult
+        from verl.workers.actor import Refusal, UpdateResult
 
         started = time.perf_counter()
         self.phases.start_step()
@@ -196,7 +196,7 @@ class SFTTrainer:
         from verl.checkpoint import rng
 
         contents = self.storage.saved_parts
-        why = broken(
+        why = has_nonfinite_log_probs(
             lambda row: self.engine.log_probs([row], temperature=1.0).log_probs,
             self.rows(self.step),
             "optim.lr",

@@ -59,13 +59,13 @@ class Storage:
         """
         self.wait()
         keep = self._settings.max_ckpt_to_keep or self._settings.max_actor_ckpt_to_keep
-        unsealed = write.Unsealed(self.root, step, keep=keep, on_event=self._tracking.event)
-        unsealed.fill(parts, loop_state)
+        writer = write.CheckpointWriter(self.root, step, keep=keep, on_event=self._tracking.event)
+        writer.fill(parts, loop_state)
         if not self._contents.async_save:
-            self._seal(unsealed, step)
+            self._seal(writer, step)
             return
         # Not a daemon: an interpreter that ends in between finishes the checkpoint first.
-        self._thread = threading.Thread(target=self._seal, args=(unsealed, step), name="verl-checkpoint")
+        self._thread = threading.Thread(target=self._seal, args=(writer, step), name="verl-checkpoint")
         self._thread.start()
 
     def refuse(self, step: int, why: str) -> None:
@@ -93,9 +93,9 @@ class Storage:
                 "Mend the cause and run the same command again"
             )
 
-    def _seal(self, unsealed: write.Unsealed, step: int) -> None:
-        path = unsealed.seal()
-        self._unsaved = (step, unsealed.problem) if path is None else None
+    def _seal(self, writer: write.CheckpointWriter, step: int) -> None:
+        path = writer.seal()
+        self._unsaved = (step, writer.problem) if path is None else None
         if path is None:
             return
         if not self.saved_parts >= WHOLE:

@@ -1,4 +1,4 @@
-"""Validation: answers to every validation prompt with settings of their own, scored and averaged by source."""
+"""Validation: responses to every validation prompt with settings of their own, scored and averaged by source."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from verl.tracking.validation_metrics import validation_metrics
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import SamplingParams
-    from verl.rollout.rollouts import Rollouts
+    from verl.rollout.manager import RolloutManager
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Batch, Prompt, Trajectory
 
 
 class Validator:
-    """Samples `n` answers to each prompt with `sampling`, in file order, and computes metrics.md §7.
+    """Samples `n` responses to each prompt with `sampling`, in file order, and computes metrics.md §7.
 
     `score_rest` scores what was not scored while sampling (a manager that wants the whole batch at once).
     """
@@ -26,7 +26,7 @@ class Validator:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         n: int,
-        rollouts: Rollouts,
+        rollouts: RolloutManager,
         score_rest: Callable[[Batch], Awaitable[None]],
         tracking: Tracking,
     ):
@@ -38,7 +38,7 @@ class Validator:
         self._tracking = tracking
 
     async def run(self, step: int, *, first: bool = False) -> dict[str, Any]:
-        """One validation; returns its metrics and dumps the answers."""
+        """One validation; returns its metrics and dumps the responses."""
         progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
         batch = await self._rollouts.sample(self._prompts, self._sampling, self._n, progress)
         await self._rollouts.scored(batch)
@@ -50,7 +50,7 @@ class Validator:
         return metrics
 
     def _show(self, batch: Batch) -> None:
-        """The first answer of each source, on stdout (metrics.md §9)."""
+        """The first response of each source, on stdout (metrics.md §9)."""
         shown: dict[str, Trajectory] = {}
         for trajectory in batch:
             shown.setdefault(trajectory.prompt.data_source, trajectory)

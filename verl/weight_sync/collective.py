@@ -37,7 +37,7 @@ _TEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one broadcast meet: rank 0's address and a free port on it, and how many they are.
 
     timeout: `nccl_timeout`, seconds for each collective of the group; None leaves it to those who join.
@@ -51,7 +51,7 @@ class Meeting:
     def join(self, rank: int, backend: str, platform: Platform, timeout: float) -> WeightGroup:
         """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory.
 
-        `timeout` holds if the meeting has none.
+        `timeout` holds if the rendezvous has none.
         """
         on_host = backend == "naive" or platform.name == "cpu"
         return WeightGroup(
@@ -71,7 +71,7 @@ class WeightGroup:
     rank, size: of this process and of all. master_addr, master_port: where they meet; rank 0 listens there only.
     backend: gloo (host memory), nccl or hccl (device memory; `device` is this rank's). nccl and hccl are written from
     the libraries' documentation and have never run.
-    timeout: seconds for the meeting and for every broadcast. Raises WeightSyncError when the ranks do not meet.
+    timeout: seconds for the rendezvous and for every broadcast. Raises WeightSyncError when the ranks do not meet.
     """
 
     def __init__(

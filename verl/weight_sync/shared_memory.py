@@ -19,7 +19,16 @@ from verl.platform.processes import Identity, alive, namespace
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.copier import Copier
-from verl.weight_sync.segment import DONE, FAILED, RUNNING, Segment, path_of, sweep, taken_by, wait
+from verl.weight_sync.shared_block import (
+    DONE,
+    FAILED,
+    RUNNING,
+    SharedMemoryBlock,
+    path_of,
+    sweep,
+    taken_by,
+    wait,
+)
 
 TIMEOUT = 300.0
 """Seconds without any progress after which a side gives up."""
@@ -115,7 +124,7 @@ class SharedMemorySink(buckets.Sink):
         on_device: bool = False,
     ):
         self._channel, self._timeout, self._expected = channel, timeout, expected
-        self._segment = Segment.create(channel, readers, bucket_bytes, version, on_device=on_device)
+        self._segment = SharedMemoryBlock.create(channel, readers, bucket_bytes, version, on_device=on_device)
         self._entries = [self._segment.reader(number) for number in range(readers)]
         self._number = 0
 
@@ -236,19 +245,19 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
     with ExitStack() as stack:
         for channel, count in readers.items():
             with suppress(WeightSyncError):  # its sender is there
-                segment = Segment.create(channel, count, 1, version)
+                segment = SharedMemoryBlock.create(channel, count, 1, version)
                 stack.callback(segment.close)
                 stack.callback(segment.remove)
                 segment.finish(why)
         yield
 
 
-def _attach(channel: str, reader: int, timeout: float) -> Segment:
+def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
     path = path_of(channel)
-    found: list[Segment] = []
+    found: list[SharedMemoryBlock] = []
 
     def come() -> bool:
-        segment = Segment.open(path)
+        segment = SharedMemoryBlock.open(path)
         if segment is None:
             return False
         if segment.sender_alive():
@@ -276,7 +285,7 @@ def _attach(channel: str, reader: int, timeout: float) -> Segment:
 
 
 def _buckets(
-    segment: Segment, channel: str, reader: int, timeout: float
+    segment: SharedMemoryBlock, channel: str, reader: int, timeout: float
 ) -> Iterator[tuple[bytes, torch.Tensor]]:
     number = 0
     while _published(segment, number, channel, reader, timeout):
@@ -285,7 +294,7 @@ def _buckets(
         segment.taken(reader, number)
 
 
-def _published(segment: Segment, number: int, channel: str, reader: int, timeout: float) -> bool:
+def _published(segment: SharedMemoryBlock, number: int, channel: str, reader: int, timeout: float) -> bool:
     """Wait for bucket `number`; False if the transfer ended before it."""
 
     def look() -> None:

@@ -44,14 +44,14 @@ class StreamedSync(WeightSync):
     def push(self, version: int, *, verify: bool = False) -> SyncResult:
         """See WeightSync.push. `verify` compares what was sent with what arrived, in the data type it travelled in."""
         started = time.monotonic()
-        self._trainer.give_back()  # the sampler is about to wake, first its weights and then its cache
+        self._trainer.release_cached_memory()  # the sampler is about to wake, first its weights and then its cache
         result = self._sampler.push_weights(self._weights(), version, checksums=verify)
         if verify:
             from verl.weight_sync.verify import checksums, compare
 
             sent = _converted(self._weights(), self._sampler.weights_dtype)
             compare(checksums(sent), self._sampler.checksums())
-        self._trainer.give_back()
+        self._trainer.release_cached_memory()
         return SyncResult(bytes=result.bytes, seconds=time.monotonic() - started, verified=verify)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,12 +17,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is drawn. temperature 0 is greedy; top_k ≤ 0, top_p 1, min_p 0, penalty 1 are off.
+    """How one response is drawn. temperature 0 is greedy; top_k ≤ 0, top_p 1, min_p 0, penalty 1 are off.
 
-    `max_tokens` is the budget of this call. `stop` are strings looked for in the decoded answer (kept in
-    the output, as are end tokens). `seed` and the token's position decide every draw: an answer does not
-    depend on what else is being sampled (beyond rounding). `start` is how many tokens of the answer the prompt
-    ends with already (an answer that goes on after a change of weights): positions count from there, so that no
+    `max_tokens` is the budget of this call. `stop` are strings looked for in the decoded response (kept in
+    the output, as are end tokens). `seed` and the token's position decide every draw: a response does not
+    depend on what else is being sampled (beyond rounding). `start` is how many tokens of the response the prompt
+    ends with already (a response that goes on after a change of weights): positions count from there, so that no
     draw is made twice. An engine whose generator cannot start at a position mixes `start` into the seed.
     """
 
@@ -44,7 +44,7 @@ class Completion:
     """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
-    `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole answer (the `start`
+    `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
     tokens that the prompt ends with, then token_ids), where whoever sampled it has decoded it as
     `verl.data.tokenizer.text_of` does.
     """
@@ -80,7 +80,7 @@ class RolloutEngine(ABC):
         group: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
-        """Sample one answer. Requests that name the same `group` have the same prompt: it is prefilled once.
+        """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """

@@ -4,7 +4,7 @@
               load_weights ── BucketSender ───── shared memory ───────────────────────────▶ worker extension
 
 Two ways to ask, one name: `await generate(token_ids, sampling, request_id=...)` is the request of `RolloutEngine`;
-`generate(["text", ...], sampling_params={...})` answers a list at once and needs no event loop.
+`generate(["text", ...], sampling_params={...})` responses a list at once and needs no event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VLLMEngine(RolloutEngine):
 
     model_path: a Hugging Face directory or id. load_format: "auto" reads its weights, "dummy" makes random ones, to be
         replaced by `load_weights` before anything is sampled.
-    eos_token_ids: tokens that end an answer; None: those that the model, its generation config and its tokenizer name.
+    eos_token_ids: tokens that end a response; None: those that the model, its generation config and its tokenizer name.
     tokenizer_path: where the tokenizer is, if not with the model; needed for texts, and for stop strings, for which
         skip_tokenizer_init must be off.
     free_cache_engine: `sleep` gives memory back (on devices where vLLM can). bucket_bytes: size of one weight transfer.
@@ -147,7 +147,7 @@ class VLLMEngine(RolloutEngine):
     ) -> Coroutine[Any, Any, Completion] | list[dict[str, Any]]:
         """With SamplingParams and a request_id: the awaitable request of `RolloutEngine.generate`.
 
-        With texts (or token ids, or conversations) and a dict: all answers, each {"text", "token_ids", "log_probs",
+        With texts (or token ids, or conversations) and a dict: all responses, each {"text", "token_ids", "log_probs",
         "finish_reason", "prompt_index", "index"}, in the order of the prompts, n per prompt. The dict knows max_tokens (512),
         temperature (1.0), top_p, top_k, min_p, repetition_penalty, stop, stop_token_ids, ignore_eos, n, seed (None: anew
         with each call). ValueError for other names.
@@ -183,7 +183,7 @@ class VLLMEngine(RolloutEngine):
             final_only=self._api.final_only,
             known=self._api.sampling_arguments,
         )
-        future = self._host.submit(self._answer(live, arguments))
+        future = self._host.submit(self._response(live, arguments))
         done = await asyncio.wrap_future(future)
         if not (sampling.stop and sampling.start):
             return done
@@ -211,7 +211,7 @@ class VLLMEngine(RolloutEngine):
                 "(or stop_token_ids)"
             )
 
-    async def _answer(self, live: Live, arguments: dict[str, Any]) -> Completion:
+    async def _response(self, live: Live, arguments: dict[str, Any]) -> Completion:
         self._counters.begin()
         completion, prefilled = None, 0
         try:

@@ -149,7 +149,7 @@ class TrainingEngine(ABC):
         """Bring the weights back, and the optimizer's state too where it is wanted: `log_probs` needs the weights, `step`
         both; everything else works from wherever they are."""
 
-    def give_back(self) -> None:  # noqa: B027
+    def release_cached_memory(self) -> None:  # noqa: B027
         """Memory of a device that is kept for reuse goes back to it: a sampler in another process is about to take it."""
 
     @contextmanager

@@ -22,26 +22,20 @@ import torch
 
 from verl.config.adapter_files import ADAPTER_FOLDER
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.engine import attention, positions
-from verl.engine.adapters import PlainView
-from verl.engine.layers import is_recurrent, layer_configs
-from verl.engine.packed_attention import Segment
-from verl.engine.training import meta_init, sharded_state
-from verl.engine.training import model as models
-from verl.engine.training.agree import exchange, merge_sums, together
+from verl.engine.training import sharded_state
 from verl.engine.training.base import MicroBatch, MicroLoss
-from verl.engine.training.flops import model_cost
+from verl.engine.training.collectives import all_gather_json, merge_sums, on_all_ranks
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.layout import layout
 from verl.engine.training.log_prob import TokenTensors
+from verl.engine.training.log_prob_head import LogProbHead, tensors
 from verl.engine.training.lora import Adapter, AdapterSource, inject, refuse_adapter_checkpoint
 from verl.engine.training.lora_config import LoraSettings
 from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer_state import load_state, save_state
-from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
+from verl.engine.training.packed_engine import PackedEngine, StepAccumulator, serving_dtype
 from verl.engine.training.packing import Pack
 from verl.engine.training.process_group import waiting
-from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import read
 from verl.engine.training.sharding import (
     Policy,
@@ -55,6 +49,12 @@ from verl.engine.training.tensor_parallel import TensorParallel
 from verl.engine.training.ulysses import SequenceParallel
 from verl.engine.training.weight_source import WeightSource, open_source
 from verl.errors import UserError
+from verl.models import attention, meta_init, positions
+from verl.models import load as models
+from verl.models.adapters import PlainView
+from verl.models.flops import model_cost
+from verl.models.layers import is_recurrent, layer_configs
+from verl.models.packed_attention import TokenSpan
 from verl.platform import Platform
 from verl.tracking.mfu import ModelCost
 
@@ -66,7 +66,7 @@ class FSDPEngine(PackedEngine):
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     device_index  which of the devices this process sees is its own
     trainable     False builds no gradients and no optimizer
-    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.engine.positions`)
+    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FSDPEngine(PackedEngine):
         cut = int(read(role_cfg, "fsdp_config.fsdp_size", -1))
         self.layout = layout(self.device.type, cut, split, products)
         self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
-        self.module = together(lambda: meta_init.build(model_path, model_cfg))
+        self.module = on_all_ranks(lambda: meta_init.build(model_path, model_cfg))
         self._serving_dtype = serving_dtype(model_path, model_cfg)
         tensor = self.layout.tensor
         self._tensor = None if tensor is None else TensorParallel(self.module, tensor)
@@ -104,12 +104,12 @@ class FSDPEngine(PackedEngine):
         source = self._source(model_path, model_cfg)
         positions.settle(self.module, longest)
         if settings is not None:
-            self._adapter = together(lambda: inject(self.module, settings))
-            source = together(lambda: AdapterSource(self.module, settings, seed, source))
-        self.scorer, self._fused = Scorer(self.module), FusedForwards()
+            self._adapter = on_all_ranks(lambda: inject(self.module, settings))
+            source = on_all_ranks(lambda: AdapterSource(self.module, settings, seed, source))
+        self.scorer, self._fused = LogProbHead(self.module), FusedForwards()
         parts = Policy.of(role_cfg, self.compute_dtype, self.device)
         options: dict[str, Any] = {"trainable": trainable, "tensor": self._tensor}
-        together(lambda: shard(self.scorer, source, self.layout, parts, self._fused, **options))
+        on_all_ranks(lambda: shard(self.scorer, source, self.layout, parts, self._fused, **options))
         if read(model_cfg, "use_fused_kernels") is not False:
             self._find_head()
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
@@ -167,7 +167,7 @@ class FSDPEngine(PackedEngine):
         with self._autocast():
             head = self.scorer(models.find_head, self.module)
         self._after_passes()
-        if all(exchange(head is not None)):
+        if all(all_gather_json(head is not None)):
             self.scorer.head = head
         # What was whole while it loaded and for the probe is not needed again.
         self.platform.empty_cache()
@@ -177,7 +177,7 @@ class FSDPEngine(PackedEngine):
     _alone = False
 
     def _agreed_count(self, micro_batches: int) -> int:
-        said = exchange([micro_batches, super()._free_memory()])
+        said = all_gather_json([micro_batches, super()._free_memory()])
         self._free = min(free for _, free in said)
         return max(count for count, _ in said)
 
@@ -203,7 +203,7 @@ class FSDPEngine(PackedEngine):
         return [local(p.grad) for p in self._parameters if p.grad is not None]
 
     @torch.no_grad()
-    def _conclude(self, tally: Tally) -> tuple[Tally, float]:
+    def _conclude(self, tally: StepAccumulator) -> tuple[StepAccumulator, float]:
         for parameter in self._parameters:
             # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
             if parameter.grad is None:
@@ -214,7 +214,7 @@ class FSDPEngine(PackedEngine):
                 self._tensor.complete(self._names)
             own = [local(p.grad) for p in self._parameters if p.grad is not None and self._tensor.own(p)]
         speaks = self.layout.speaks
-        said = exchange(
+        said = all_gather_json(
             [
                 tally.sums if speaks else {},
                 tally.tokens if speaks else 0,
@@ -222,7 +222,9 @@ class FSDPEngine(PackedEngine):
                 _squares(own) if self.layout.counts else 0.0,
             ]
         )
-        merged = Tally(merge_sums([sums for sums, *_ in said]), sum(tokens for _, tokens, *_ in said))
+        merged = StepAccumulator(
+            merge_sums([sums for sums, *_ in said]), sum(tokens for _, tokens, *_ in said)
+        )
         merged.refused = next((why for *_, why, _ in said if why), "")
         return merged, math.nan if merged.refused else math.sqrt(sum(squares for *_, squares in said))
 
@@ -256,7 +258,7 @@ class FSDPEngine(PackedEngine):
         """One token, predicted from itself."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         return replace(
-            batch, input_ids=zero, positions=zero, segments=[Segment(0, 1)], source=zero, targets=zero
+            batch, input_ids=zero, positions=zero, segments=[TokenSpan(0, 1)], source=zero, targets=zero
         )
 
     def _micro_step(
@@ -291,11 +293,11 @@ class FSDPEngine(PackedEngine):
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
         own = [(name, local(p)) for name, p in self.module.named_parameters()]
-        together(lambda: models.refuse_non_finite(own))
+        on_all_ranks(lambda: models.refuse_non_finite(own))
         if self._adapter is not None:
             tensors, folder = dict(self._adapter.tensors(whole)), Path(directory) / ADAPTER_FOLDER
             save = self._adapter.save
-            together(lambda: save(folder, tensors) if self.layout.rank == 0 else None)
+            on_all_ranks(lambda: save(folder, tensors) if self.layout.rank == 0 else None)
             if self._adapter_only:
                 return
         sharded_state.write_weights(self.module, Path(directory), self._serving_dtype)
@@ -306,7 +308,7 @@ class FSDPEngine(PackedEngine):
         if self._adapter is not None:
             self._load_adapter(Path(directory), self._adapter)
             return
-        together(lambda: refuse_adapter_checkpoint(directory))
+        on_all_ranks(lambda: refuse_adapter_checkpoint(directory))
         state = sharded_state.untied(self.module)
         source = open_source(
             directory, self.module, state, lambda: models.saved_tensors(self.module, directory)
@@ -316,11 +318,11 @@ class FSDPEngine(PackedEngine):
             for name, tensor in state.items():
                 take_share(tensor, source.read(name, tensor))
 
-        together(load)
+        on_all_ranks(load)
 
     def _load_adapter(self, directory: Path, adapter: Adapter) -> None:
         own = PlainView(self.module).adapter_state()
-        saved = together(lambda: adapter.read(directory / ADAPTER_FOLDER))
+        saved = on_all_ranks(lambda: adapter.read(directory / ADAPTER_FOLDER))
         for name, tensor in own.items():
             take_share(tensor, saved[name])
         adapter.check_base(directory, whole)
@@ -333,7 +335,7 @@ class FSDPEngine(PackedEngine):
 
     def load_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
-        step = together(lambda: load_state(Path(directory), self._require_optimizer(), self._names))
+        step = on_all_ranks(lambda: load_state(Path(directory), self._require_optimizer(), self._names))
         assert self._schedule is not None
         self._schedule.restore(step)
 

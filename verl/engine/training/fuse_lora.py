@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.engine.adapters import NAME, is_adapted
+from verl.models.adapters import NAME, is_adapted
 
 
 def forward_of(module: Any) -> Callable[..., Any] | None:

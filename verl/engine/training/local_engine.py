@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config.adapter_files import ADAPTER_FOLDER
-from verl.engine import attention, positions
-from verl.engine.adapters import PlainView
-from verl.engine.training import model as models
 from verl.engine.training import sharded_state
-from verl.engine.training.flops import model_cost
 from verl.engine.training.fuse import FusedForwards
+from verl.engine.training.log_prob_head import LogProbHead
 from verl.engine.training.lora import AdapterSource, inject, refuse_adapter_checkpoint
 from verl.engine.training.lora_config import LoraSettings
 from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer import global_norm
 from verl.engine.training.optimizer_state import load_state, save_state
-from verl.engine.training.packed_engine import PackedEngine, Tally, serving_dtype
-from verl.engine.training.scorer import Scorer
+from verl.engine.training.packed_engine import PackedEngine, StepAccumulator, serving_dtype
 from verl.engine.training.settings import read
+from verl.models import attention, positions
+from verl.models import load as models
+from verl.models.adapters import PlainView
+from verl.models.flops import model_cost
 from verl.platform import Platform
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LocalEngine(PackedEngine):
 
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     trainable     False builds no gradients and no optimizer
-    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.engine.positions`)
+    longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     """
 
@@ -82,7 +82,7 @@ class LocalEngine(PackedEngine):
             self._adapter.materialise(AdapterSource(module, settings, seed, None), self.device)
         self.module = module.eval()
         wants_fused = read(model_cfg, "use_fused_kernels") is not False
-        self.scorer = Scorer(self.module, models.find_head(self.module) if wants_fused else None)
+        self.scorer = LogProbHead(self.module, models.find_head(self.module) if wants_fused else None)
         self._fused = FusedForwards(self.module)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg)
         self._offloading = Offloading.of(role_cfg, shared=shared)
@@ -106,7 +106,7 @@ class LocalEngine(PackedEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _conclude(self, tally: Tally) -> tuple[Tally, float]:
+    def _conclude(self, tally: StepAccumulator) -> tuple[StepAccumulator, float]:
         return tally, math.nan if tally.refused else float(global_norm(self._gradients()))
 
     def cost(self) -> ModelCost | None:

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.engine import attention
-from verl.engine.layers import is_recurrent
-from verl.engine.training import model as models
 from verl.engine.training.base import MicroBatch, MicroLoss, StepResult, TokenStats, TrainingEngine
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.log_prob import Head, TokenTensors
+from verl.engine.training.log_prob_head import LogProbHead, tensors
 from verl.engine.training.offload import Offloading
 from verl.engine.training.optimizer import OptimizerSettings, Schedule, build_optimizer, clip_gradients
 from verl.engine.training.packing import Pack, pack, split_rows
-from verl.engine.training.scorer import Scorer, tensors
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
 from verl.errors import UserError
+from verl.models import attention
+from verl.models import load as models
+from verl.models.layers import is_recurrent
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 @dataclass(slots=True)
-class Tally:
+class StepAccumulator:
     """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
     must be refused ("" if it need not be)."""
 
@@ -69,7 +69,7 @@ class PackedEngine(TrainingEngine):
     if it trains, `_prepare_training` in this order."""
 
     module: PreTrainedModel
-    scorer: Scorer
+    scorer: LogProbHead
     _fused: FusedForwards
     _offloading = Offloading()
     _parameters: list[torch.nn.Parameter]
@@ -176,7 +176,7 @@ class PackedEngine(TrainingEngine):
         """Make all gradients zero."""
 
     @abstractmethod
-    def _conclude(self, tally: Tally) -> tuple[Tally, float]:
+    def _conclude(self, tally: StepAccumulator) -> tuple[StepAccumulator, float]:
         """The tally of all ranks, and the norm of all gradients (NaN for a refused step)."""
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -257,7 +257,7 @@ class PackedEngine(TrainingEngine):
 
     def _scaled_gradients(
         self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
-    ) -> tuple[Tally, float]:
+    ) -> tuple[StepAccumulator, float]:
         """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
         which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
         for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
@@ -272,9 +272,9 @@ class PackedEngine(TrainingEngine):
 
     def _accumulate(
         self, rows: Sequence[Trajectory], loss: MicroLoss, temperature: float, entropy: bool
-    ) -> Tally:
+    ) -> StepAccumulator:
         """Forward and backward of all micro-batches. A loss that is not finite ends it, where no rank waits."""
-        tally = Tally()
+        tally = StepAccumulator()
         chunks = split_rows(rows, self.update_batching)
         count = self._agreed_count(len(chunks))
         for number in range(count):
@@ -342,8 +342,8 @@ class PackedEngine(TrainingEngine):
         """See `TrainingEngine.onload`."""
         self._offloading.back(self.scorer, self._optimizer if optimizer else None, self.device)
 
-    def give_back(self) -> None:
-        """See `TrainingEngine.give_back`. A processor's heap is kept: new pages cost more than they are worth to others."""
+    def release_cached_memory(self) -> None:
+        """See `TrainingEngine.release_cached_memory`. A processor's heap is kept: new pages cost more than they are worth to others."""
         if self.platform.name != "cpu":
             self.platform.empty_cache()
 

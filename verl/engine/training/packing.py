@@ -1,9 +1,9 @@
 """From ragged rows to packs: what one forward pass computes, without padding and with the prompt once per group.
 
-    group of three answers     [prompt 0…P−1][answer 1: P…][answer 2: P…][answer 3: P…]   positions restart
+    group of three responses     [prompt 0…P−1][response 1: P…][response 2: P…][response 3: P…]   positions restart
 
 The log-prob of a response token comes from the hidden state of the token before it, so the first token of every
-answer reads the prompt's last position, and an answer's own last token is never computed at all.
+response reads the prompt's last position, and a response's own last token is never computed at all.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.engine.packed_attention import PackedPlan, Segment
+from verl.models.packed_attention import PackedPlan, TokenSpan
 from verl.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatching:
-    """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` answers if that is set.
+    """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
-    share_prompt: None computes the prompt once for the answers of a group that meet in a pack, True says so,
-    False repeats it for each. one_by_one: one answer per pack, for layers that carry a state along the row.
+    share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
+    False repeats it for each. one_by_one: one response per pack, for layers that carry a state along the row.
     """
 
     tokens: int = 16384
@@ -49,7 +49,7 @@ class Pack:
     rows: Sequence[Trajectory]
     input_ids: torch.Tensor
     positions: torch.Tensor
-    segments: list[Segment]
+    segments: list[TokenSpan]
     source: torch.Tensor
     targets: torch.Tensor
 
@@ -63,7 +63,7 @@ class Pack:
 
 
 def _cost(row: Trajectory) -> int:
-    """Tokens an answer adds to a pack that already holds its prompt."""
+    """Tokens a response adds to a pack that already holds its prompt."""
     return max(0, row.length - 1)
 
 
@@ -72,7 +72,7 @@ def _prompt_cost(row: Trajectory) -> int:
 
 
 def split_rows(rows: Sequence[Trajectory], how: MicroBatching) -> list[list[Trajectory]]:
-    """Cut rows, in order, into micro-batches. An answer longer than the budget gets one of its own.
+    """Cut rows, in order, into micro-batches. A response longer than the budget gets one of its own.
 
     A group goes to the next micro-batch as a whole if it fits there and this one is at least half full, since
     cutting it would compute its prompt twice.
@@ -116,7 +116,7 @@ def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | 
     """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither."""
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    segments: list[Segment] = []
+    segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     at = 0
@@ -126,7 +126,7 @@ def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | 
         start, at = at, at + len(tokens)
         ids.append(tokens)
         positions.append(np.arange(first, first + len(tokens)))
-        segments.append(Segment(start, at, prefix))
+        segments.append(TokenSpan(start, at, prefix))
         return start
 
     for run in _runs([r for r in rows if r.length], how.shared):

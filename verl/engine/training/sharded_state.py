@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from verl.engine.adapters import PlainView, exported
-from verl.engine.training import model as models
-from verl.engine.training.agree import exchange, together
+from verl.engine.training.collectives import all_gather_json, on_all_ranks
 from verl.engine.training.sharding import whole
+from verl.models import load as models
+from verl.models.adapters import PlainView, exported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) 
 
     Collective. What fails on one rank (a full disk) is raised by all.
     """
-    together(lambda: directory.mkdir(parents=True, exist_ok=True))
+    on_all_ranks(lambda: directory.mkdir(parents=True, exist_ok=True))
     state, view = untied(module), PlainView(module)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     files = plan_files([(name, t.numel() * t.element_size()) for name, t in state.items()], ranks)
@@ -48,10 +48,10 @@ def write_weights(module: PreTrainedModel, directory: Path, serving_dtype: str) 
                 if number == rank:
                     mine |= stored(module, name, full)
         file = file_name(start + rank, len(files))
-        together(lambda mine=mine, file=file: write_file(mine, directory / file))  # type: ignore[misc]
+        on_all_ranks(lambda mine=mine, file=file: write_file(mine, directory / file))  # type: ignore[misc]
         listed |= dict.fromkeys(mine, file)
-    index = exchange(listed)
-    together(lambda: describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None)
+    index = all_gather_json(listed)
+    on_all_ranks(lambda: describe(module, directory, serving_dtype, index, len(files)) if rank == 0 else None)
 
 
 def write_alone(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:

@@ -1,6 +1,6 @@
 """How a model is cut over ranks: torch's `fully_shard` over layers and the rest.
 
-A unit (one decoder layer, or several merged) is the piece whose weights are gathered together. Units are filled
+A unit (one decoder layer, or several merged) is the piece whose weights are gathered on_all_ranks. Units are filled
 and sharded one after the other; what is in no layer (embedding, last normalisation, head) is the root's.
 """
 
@@ -20,16 +20,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from verl.engine.training import model as models
 from verl.engine.training.process_group import waiting
 from verl.engine.training.settings import named_dtype, read
+from verl.models import load as models
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from verl.engine.training.fuse import FusedForwards
     from verl.engine.training.layout import Layout
-    from verl.engine.training.scorer import Scorer
+    from verl.engine.training.log_prob_head import LogProbHead
     from verl.engine.training.tensor_parallel import TensorParallel
     from verl.engine.training.weight_source import WeightSource
 
@@ -66,7 +66,7 @@ class Policy:
 
 
 def shard(
-    scorer: Scorer,
+    scorer: LogProbHead,
     source: WeightSource,
     where: Layout,
     policy: Policy,

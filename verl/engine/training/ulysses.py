@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.attention import AttentionPlan
-from verl.engine.packed_attention import PackedPlan, Segment
 from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.packing import Pack
+from verl.models.attention import AttentionPlan
+from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class SequenceParallel:
         fill = width * self.size - batch.size
         ids = torch.nn.functional.pad(batch.input_ids, (0, fill))
         positions = torch.cat((batch.positions, torch.arange(fill, device=batch.positions.device)))
-        segments = [*batch.segments, Segment(batch.size, batch.size + fill)]
+        segments = [*batch.segments, TokenSpan(batch.size, batch.size + fill)]
         start = self.rank * width
         here = slice(start, start + width)
         mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.agree import exchange, together
+from verl.engine.training.collectives import all_gather_json, on_all_ranks
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RankZeroSource(WeightSource):
     """`load` runs on rank 0 alone and gives tensors by their `state_dict` name."""
 
     def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]):
-        self._loaded = together(lambda: dict(load()) if dist.get_rank() == 0 else {})
+        self._loaded = on_all_ranks(lambda: dict(load()) if dist.get_rank() == 0 else {})
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype)
@@ -111,8 +111,8 @@ def open_source(
 ) -> WeightSource:
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
     here = Path(directory)
-    files = together(lambda: FileSource(here, module) if here.is_dir() else None)
-    if all(exchange(files is not None and files.covers(wanted))):
+    files = on_all_ranks(lambda: FileSource(here, module) if here.is_dir() else None)
+    if all(all_gather_json(files is not None and files.covers(wanted))):
         assert files is not None
         return files
     return RankZeroSource(load)

@@ -1,15 +1,15 @@
-"""Key/value memory: one pool of tiles, and books that say which tile holds which tokens.
+"""Key/value memory: one pool of blocks, and tables that say which block holds which tokens.
 
-A tile holds `rows` sequences × `cols` consecutive tokens of every layer. A book is an array of slots, one per
-sequence; `rows` neighbouring slots form a bank, and a bank owns a list of tiles, one per `cols` tokens of its
+A block holds `rows` sequences × `cols` consecutive tokens of every layer. A table is an array of slots, one per
+sequence; `rows` neighbouring slots form a block_row, and a block_row owns a list of blocks, one per `cols` tokens of its
 longest sequence. So memory grows with the tokens stored, has a hard limit (the pool), and yet attention over
-a whole bank is one batched product on a strided view: nothing is gathered or copied to be read.
+a whole block_row is one batched product on a strided view: nothing is gathered or copied to be read.
 
     slot        0 1 2 3 | 4 5 6 7 | …         rows = 4
-    tokens 0-   tile 0  | tile 1  |
-    tokens 128- tile 5  |         |           bank 0 holds a longer sequence
+    tokens 0-   block 0  | block 1  |
+    tokens 128- block 5  |         |           block_row 0 holds a longer sequence
 
-There are two books on one pool: prompts (stored once per group) and answers.
+There are two tables on one pool: prompts (stored once per group) and responses.
 """
 
 from __future__ import annotations
@@ -22,98 +22,98 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Shape of the cache. `tiles` × `rows` × `cols` tokens in all."""
+class KVCacheLayout:
+    """Shape of the cache. `blocks` × `rows` × `cols` tokens in all."""
 
     rows: int
     cols: int
-    tiles: int
+    blocks: int
 
     @classmethod
-    def fit(cls, cache_tokens: int, max_model_len: int, max_num_seqs: int) -> Geometry:
-        """The coarsest tiles (16 × 32 … 128) that leave room to share a cache of `cache_tokens` tokens.
+    def fit(cls, cache_tokens: int, max_model_len: int, max_num_seqs: int) -> KVCacheLayout:
+        """The coarsest blocks (16 × 32 … 128) that leave room to share a cache of `cache_tokens` tokens.
 
-        Products read whole tiles, because strided ones would be copied first (measured: twice the time), so
-        the longer the sequences may be, the wider the tiles.
+        Products read whole blocks, because strided ones would be copied first (measured: twice the time), so
+        the longer the sequences may be, the wider the blocks.
 
         Raises ValueError when not even one sequence of `max_model_len` tokens fits.
         """
         rows, cols = 16, 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
 
         def needed() -> int:
-            # a prompt and an answer that together have max_model_len tokens, each rounded up to whole tiles
+            # a prompt and a response that together have max_model_len tokens, each rounded up to whole blocks
             return -(-max_model_len // cols) + 1
 
         def roomy() -> bool:
-            """Enough for eight banks, or for all sequences at once."""
+            """Enough for eight block_rows, or for all sequences at once."""
             return cache_tokens // (rows * cols) >= min(8, -(-max_num_seqs // rows)) * needed()
 
         while rows > 1 and not roomy():
             rows //= 2
         while cols > 16 and not roomy():
             cols //= 2
-        tiles = cache_tokens // (rows * cols)
-        if tiles < needed():
+        blocks = cache_tokens // (rows * cols)
+        if blocks < needed():
             raise ValueError(
                 f"a key/value cache of {cache_tokens} tokens cannot hold one sequence of max_model_len={max_model_len} "
                 f"tokens (needs {needed() * rows * cols}): raise cache_tokens or lower max_model_len"
             )
-        return cls(rows, cols, tiles)
+        return cls(rows, cols, blocks)
 
 
-class TilePool:
+class KVBlockPool:
     """The memory itself. Layers are allocated when first written, because only then their shape is known."""
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, key_dtype: torch.dtype, value_dtype: torch.dtype
+        self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, value_dtype: torch.dtype
     ):
-        self.geometry = geometry
+        self.layout = layout
         self.device = device
         self.key_dtype = key_dtype
         self._dtypes = (key_dtype, value_dtype)
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._free = list(range(geometry.tiles))
-        self._clean = np.zeros(geometry.tiles, bool)
+        self._free = list(range(layout.blocks))
+        self._clean = np.zeros(layout.blocks, bool)
         self.peak = 0
 
     @property
-    def free_tiles(self) -> int:
+    def free_blocks(self) -> int:
         return len(self._free)
 
     @property
-    def used_tiles(self) -> int:
-        return self.geometry.tiles - len(self._free)
+    def used_blocks(self) -> int:
+        return self.layout.blocks - len(self._free)
 
     def take(self, *, last: bool = False) -> int | None:
-        """The lowest (or highest) free tile, or None when the pool is full.
+        """The lowest (or highest) free block, or None when the pool is full.
 
-        Prompts fill the pool from its end: tiles that answers take one after the other stay neighbours, and
+        Prompts fill the pool from its end: blocks that responses take one after the other stay neighbours, and
         neighbours are read in one product.
         """
         if not self._free:
             return None
-        tile = self._free.pop(-1 if last else 0)
-        self.peak = max(self.peak, self.used_tiles)
-        if not self._clean[tile]:
+        block = self._free.pop(-1 if last else 0)
+        self.peak = max(self.peak, self.used_blocks)
+        if not self._clean[block]:
             # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
             for layer in self._layers.values():
                 for tensor in layer:
-                    tensor[tile].zero_()
-            self._clean[tile] = bool(self._layers)
-        return tile
+                    tensor[block].zero_()
+            self._clean[block] = bool(self._layers)
+        return block
 
-    def give(self, tile: int) -> None:
-        bisect.insort(self._free, tile)
+    def give(self, block: int) -> None:
+        bisect.insort(self._free, block)
 
     def layer(
         self, index: int, kv_heads: int, key_dim: int, value_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, [tiles, rows, kv_heads, cols, dim] each."""
+        """Keys and values of one layer, [blocks, rows, kv_heads, cols, dim] each."""
         found = self._layers.get(index)
         if found is None:
-            g = self.geometry
-            used = sorted(set(range(g.tiles)) - set(self._free))
-            shape = (g.tiles, g.rows, kv_heads, g.cols)
+            g = self.layout
+            used = sorted(set(range(g.blocks)) - set(self._free))
+            shape = (g.blocks, g.rows, kv_heads, g.cols)
             found = (
                 torch.empty(*shape, key_dim, dtype=self._dtypes[0], device=self.device),
                 torch.empty(*shape, value_dim, dtype=self._dtypes[1], device=self.device),
@@ -142,22 +142,22 @@ class TilePool:
         return sum(t.numel() * t.element_size() for layer in self._layers.values() for t in layer)
 
     def drop(self) -> None:
-        """Free the memory (no book may hold a tile)."""
+        """Free the memory (no table may hold a block)."""
         self._layers.clear()
         self._clean[:] = False
 
 
-class Book:
-    """Slots for sequences, and the tiles of each bank of slots."""
+class KVSlotTable:
+    """Slots for sequences, and the blocks of each block_row of slots."""
 
-    def __init__(self, pool: TilePool, slots: int, *, from_end: bool = False):
-        g = pool.geometry
+    def __init__(self, pool: KVBlockPool, slots: int, *, from_end: bool = False):
+        g = pool.layout
         self.pool = pool
         self._from_end = from_end
         self.slots = -(-slots // g.rows) * g.rows
         self.lengths = np.zeros(self.slots, np.int64)  # tokens there is room for, which a step then writes
         self.taken = np.zeros(self.slots, bool)
-        self.tiles: list[list[int]] = [[] for _ in range(self.slots // g.rows)]
+        self.blocks: list[list[int]] = [[] for _ in range(self.slots // g.rows)]
         self.version = 0
         self._limit = slots
 
@@ -177,49 +177,49 @@ class Book:
 
     def reserve(self, slot: int, length: int) -> bool:
         """Make room for `length` tokens in a slot; False (and nothing changed) when the pool is full."""
-        g = self.pool.geometry
-        bank = self.tiles[slot // g.rows]
-        wanted = -(-length // g.cols) - len(bank)
-        if wanted > self.pool.free_tiles:
+        g = self.pool.layout
+        block_row = self.blocks[slot // g.rows]
+        wanted = -(-length // g.cols) - len(block_row)
+        if wanted > self.pool.free_blocks:
             return False
         self.lengths[slot] = max(length, self.lengths[slot])
         if wanted <= 0:
             return True
         for _ in range(wanted):
-            tile = self.pool.take(last=self._from_end)
-            assert tile is not None
-            bank.append(tile)
+            block = self.pool.take(last=self._from_end)
+            assert block is not None
+            block_row.append(block)
         self.version += 1
         return True
 
     def release(self, slot: int) -> None:
-        """Give a slot back, and the tiles that only it needed."""
+        """Give a slot back, and the blocks that only it needed."""
         self.taken[slot] = False
         self.lengths[slot] = 0
-        self._trim(slot // self.pool.geometry.rows)
+        self._trim(slot // self.pool.layout.rows)
         self.version += 1
 
-    def _trim(self, bank: int) -> None:
-        g = self.pool.geometry
-        longest = int(self.lengths[bank * g.rows : (bank + 1) * g.rows].max())
+    def _trim(self, block_row: int) -> None:
+        g = self.pool.layout
+        longest = int(self.lengths[block_row * g.rows : (block_row + 1) * g.rows].max())
         keep = -(-longest // g.cols)
-        while len(self.tiles[bank]) > keep:
-            self.pool.give(self.tiles[bank].pop())
+        while len(self.blocks[block_row]) > keep:
+            self.pool.give(self.blocks[block_row].pop())
 
     def token_rows(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tile × rows + row, column) of each (slot, position): where a token's keys and values lie."""
-        g = self.pool.geometry
-        banks, columns = slots // g.rows, positions // g.cols
-        table = np.full((len(self.tiles), max((len(t) for t in self.tiles), default=0) or 1), -1, np.int64)
-        for bank in np.unique(banks):
-            table[bank, : len(self.tiles[bank])] = self.tiles[bank]
-        return table[banks, columns] * g.rows + slots % g.rows, positions % g.cols
+        """(block × rows + row, column) of each (slot, position): where a token's keys and values lie."""
+        g = self.pool.layout
+        block_rows, columns = slots // g.rows, positions // g.cols
+        table = np.full((len(self.blocks), max((len(t) for t in self.blocks), default=0) or 1), -1, np.int64)
+        for block_row in np.unique(block_rows):
+            table[block_row, : len(self.blocks[block_row])] = self.blocks[block_row]
+        return table[block_rows, columns] * g.rows + slots % g.rows, positions % g.cols
 
     def waste(self) -> tuple[int, int]:
-        """(tiles in use, tiles that the same sequences would need if sorted by length)."""
-        g = self.pool.geometry
+        """(blocks in use, blocks that the same sequences would need if sorted by length)."""
+        g = self.pool.layout
         need = np.sort(-(-self.lengths[self.taken] // g.cols))[::-1]
-        return sum(map(len, self.tiles)), int(need[:: g.rows].sum())
+        return sum(map(len, self.blocks)), int(need[:: g.rows].sum())
 
     def sparse(self) -> bool:
         """More than half of the slots up to the last one in use are holes."""
@@ -227,31 +227,31 @@ class Book:
         return len(used) > 0 and int(used[-1]) + 1 > 2 * len(used)
 
     def repack(self) -> dict[int, int]:
-        """Sort the sequences by their number of tiles, longest first, without holes. Returns {old slot: new slot}.
+        """Sort the sequences by their number of blocks, longest first, without holes. Returns {old slot: new slot}.
 
-        Bytes move inside the pool: tile column by tile column, each through a temporary copy. In a column the
-        sequences that reach it move to its first slots, which lie in tiles that the column already had.
+        Bytes move inside the pool: block column by block column, each through a temporary copy. In a column the
+        sequences that reach it move to its first slots, which lie in blocks that the column already had.
         """
-        g = self.pool.geometry
+        g = self.pool.layout
         old = np.flatnonzero(self.taken)
         need = -(-self.lengths[old] // g.cols)
         order = np.argsort(-need, kind="stable")
         old, need = old[order], need[order]
-        tiles: list[list[int]] = [[] for _ in self.tiles]
-        for column in range(max(map(len, self.tiles))):
-            source = np.array([t[column] if len(t) > column else -1 for t in self.tiles], np.int64)
+        blocks: list[list[int]] = [[] for _ in self.blocks]
+        for column in range(max(map(len, self.blocks))):
+            source = np.array([t[column] if len(t) > column else -1 for t in self.blocks], np.int64)
             present = source[source >= 0]
             count = int((need > column).sum())
-            banks = -(-count // g.rows)
+            block_rows = -(-count // g.rows)
             at, to = old[:count], np.arange(count)
             self._move(
                 source[at // g.rows] * g.rows + at % g.rows, present[to // g.rows] * g.rows + to % g.rows
             )
-            for bank in range(banks):
-                tiles[bank].append(int(present[bank]))
-            for tile in present[banks:]:
-                self.pool.give(int(tile))
-        self.tiles = tiles
+            for block_row in range(block_rows):
+                blocks[block_row].append(int(present[block_row]))
+            for block in present[block_rows:]:
+                self.pool.give(int(block))
+        self.blocks = blocks
         lengths = self.lengths[old]
         self.lengths[:], self.taken[:] = 0, False
         self.lengths[: len(old)], self.taken[: len(old)] = lengths, True

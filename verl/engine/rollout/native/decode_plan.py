@@ -1,6 +1,6 @@
-"""Attention of a decode step: one token for each running answer.
+"""Attention of a decode step: one token for each running response.
 
-The answer's own cache and its group's prompt are two books. Each is read for all answers at once, the answers of
+The response's own cache and its group's prompt are two tables. Each is read for all answers at once, the responses of
 a group side by side against the one copy of their prompt, and the two results are merged by their log-sum-exp.
 
 All that a step needs on the device (indices, masks) are named tensors, made when first asked for. A captured
@@ -14,7 +14,7 @@ from collections.abc import Hashable
 import numpy as np
 import torch
 
-from verl.engine.rollout.native.cache import Book
+from verl.engine.rollout.native.cache import KVSlotTable
 from verl.engine.rollout.native.reader import MASKED, Reader
 from verl.engine.rollout.native.writer import Calls, Writer
 
@@ -24,9 +24,9 @@ Name = tuple[Hashable, ...]
 class DecodePlan:
     """See the module. `prepare` once per step, then the model calls `attend` in each layer."""
 
-    def __init__(self, prompts: Book, answers: Book, compute: torch.dtype, calls: Calls):
+    def __init__(self, prompts: KVSlotTable, responses: KVSlotTable, compute: torch.dtype, calls: Calls):
         self._writer = Writer(prompts.pool, compute, calls)
-        self._prompts, self._answers = Reader(prompts), Reader(answers)
+        self._prompts, self._responses = Reader(prompts), Reader(responses)
         self._device = prompts.pool.device
         self._compute = compute
         self._seen_windows: frozenset[int] = frozenset()
@@ -41,25 +41,25 @@ class DecodePlan:
         *,
         rounded: bool = False,
     ) -> None:
-        """All int64 [B]; slots ascending; lengths count the answer's tokens including the one being fed.
+        """All int64 [B]; slots ascending; lengths count the response's tokens including the one being fed.
 
         Length 0 marks a row that only fills a gap: its slot must be free and its output means nothing.
-        rounded: take the next power of two for the answers per prompt, so that fewer different shapes occur.
+        rounded: take the next power of two for the responses per prompt, so that fewer different shapes occur.
         """
-        book = self._answers.book
-        self._writer.place(*book.token_rows(slots, np.maximum(lengths, 1) - 1))
-        self._lengths = np.zeros(book.slots, np.int64)
+        table = self._responses.table
+        self._writer.place(*table.token_rows(slots, np.maximum(lengths, 1) - 1))
+        self._lengths = np.zeros(table.slots, np.int64)
         self._lengths[slots] = lengths
-        self._answers.plan(self._lengths, whole_banks=rounded)
+        self._responses.plan(self._lengths, whole_block_rows=rounded)
         live = np.flatnonzero(lengths)
         asked = prompt_slots[live]
-        self._prompt_lengths = np.zeros(self._prompts.book.slots, np.int64)
+        self._prompt_lengths = np.zeros(self._prompts.table.slots, np.int64)
         self._prompt_lengths[asked] = prompt_lengths[live]
-        self._prompts.plan(self._prompt_lengths, whole_banks=rounded)
+        self._prompts.plan(self._prompt_lengths, whole_block_rows=rounded)
 
-        self._dense = len(slots) == self._answers.slots
+        self._dense = len(slots) == self._responses.slots
         self._slot_of_row = slots
-        # the answers of one prompt, side by side: (prompt slot, number among its answers) of each row
+        # the responses of one prompt, side by side: (prompt slot, number among its responses) of each row
         order = np.argsort(asked, kind="stable")
         number = np.empty(len(live), np.int64)
         number[order] = np.arange(len(live)) - np.searchsorted(asked[order], asked[order])
@@ -76,15 +76,15 @@ class DecodePlan:
 
     def forget(self) -> None:
         """Hold no memory of the cache any more."""
-        self._answers.forget()
+        self._responses.forget()
         self._prompts.forget()
         self.tensors = {}
 
     def signature(self) -> Hashable:
-        """Equal signatures: the same shapes, the same tiles, and the same masks in use."""
+        """Equal signatures: the same shapes, the same blocks, and the same masks in use."""
         rows, longest = len(self._slot_of_row), int(self._position.max())
         windows = frozenset(w for w in self._seen_windows if longest >= w)
-        return rows, self._dense, self._per_prompt, self._answers.zones, self._prompts.zones, windows
+        return rows, self._dense, self._per_prompt, self._responses.spans, self._prompts.spans, windows
 
     def refill(self, tensors: dict[Name, torch.Tensor]) -> None:
         """Write this step's values into the tensors of an earlier step with the same signature."""
@@ -102,7 +102,7 @@ class DecodePlan:
         """The values of a named tensor in this step."""
         match name:
             case ("row of slot",):
-                rows = np.zeros(self._answers.slots, np.int64)
+                rows = np.zeros(self._responses.slots, np.int64)
                 rows[self._slot_of_row] = np.arange(len(self._slot_of_row))
                 return rows
             case ("slot of row",):
@@ -112,7 +112,7 @@ class DecodePlan:
             case (
                 "to prompts",
                 int(heads),
-            ):  # [B, kv heads] blocks → [prompt slots, kv heads, answers] blocks
+            ):  # [B, kv heads] blocks → [prompt slots, kv heads, responses] blocks
                 there = self._row_of_place[:, None, :] * heads + np.arange(heads)[None, :, None]
                 return there.reshape(-1)
             case ("from prompts", int(heads)):
@@ -126,14 +126,14 @@ class DecodePlan:
         raise KeyError(name)
 
     def _mask(self, which: str, number: int, window: int | None) -> np.ndarray:
-        """What zone `number` may not see: 0 or MASKED, float32 [slots, 1, answers per slot or 1, 1, width]."""
-        zone = (self._answers if which == "answers" else self._prompts).zones[number]
-        at = np.arange(zone.width)
-        lengths = self._lengths if which == "answers" else self._prompt_lengths
-        own = lengths[zone.lo : zone.hi, None, None]
+        """What span `number` may not see: 0 or MASKED, float32 [slots, 1, responses per slot or 1, 1, width]."""
+        span = (self._responses if which == "responses" else self._prompts).spans[number]
+        at = np.arange(span.width)
+        lengths = self._lengths if which == "responses" else self._prompt_lengths
+        own = lengths[span.lo : span.hi, None, None]
         hidden = at >= own
         if window is not None:
-            last = own - 1 if which == "answers" else self._position[zone.lo : zone.hi, :, None]
+            last = own - 1 if which == "responses" else self._position[span.lo : span.hi, :, None]
             hidden = hidden | (at <= last - window)
         return np.where(hidden, np.float32(MASKED), np.float32(0.0))[:, None, :, None]
 
@@ -167,9 +167,9 @@ class DecodePlan:
 
         own = q if self._dense else q.index_select(0, self._get("row of slot"))
         o_own, lse_own = self._read(
-            "answers", layer, own.view(-1, per_head, dim), heads, scaling, window, softcap
+            "responses", layer, own.view(-1, per_head, dim), heads, scaling, window, softcap
         )
-        o_own, lse_own = o_own.view(self._answers.slots, -1), lse_own.view(self._answers.slots, -1)
+        o_own, lse_own = o_own.view(self._responses.slots, -1), lse_own.view(self._responses.slots, -1)
         if not self._dense:
             slots = self._get("slot of row")
             o_own, lse_own = o_own.index_select(0, slots), lse_own.index_select(0, slots)
@@ -183,7 +183,7 @@ class DecodePlan:
         return out.to(self._compute)[None]
 
     def _window(self, window: int | None) -> int | None:
-        """The window if any answer has outgrown it; masks without one are smaller."""
+        """The window if any response has outgrown it; masks without one are smaller."""
         if window is not None and window not in self._seen_windows:
             self._seen_windows |= {window}
         return window if window is not None and int(self._position.max()) >= window else None
@@ -198,22 +198,22 @@ class DecodePlan:
         window: int | None,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        reader = self._answers if which == "answers" else self._prompts
+        reader = self._responses if which == "responses" else self._prompts
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         covered = 0
-        for number, zone in enumerate(reader.zones):
-            if zone.lo > covered:
-                parts.append(self._nothing(query[covered * heads : zone.lo * heads], reader, layer))
+        for number, span in enumerate(reader.spans):
+            if span.lo > covered:
+                parts.append(self._nothing(query[covered * heads : span.lo * heads], reader, layer))
             mask = self._get("mask", which, number, window)
-            part = query[zone.lo * heads : zone.hi * heads]
+            part = query[span.lo * heads : span.hi * heads]
             parts.append(reader.attend(layer, number, part, mask, scaling, softcap))
-            covered = zone.hi
+            covered = span.hi
         if len(parts) == 1:
             return parts[0]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _nothing(self, query: torch.Tensor, reader: Reader, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A stand-in for banks that nobody asks about, so that slots keep their place."""
-        dim = reader.book.pool.stored(layer)[1].shape[-1]
+        """A stand-in for block_rows that nobody asks about, so that slots keep their place."""
+        dim = reader.table.pool.stored(layer)[1].shape[-1]
         empty = query.new_zeros(*query.shape[:2], dim, dtype=torch.float32)
         return empty, query.new_full(query.shape[:2], MASKED, dtype=torch.float32)

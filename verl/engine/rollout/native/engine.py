@@ -1,7 +1,7 @@
 """The embedded sampler: continuous batching in this process, on the trainer's own weights.
 
 `generate` queues a request and waits for its future. One asyncio task runs `step` after `step` while there is
-work: a packed prefill if anything can be prefilled, else one token for every running answer. Steps run inline on
+work: a packed prefill if anything can be prefilled, else one token for every running response. Steps run inline on
 the event loop's thread, and between two of them every other coroutine has its turn.
 """
 
@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from verl.engine import positions
-from verl.engine.adapters import PlainView, exported, is_adapted
-from verl.engine.checkpoint_views import CheckpointViews
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.engine.rollout.native.cache import Geometry, TilePool
+from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
 from verl.engine.rollout.native.memory import bytes_per_token, default_cache_tokens
 from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.runner import Runner
@@ -28,6 +25,9 @@ from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
 from verl.engine.rollout.native.stopping import Stopper
 from verl.engine.rollout.native.supported import refuse_unfit
+from verl.models import positions
+from verl.models.adapters import PlainView, exported, is_adapted
+from verl.models.names import CheckpointViews
 from verl.platform import detect
 from verl.platform.handles import device_id
 
@@ -41,13 +41,13 @@ class NativeEngine(RolloutEngine):
     """Samples from a Hugging Face causal language model.
 
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
-    eos_token_ids: tokens that end an answer. max_model_len: most tokens of prompt + answer.
+    eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
     max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
     cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, or a quarter of the
-        machine's memory). When it is full, the newest answers wait and are computed again later.
+        machine's memory). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
-        again for each answer of a group (for comparison). enforce_eager: no captured graphs on a GPU.
+        again for each response of a group (for comparison). enforce_eager: no captured graphs on a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where nobody says it.
     """
 
@@ -88,9 +88,9 @@ class NativeEngine(RolloutEngine):
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
-        geometry = Geometry.fit(cache_tokens, max_model_len, max_num_seqs)
+        layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         key_dtype = torch.float32 if device.type == "cpu" else compute
-        self._pool = TilePool(geometry, device, key_dtype, compute)
+        self._pool = KVBlockPool(layout, device, key_dtype, compute)
         self._scheduler = Scheduler(
             self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
@@ -159,7 +159,7 @@ class NativeEngine(RolloutEngine):
             raise ValueError(f"request {request_id!r}: the prompt must be a non-empty list of token ids")
         if len(prompt) + 1 > self._max_model_len:
             raise ValueError(
-                f"request {request_id!r}: a prompt of {len(prompt)} tokens leaves no room for an answer in "
+                f"request {request_id!r}: a prompt of {len(prompt)} tokens leaves no room for a response in "
                 f"max_model_len={self._max_model_len}: shorten the prompt or raise max_model_len"
             )
         if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
@@ -252,7 +252,7 @@ class NativeEngine(RolloutEngine):
         for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
             if math.isnan(log_prob):
                 raise FloatingPointError(
-                    f"the model's logits are not finite after {len(request.tokens)} tokens of an answer, with the weights "
+                    f"the model's logits are not finite after {len(request.tokens)} tokens of a response, with the weights "
                     f"of version {self._version}: training has blown them up (a lower learning rate, an earlier "
                     "checkpoint), or the model cannot be computed in this precision (rollout.dtype=float32)"
                 )
@@ -268,7 +268,7 @@ class NativeEngine(RolloutEngine):
     # ---- weights and memory
 
     def weights_updated(self, version: int) -> None:
-        """The shared parameters have changed: cached prompts are dropped, running answers recompute their cache."""
+        """The shared parameters have changed: cached prompts are dropped, running responses recompute their cache."""
         self._version = version
         self._runner.linears.invalidate()
         self._scheduler.forget_cache()
@@ -364,10 +364,10 @@ class NativeEngine(RolloutEngine):
         preempted = self._scheduler.preempted
         out = dict(self._counters)
         out["preempted"] = float(preempted - self._preempted_before)
-        out["cache_peak"] = self._pool.peak / self._pool.geometry.tiles
+        out["cache_peak"] = self._pool.peak / self._pool.layout.blocks
         self._preempted_before = preempted
         self._counters = dict.fromkeys(self._counters, 0.0)
-        self._pool.peak = self._pool.used_tiles
+        self._pool.peak = self._pool.used_blocks
         return out
 
     def close(self) -> None:

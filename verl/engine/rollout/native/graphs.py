@@ -1,9 +1,9 @@
 """Decode steps replayed from captured graphs.
 
 On a GPU a decode step of a small batch costs more to launch than to compute. A step whose signature (shapes and
-tiles) has been seen before is captured, and later ones with the same signature only refill its inputs and replay.
-Answers that grow together change their signature once per tile, every 128 tokens. Rows are padded to whole banks
-and answers per prompt to powers of two, so that finished answers rarely change it.
+blocks) has been seen before is captured, and later ones with the same signature only refill its inputs and replay.
+Responses that grow together change their signature once per block, every 128 tokens. Rows are padded to whole block_rows
+and responses per prompt to powers of two, so that finished responses rarely change it.
 
 A model whose step waits for the device cannot be captured and is sampled from without graphs. Of experts it is known
 beforehand (`why_not`): their products in float32 look how many tokens each of them got.

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.engine.adapters import adapted_layers, merged_weight
+from verl.models.adapters import adapted_layers, merged_weight
 from verl.platform.cpu import has_packed_products
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.

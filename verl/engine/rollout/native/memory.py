@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from verl.engine import attention
 from verl.engine.rollout.native.supported import INSTEAD
 from verl.errors import UserError
+from verl.models import attention
 from verl.platform.memory import total_memory
 
 _SHARE = 0.25
@@ -67,7 +67,7 @@ def default_cache_tokens(
 ) -> int:
     """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory, at `per_token`
     bytes. On a CPU `engines` samplers divide that quarter: its memory is one for all."""
-    # whole tiles of at most 16 × 128 tokens, and both books as if all their sequences were longest
+    # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
     total = total_memory() // engines
     if device.type != "cpu":

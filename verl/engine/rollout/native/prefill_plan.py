@@ -1,4 +1,4 @@
-"""Attention of a prefill: packed segments of prompts and of answers that must be computed again."""
+"""Attention of a prefill: packed segments of prompts and of responses that must be computed again."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl.engine.rollout.native.cache import Book, TilePool
+from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.reader import MASKED
 from verl.engine.rollout.native.writer import Calls, Writer
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens start … start + count - 1 of one slot. An answer's segment names its prompt (slot, length)."""
+class PrefillSpan:
+    """Tokens start … start + count - 1 of one slot. A response's segment names its prompt (slot, length)."""
 
-    book: Book
+    table: KVSlotTable
     slot: int
     start: int
     count: int
-    prompt: tuple[Book, int, int] | None = None
+    prompt: tuple[KVSlotTable, int, int] | None = None
 
 
 class PrefillPlan:
     """Packed segments; each sees its prompt, what its slot already holds, and itself causally."""
 
-    def __init__(self, pool: TilePool, segments: Sequence[Segment], compute: torch.dtype, calls: Calls):
+    def __init__(
+        self, pool: KVBlockPool, segments: Sequence[PrefillSpan], compute: torch.dtype, calls: Calls
+    ):
         self._writer = Writer(pool, compute, calls)
         self._segments = segments
         self._compute = compute
         places = [
-            s.book.token_rows(np.full(s.count, s.slot, np.int64), np.arange(s.start, s.start + s.count))
+            s.table.token_rows(np.full(s.count, s.slot, np.int64), np.arange(s.start, s.start + s.count))
             for s in segments
         ]
         self._writer.place(np.concatenate([r for r, _ in places]), np.concatenate([c for _, c in places]))
@@ -67,7 +69,7 @@ class PrefillPlan:
             here = slice(at, at + segment.count)
             k, v = key[:, :, here], value[:, :, here]
             if segment.start:
-                k, v = self._join(layer, segment.book, segment.slot, segment.start, k, v)
+                k, v = self._join(layer, segment.table, segment.slot, segment.start, k, v)
             if segment.prompt is not None:
                 k, v = self._join(layer, *segment.prompt, k, v)
             part = self._one(query[:, :, here], k, v, scaling, sliding_window, softcap, sinks)
@@ -76,18 +78,18 @@ class PrefillPlan:
         return out
 
     def _join(
-        self, layer: int, book: Book, slot: int, length: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, table: KVSlotTable, slot: int, length: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the first `length` tokens of a slot before key and value, [1, Hkv, length + S, D] each."""
-        keys, values = book.pool.stored(layer)
-        g = book.pool.geometry
+        keys, values = table.pool.stored(layer)
+        g = table.pool.layout
         joined = []
         for store, new in ((keys, key), (values, value)):
             parts = []
             for column in range(-(-length // g.cols)):
                 width = min(g.cols, length - column * g.cols)
-                tile = book.tiles[slot // g.rows][column]
-                parts.append(store[tile, slot % g.rows, :, :width].to(self._compute))
+                block = table.blocks[slot // g.rows][column]
+                parts.append(store[block, slot % g.rows, :, :width].to(self._compute))
             joined.append(torch.cat([*parts, new[0]], 1)[None])
         return joined[0], joined[1]
 

@@ -1,4 +1,4 @@
-"""What the sampler knows of one answer, and of the prompt that a group of answers shares."""
+"""What the sampler knows of one response, and of the prompt that a group of responses shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.engine.rollout.base import Completion, SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt in the cache, and how many unfinished answers need it."""
+    """One prompt in the cache, and how many unfinished responses need it."""
 
     key: str
     prompt: np.ndarray
@@ -29,7 +29,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One answer being sampled. `number` is the order of submission, which decides all scheduling."""
+    """One response being sampled. `number` is the order of submission, which decides all scheduling."""
 
     id: str
     number: int
@@ -41,7 +41,7 @@ class Request:
     stop_ids: frozenset[int]
     group: Group | None = None
     slot: int = -1
-    computed: int = 0  # answer tokens whose keys and values are in the cache
+    computed: int = 0  # response tokens whose keys and values are in the cache
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Request:
 
     @property
     def position(self) -> int:
-        """Position of the newest token in prompt + answer."""
+        """Position of the newest token in prompt + response."""
         return len(self.prompt) + len(self.tokens) - 1
 
     def completion(self) -> Completion:

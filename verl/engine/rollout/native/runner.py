@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
-from verl.engine import attention
 from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.graphs import Capture, DecodeGraphs, warn_of, why_not
 from verl.engine.rollout.native.linear import FastLinears
@@ -17,6 +16,7 @@ from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.scheduler import Prefill, Scheduler
 from verl.engine.rollout.native.supported import takes_logits_to_keep
 from verl.engine.rollout.native.writer import Calls
+from verl.models import attention
 
 
 class Runner:
@@ -28,10 +28,10 @@ class Runner:
         self.device = next(model.parameters()).device
         self.linears = FastLinears(model, dtype)
         self._dtype = dtype
-        self._answers = scheduler.answers
-        self._pool = scheduler.answers.pool
+        self._responses = scheduler.responses
+        self._pool = scheduler.responses.pool
         self._calls = Calls()
-        self._decode = DecodePlan(scheduler.prompts, scheduler.answers, dtype, self._calls)
+        self._decode = DecodePlan(scheduler.prompts, scheduler.responses, dtype, self._calls)
         self._graphs: DecodeGraphs | None = None
         self._forbidden: torch.Tensor | None = None
         attention.register()
@@ -85,7 +85,7 @@ class Runner:
             [np.arange(o, o + len(i)) for i, o in zip(work.ids, work.offsets, strict=True)], dtype=np.int64
         )
         rows = np.array([row for _, row in work.sampled], np.int64)
-        # several answers may start from one row, and one from an earlier row than the answer before it (its prompt's
+        # several responses may start from one row, and one from an earlier row than the response before it (its prompt's
         # last): the head runs once for each row, in their order
         wanted, back = np.unique(rows, return_inverse=True)
         plan = PrefillPlan(self._pool, work.segments, self._dtype, self._calls)
@@ -117,11 +117,11 @@ class Runner:
         return logits.index_select(0, self._tensor(at))
 
     def _filled(self, last: int) -> np.ndarray:
-        """The slots that captured graphs have rows for, int64: all of each bank up to that of slot `last`. A bank whose
-        answers are all finished has no memory that a row of it could write to."""
-        rows = self._pool.geometry.rows
-        banks = np.flatnonzero([bool(tiles) for tiles in self._answers.tiles[: last // rows + 1]])
-        return (banks[:, None] * rows + np.arange(rows)).reshape(-1)
+        """The slots that captured graphs have rows for, int64: all of each block_row up to that of slot `last`. A block_row whose
+        responses are all finished has no memory that a row of it could write to."""
+        rows = self._pool.layout.rows
+        block_rows = np.flatnonzero([bool(blocks) for blocks in self._responses.blocks[: last // rows + 1]])
+        return (block_rows[:, None] * rows + np.arange(rows)).reshape(-1)
 
     def _forward(
         self,

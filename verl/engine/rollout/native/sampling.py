@@ -67,7 +67,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N].
 
-    seen: for each row with a repetition penalty, the ids (int64) of its prompt and answer so far. A row whose logits
+    seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
     are not finite gets some token with log-prob nan.
     """
     for row, ids in (seen or {}).items():

@@ -14,8 +14,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from verl.engine.rollout.native.cache import Book, TilePool
-from verl.engine.rollout.native.prefill_plan import Segment
+from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
+from verl.engine.rollout.native.prefill_plan import PrefillSpan
 from verl.engine.rollout.native.request import Group, Request
 
 
@@ -23,7 +23,7 @@ from verl.engine.rollout.native.request import Group, Request
 class Prefill:
     """One packed forward pass: the segments, the ids of each, and which output rows give whose next token."""
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[PrefillSpan] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # position of each segment's first token in its sequence
     sampled: list[tuple[Request, int]] = field(default_factory=list)
@@ -31,11 +31,11 @@ class Prefill:
 
 
 class Scheduler:
-    """State of every unfinished request. Owns both books."""
+    """State of every unfinished request. Owns both tables."""
 
-    def __init__(self, pool: TilePool, *, max_num_seqs: int, max_num_batched_tokens: int):
-        self.prompts = Book(pool, max_num_seqs, from_end=True)
-        self.answers = Book(pool, max_num_seqs)
+    def __init__(self, pool: KVBlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
+        self.prompts = KVSlotTable(pool, max_num_seqs, from_end=True)
+        self.responses = KVSlotTable(pool, max_num_seqs)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, Group] = {}
@@ -86,7 +86,7 @@ class Scheduler:
             if not self._evict_idle(keep=request.group_key):
                 if not self.running:
                     raise RuntimeError(
-                        f"request {request.id!r} does not fit an empty cache: a bug in Geometry.fit"
+                        f"request {request.id!r} does not fit an empty cache: a bug in KVCacheLayout.fit"
                     )
                 return False
         self.waiting.pop(0)
@@ -94,7 +94,7 @@ class Scheduler:
         return True
 
     def _place(self, request: Request) -> bool:
-        """Give the request its slots and first tiles, or change nothing."""
+        """Give the request its slots and first blocks, or change nothing."""
         group = self.groups.get(request.group_key)
         if (
             group is not None
@@ -110,13 +110,13 @@ class Scheduler:
             if not self.prompts.reserve(prompt_slot, len(request.prompt)):
                 self.prompts.release(prompt_slot)
                 return False
-            # stays, idle, if the answer finds no place: it is evicted like any other when space is short
+            # stays, idle, if the response finds no place: it is evicted like any other when space is short
             group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
-        slot = self.answers.acquire()
+        slot = self.responses.acquire()
         if slot is None:
             return False
-        if not self.answers.reserve(slot, len(request.tokens) + 1):
-            self.answers.release(slot)
+        if not self.responses.reserve(slot, len(request.tokens) + 1):
+            self.responses.release(slot)
             return False
         group.users += 1
         request.group, request.slot, request.computed, request.ready = group, slot, 0, False
@@ -131,7 +131,9 @@ class Scheduler:
             if count <= 0:
                 return
             ids = group.prompt[group.computed : group.computed + count].tolist()
-            self._segment(work, Segment(self.prompts, group.slot, group.computed, count), ids, group.computed)
+            self._segment(
+                work, PrefillSpan(self.prompts, group.slot, group.computed, count), ids, group.computed
+            )
             group.computed += count
             last_row[id(group)] = work.tokens - 1
         if group.computed < group.length:
@@ -139,7 +141,7 @@ class Scheduler:
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
                 at = group.length - 1
-                self._segment(work, Segment(self.prompts, group.slot, at, 1), [int(group.prompt[at])], at)
+                self._segment(work, PrefillSpan(self.prompts, group.slot, at, 1), [int(group.prompt[at])], at)
                 last_row[id(group)] = work.tokens - 1
             request.ready = True
             work.sampled.append((request, last_row[id(group)]))
@@ -148,7 +150,9 @@ class Scheduler:
         if count <= 0:
             return
         start = request.computed
-        segment = Segment(self.answers, request.slot, start, count, (self.prompts, group.slot, group.length))
+        segment = PrefillSpan(
+            self.responses, request.slot, start, count, (self.prompts, group.slot, group.length)
+        )
         self._segment(work, segment, request.tokens[start : start + count], group.length + start)
         request.computed += count
         if request.computed == len(request.tokens):
@@ -156,7 +160,7 @@ class Scheduler:
             work.sampled.append((request, work.tokens - 1))
 
     @staticmethod
-    def _segment(work: Prefill, segment: Segment, ids: list[int], offset: int) -> None:
+    def _segment(work: Prefill, segment: PrefillSpan, ids: list[int], offset: int) -> None:
         work.segments.append(segment)
         work.ids.append(ids)
         work.offsets.append(offset)
@@ -166,22 +170,22 @@ class Scheduler:
 
     def decode(self) -> list[Request]:
         """Requests that get one token now, by slot, each with room for it in the cache."""
-        self._tidy(self.answers, 1.25)
+        self._tidy(self.responses, 1.25)
         self._tidy(self.prompts, 1.25)
         for request in sorted((r for r in self.running if r.ready), key=lambda r: r.number):
-            while request.ready and not self.answers.reserve(request.slot, len(request.tokens)):
-                if self._evict_idle() or self._tidy(self.answers, 1.0) or self._tidy(self.prompts, 1.0):
+            while request.ready and not self.responses.reserve(request.slot, len(request.tokens)):
+                if self._evict_idle() or self._tidy(self.responses, 1.0) or self._tidy(self.prompts, 1.0):
                     continue
                 self.preempt(max(self.running, key=lambda r: r.number))
         return sorted((r for r in self.running if r.ready), key=lambda r: r.slot)
 
-    def _tidy(self, book: Book, factor: float) -> bool:
-        """Repack a book whose tiles are used badly. True if tiles came free."""
-        used, needed = book.waste()
-        if used <= factor * needed and not book.sparse():
+    def _tidy(self, table: KVSlotTable, factor: float) -> bool:
+        """Repack a table whose blocks are used badly. True if blocks came free."""
+        used, needed = table.waste()
+        if used <= factor * needed and not table.sparse():
             return False
-        moved = book.repack()
-        if book is self.answers:
+        moved = table.repack()
+        if table is self.responses:
             for request in self.running:
                 request.slot = moved[request.slot]
         else:
@@ -203,7 +207,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         assert request.group is not None
-        self.answers.release(request.slot)
+        self.responses.release(request.slot)
         self._clock += 1
         request.group.users -= 1
         request.group.last_used = self._clock
@@ -234,7 +238,7 @@ class Scheduler:
         del self.groups[group.key]
 
     def forget_cache(self) -> None:
-        """Nothing in the cache is true any more (new weights): running answers start over from their tokens."""
+        """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""
         for request in list(self.running):
             self._requeue(request)
         for group in list(self.groups.values()):

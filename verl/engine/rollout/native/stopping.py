@@ -1,4 +1,4 @@
-"""When an answer is over: end tokens, stop strings, the token budget."""
+"""When a response is over: end tokens, stop strings, the token budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTES_PER_CHARACTER = 4
 
 
 class Stopper:
-    """Decides after each token. Stop strings need the tokenizer; the string stays in the answer."""
+    """Decides after each token. Stop strings need the tokenizer; the string stays in the response."""
 
     def __init__(self, tokenizer: Any | None):
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class Stopper:
         if token in request.stop_ids:
             return "stop"
         stops = request.sampling.stop
-        if stops and self._may_end(token, stops) and self._ended(_answer(request), stops):
+        if stops and self._may_end(token, stops) and self._ended(_response(request), stops):
             return "stop"
         return "length" if len(request.tokens) >= request.max_tokens else ""
 
@@ -31,7 +31,7 @@ class Stopper:
         if stops and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give NativeEngine one, or use stop_token_ids")
         if any(not stop for stop in stops):
-            raise ValueError("an empty stop string would end every answer at once: remove it")
+            raise ValueError("an empty stop string would end every response at once: remove it")
 
     def _may_end(self, token: int, stops: tuple[str, ...]) -> bool:
         """Whether a stop string can end inside this token. Cheap; a part of a character may end anything."""
@@ -51,8 +51,8 @@ class Stopper:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def _answer(request: Request) -> list[int]:
-    """The answer's tokens, those that the prompt ends with included."""
+def _response(request: Request) -> list[int]:
+    """The response's tokens, those that the prompt ends with included."""
     start = request.sampling.start
     return (
         [*request.prompt[len(request.prompt) - start :].tolist(), *request.tokens]

@@ -1,4 +1,4 @@
-"""What the embedded sampler asks of an architecture, said before the first answer."""
+"""What the embedded sampler asks of an architecture, said before the first response."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from verl.config.layout import ATTENTION_LAYERS
-from verl.engine.layers import is_recurrent
 from verl.errors import UserError
+from verl.models.layers import is_recurrent
 
 INSTEAD = "use another rollout engine (rollout.name=vllm)"
 

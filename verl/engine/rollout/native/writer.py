@@ -1,4 +1,4 @@
-"""Puts the keys and values of a forward pass where the books say.
+"""Puts the keys and values of a forward pass where the tables say.
 
 In bf16 mode on CPU keys are kept in float32 (their values are bf16): scores must not be rounded to bf16, which a
 bf16 batched product on CPU would do. Attention logits of 100 are common, and bf16 has no fractions there.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from verl.engine.rollout.native.cache import TilePool
+from verl.engine.rollout.native.cache import KVBlockPool
 from verl.engine.rollout.native.supported import INSTEAD
 
 
@@ -56,7 +56,7 @@ class Calls:
 class Writer:
     """Where the tokens of this forward pass go in the cache."""
 
-    def __init__(self, pool: TilePool, compute: torch.dtype, calls: Calls):
+    def __init__(self, pool: KVBlockPool, compute: torch.dtype, calls: Calls):
         self.pool = pool
         self.calls = calls
         self._compute = compute
@@ -64,12 +64,12 @@ class Writer:
         self._cols = np.zeros(0, np.int64)
 
     def place(self, rows: np.ndarray, cols: np.ndarray) -> None:
-        """`Book.token_rows` of each token, in the order of the packed tokens."""
+        """`KVSlotTable.token_rows` of each token, in the order of the packed tokens."""
         self._rows, self._cols = rows, cols
 
     def index(self, heads: int) -> np.ndarray:
         """Row in the flat view [.., D] of a layer's keys for each (token, kv head), int64 [S × heads]."""
-        cols = self.pool.geometry.cols
+        cols = self.pool.layout.cols
         return ((self._rows[:, None] * heads + np.arange(heads)) * cols + self._cols[:, None]).reshape(-1)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.engine_kwargs import LORA_RANKS, translate
-from verl.engine.layers import attention_sizes
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
+from verl.models.layers import attention_sizes
 
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WeightReceiver"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -221,7 +221,7 @@ def cpu_binding(ranks: int, allowed: Iterable[int]) -> str:
 
 def request_seed(seed: int, start: int) -> int:
     """A request's seed. vLLM's generator begins anew with each request, so `start` (tokens written already) is mixed
-    in: an answer that goes on does not repeat the draws it began with."""
+    in: a response that goes on does not repeat the draws it began with."""
     if not start:
         return seed & 0x7FFFFFFFFFFFFFFF
     import hashlib
@@ -276,7 +276,7 @@ def check_request(request_id: str, length: int, sampling: SamplingParams, max_mo
         raise ValueError(f"{where}: the prompt must be a non-empty list of token ids")
     if length + 1 > max_model_len:
         raise ValueError(
-            f"{where}: a prompt of {length} tokens leaves no room for an answer in max_model_len={max_model_len}: "
+            f"{where}: a prompt of {length} tokens leaves no room for a response in max_model_len={max_model_len}: "
             "shorten the prompt or raise max_model_len"
         )
     s = sampling
@@ -313,9 +313,9 @@ _BATCH_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """What the dict of the batch call asks for: `sampling` of each answer, n answers per prompt, a seed or None.
+    """What the dict of the batch call asks for: `sampling` of each response, n responses per prompt, a seed or None.
 
-    keep_stop: a stop string that ended an answer stays in its text.
+    keep_stop: a stop string that ended a response stays in its text.
     """
 
     sampling: SamplingParams

@@ -19,7 +19,7 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapp
 
 
 def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
-    """Every id that ends an answer: the generation config's, the model's and the tokenizer's."""
+    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
     from transformers import GenerationConfig
 
     try:
@@ -34,7 +34,7 @@ def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
 
 
 class BatchCall:
-    """Answers a list of prompts. `tokenizer`: of transformers."""
+    """Responses a list of prompts. `tokenizer`: of transformers."""
 
     def __init__(self, tokenizer: Any, seed: int):
         self._tokenizer = tokenizer
@@ -67,7 +67,7 @@ class BatchCall:
             raise
         stops = () if asked.keep_stop else asked.sampling.stop
         return [
-            self._answer(place, completion, stops) for place, completion in zip(places, done, strict=True)
+            self._response(place, completion, stops) for place, completion in zip(places, done, strict=True)
         ]
 
     def _ids(self, prompt: Any) -> list[int]:
@@ -78,7 +78,9 @@ class BatchCall:
             return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
         return [int(i) for i in prompt]
 
-    def _answer(self, place: tuple[int, int], completion: Completion, stops: Sequence[str]) -> dict[str, Any]:
+    def _response(
+        self, place: tuple[int, int], completion: Completion, stops: Sequence[str]
+    ) -> dict[str, Any]:
         ids = completion.token_ids.tolist()
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return {

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.engine.layers import layer_configs
 from verl.engine.rollout.vllm.adapter import Vllm
 from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cache_bytes, cpu_binding
 from verl.engine.rollout.vllm.worker import start_time
 from verl.errors import UserError
+from verl.models.layers import layer_configs
 from verl.platform.cores import thread_limit
 from verl.platform.memory import available_memory
 
@@ -45,7 +45,7 @@ def model_config(
 ) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
     """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file, in a folder that has to
     live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
-    from verl.engine.training.model import load_config
+    from verl.models.load import load_config
 
     config = load_config(
         settings.model_path,

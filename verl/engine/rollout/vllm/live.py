@@ -29,16 +29,16 @@ class Live:
 
         RuntimeError when vLLM gave the request up; FloatingPointError when a log-prob is not a number.
         """
-        answer = output.outputs[0] if output is not None else None  # type: ignore[attr-defined]
-        ids = np.asarray(list(answer.token_ids) if answer else [], np.int64)
-        reason = (answer.finish_reason if answer else None) or "abort"
+        response = output.outputs[0] if output is not None else None  # type: ignore[attr-defined]
+        ids = np.asarray(list(response.token_ids) if response else [], np.int64)
+        reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        log_probs = _log_probs(answer.logprobs if answer else None, ids)
+        log_probs = _log_probs(response.logprobs if response else None, ids)
         if np.isnan(log_probs).any():
             at = int(np.flatnonzero(np.isnan(log_probs))[0])
             raise FloatingPointError(
-                f"the model's logits are not finite after {at} tokens of an answer, with the weights of version "
+                f"the model's logits are not finite after {at} tokens of a response, with the weights of version "
                 f"{self.versions[-1]}: training has blown them up (a lower learning rate, an earlier checkpoint), or the "
                 "model cannot be computed in this precision (rollout.dtype=float32)"
             )
@@ -57,7 +57,7 @@ class Live:
 def ended_at_seam(
     done: Completion, begun: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]
 ) -> Completion:
-    """An answer whose first tokens, `begun`, came with the prompt: cut where a stop string ends that began in those. vLLM
+    """A response whose first tokens, `begun`, came with the prompt: cut where a stop string ends that began in those. vLLM
     looks for stop strings in what it writes itself."""
     reach = _BYTES_PER_CHARACTER * max(map(len, stops))
     before, ids = list(begun[-reach:]), done.token_ids.tolist()

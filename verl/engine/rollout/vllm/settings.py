@@ -50,7 +50,7 @@ def engine_settings(config: Any, tokenizer: Any, trainer_dtype: str) -> dict[str
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     from verl.engine.rollout.vllm.batch import end_token_ids
-    from verl.engine.training.model import load_config
+    from verl.models.load import load_config
 
     return end_token_ids(load_config(model.path, model), model.path, tokenizer)
 

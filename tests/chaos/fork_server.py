@@ -1,0 +1,270 @@
+"""Starts commands of verl in milliseconds: a process that has imported everything forks a child per command.
+
+As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
+"stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has ended
+(negative: the signal). The child is what a fresh `python -m MODULE ARGV…` would be: a session of its own, its own
+streams, default signals, sys.argv, exit through the interpreter's normal way out.
+
+`ForkServer` is the client for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import pkgutil
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENTRY = "verl.trainer.main_ppo"
+SFT = "verl.trainer.sft_trainer"
+FORKS_WELL = ("jemalloc_bg_thd",)
+"""Threads that are started anew in a forked child."""
+LAZY = (
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "safetensors.torch",
+    "torch.distributed.checkpoint",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
+)
+
+
+# ------------------------------------------------------------------------------------------------- the program
+
+
+def import_everything() -> None:
+    """All of verl, and what it imports lazily. Raises RuntimeError if an import started a thread: fork forbids it."""
+    import verl
+
+    for name in LAZY:
+        importlib.import_module(name)
+    import transformers
+
+    for name in ("AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast"):
+        getattr(transformers, name)
+    for found in pkgutil.walk_packages(verl.__path__, "verl."):
+        if found.name.rsplit(".", 1)[-1] == "__main__":
+            continue
+        # An engine that is not installed: the child's own import says so if it is asked for.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(found.name)
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    if lost := {(task / "comm").read_text().strip() for task in others} - set(FORKS_WELL):
+        raise RuntimeError(f"threads after the imports, which a fork would lose: {lost}")
+
+
+def serve() -> None:
+    """Fork children until stdin closes."""
+    import_everything()
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    response({"ready": True})
+    running: dict[int, int] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    selector.register(woken, selectors.EVENT_READ)
+    pending = b""
+    while True:
+        for key, _ in selector.select():
+            if key.fd == woken:
+                os.read(woken, 4096)
+                continue
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    become(order)
+                running[pid] = order["id"]
+                response({"id": order["id"], "pid": pid})
+        reap(running)
+
+
+def reap(running: dict[int, int]) -> None:
+    """Report the children that have ended."""
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        response({"id": running.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+
+def response(message: dict[str, Any]) -> None:
+    """One line to the client."""
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def become(order: dict[str, Any]) -> None:
+    """In the child: be the command. Does not return."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, name in ((0, os.devnull), (1, order["stdout"]), (2, order["stderr"])):
+        handle = os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, number)
+        os.close(handle)
+    os.closerange(3, 256)
+    faulthandler.enable()
+    os.chdir(order["cwd"])
+    for name, value in order["environment"].items():
+        os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    module = importlib.import_module(order["module"])
+    sys.argv = [str(module.__file__), *order["argv"]]
+    sys.exit(module.main())
+
+
+# -------------------------------------------------------------------------------------------------- the client
+
+
+class Run:
+    """A command that a fork_server started. `out` and `err` are the files of its streams."""
+
+    def __init__(self, number: int, out: Path, err: Path):
+        self.number, self.out, self.err = number, out, err
+        self.pid = 0
+        self.status: int | None = None
+        self._started, self._ended = threading.Event(), threading.Event()
+
+    def heard(self, message: dict[str, Any]) -> None:
+        """A message of the fork_server about this run."""
+        if "pid" in message:
+            self.pid = message["pid"]
+            self._started.set()
+        else:
+            self.status = message["status"]
+            self._ended.set()
+
+    def wait_started(self, timeout: float = 60.0) -> None:
+        """Until the process exists."""
+        assert self._started.wait(timeout), "the fork_server did not fork"
+
+    def wait(self, timeout: float = 120.0) -> int:
+        """Exit status; negative for a signal. Kills the run and fails if it takes longer than `timeout`."""
+        if not self._ended.wait(timeout):
+            self.kill(signal.SIGABRT)  # the fault handler writes where every thread is
+            self._ended.wait(5)
+            raise AssertionError(
+                f"still running after {timeout} s\n{self.stdout[-2000:]}\n{self.stderr[-3000:]}"
+            )
+        assert self.status is not None
+        return self.status
+
+    @property
+    def ended(self) -> bool:
+        """True once the process is gone."""
+        return self._ended.is_set()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    @property
+    def stdout(self) -> str:
+        """What it wrote so far."""
+        return self.out.read_text(errors="replace") if self.out.exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        """What it wrote so far."""
+        return self.err.read_text(errors="replace") if self.err.exists() else ""
+
+
+class ForkServer:
+    """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in `folder`."""
+
+    def __init__(self, folder: Path):
+        from tests.runs import environment
+
+        self._folder = folder
+        self._runs: dict[int, Run] = {}
+        self._ready = threading.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.fork_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment(),
+        )
+        self._listener = threading.Thread(target=self._listen, name="fork_server", daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "ready" in message:
+                self._ready.set()
+            else:
+                self._runs[message["id"]].heard(message)
+
+    def start(self, argv: list[str], *, module: str = ENTRY, cwd: Path = ROOT, **more: str | None) -> Run:
+        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset)."""
+        assert self._ready.wait(120), "the fork_server did not come up"
+        number = len(self._runs)
+        run = Run(number, self._folder / f"{number}.out", self._folder / f"{number}.err")
+        self._runs[number] = run
+        order = {
+            "id": number,
+            "module": module,
+            "argv": [str(word) for word in argv],
+            "cwd": str(cwd),
+            "environment": more,
+            "stdout": str(run.out),
+            "stderr": str(run.err),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        run.wait_started()
+        return run
+
+    def run(self, argv: list[str], *, timeout: float = 120.0, **options: Any) -> Run:
+        """Start and wait for the end."""
+        run = self.start(argv, **options)
+        run.wait(timeout)
+        return run
+
+    def close(self) -> None:
+        """Kill what still runs and end the helper."""
+        for run in self._runs.values():
+            if run.pid and not run.ended:
+                run.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def until(what: Any, timeout: float = 60.0, pause: float = 0.005) -> Any:
+    """The first true value of what(); fails after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not (value := what()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(pause)
+    return value
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,99 @@
+"""One attention function for every Hugging Face architecture, registered with transformers once.
+
+A model set to the implementation name `IMPLEMENTATION` asks the plan that is current on this thread how to
+attend. The training engine's plan knows packed segments and shared prompts; the sampler's plan knows its
+key/value cache. The architectures' own code stays unpatched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+IMPLEMENTATION = "verl"
+
+
+class AttentionPlan(Protocol):
+    """How the tokens of the current forward pass see each other."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [1, Hq, S, D], key and value [1, Hkv, S, D] of the packed tokens → output [1, S, Hq, D].
+
+        `module` is the layer that asks; it may ask more than once in a pass.
+        """
+
+
+class _Current(threading.local):
+    plan: AttentionPlan | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def use(plan: AttentionPlan) -> Iterator[None]:
+    """Make `plan` the one that attention asks, on this thread, until the block ends."""
+    before, _current.plan = _current.plan, plan
+    try:
+        yield
+    finally:
+        _current.plan = before
+
+
+def current() -> AttentionPlan:
+    """The plan in force. RuntimeError outside of `use`."""
+    if _current.plan is None:
+        raise RuntimeError("attention called outside of verl.models.attention.use(plan)")
+    return _current.plan
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    out = current().attend(
+        module,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def register() -> None:
+    """Register with transformers (again is harmless): the function, and a mask builder that builds none."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)

@@ -1,0 +1,210 @@
+"""The packed attention of `packed_attention` through a variable-length flash kernel, for CUDA in half precision.
+
+Two calls of the kernel: every segment on its own, causal; and every response against its group's prompt, all of it
+visible. Their outputs are merged by their log-denominators, out = Σ_i e^{ℓ_i − ℓ}·out_i with ℓ = log Σ e^{ℓ_i}, and
+each backward call is given the merged output and normaliser: the probabilities the kernel makes again from them
+are then those of the joint softmax, and its rowsum(dO∘O) is that of the joint one (the identity that ring
+attention rests on, 2310.01889). No key is copied but the prompts' own.
+
+The arithmetic is tested on a CPU with a plain stand-in for the kernel. The kernel itself, torch's
+`aten::_flash_attention_forward/backward`, was NOT run where this was written: tests/gpu does it on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from verl.models.packed_attention import TokenSpan
+
+MAX_HEAD_WIDTH = 256
+_WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
+_LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(slots=True)
+class Part:
+    """One call of the kernel: cumulative lengths int32 [n+1] of queries and keys, their maxima, and which tokens
+    they are (None: all, in order)."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+    causal: bool
+    query_index: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
+
+
+def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
+    """The one or two calls that a pack needs. Responses of a prompt are neighbours, so that they are one sequence
+    of queries."""
+    lengths = [s.end - s.start for s in segments]
+    own = _bounds(lengths, device)
+    parts = [Part(own, own, max(lengths), max(lengths), True)]
+    runs: list[tuple[tuple[int, int], list[TokenSpan]]] = []
+    for s in segments:
+        if s.prefix[1] <= s.prefix[0]:
+            continue
+        if not runs or runs[-1][0] != s.prefix:
+            runs.append((s.prefix, []))
+        runs[-1][1].append(s)
+    if runs:
+        queries = [sum(s.end - s.start for s in members) for _, members in runs]
+        keys = [p1 - p0 for (p0, p1), _ in runs]
+        parts.append(
+            Part(
+                _bounds(queries, device),
+                _bounds(keys, device),
+                max(queries),
+                max(keys),
+                False,
+                _indices([(s.start, s.end) for _, members in runs for s in members], device),
+                _indices([prefix for prefix, _ in runs], device),
+            )
+        )
+    return parts
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _indices(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(a, b) for a, b in ranges]).to(device)
+
+
+def kernel_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
+    """q [Sq, Hq, D], k and v [Sk, Hkv, D] → out [Sq, Hq, D], log-normaliser float32 [Hq, Sq], kernel state."""
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        part.queries,
+        part.keys,
+        part.max_queries,
+        part.max_keys,
+        0.0,
+        part.causal,
+        False,
+        scale=scale,
+    )
+    return out, lse, (state, unused)
+
+
+def kernel_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Part,
+    state: tuple[Any, Any],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v for one part, given the output and normaliser of the whole."""
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        part.queries,
+        part.keys,
+        part.max_queries,
+        part.max_keys,
+        0.0,
+        part.causal,
+        *state,
+        scale=scale,
+    )
+
+
+Kernel = tuple[Callable[..., Any], Callable[..., Any]]
+KERNEL: Kernel = (kernel_forward, kernel_backward)
+
+
+def fits(
+    query: torch.Tensor, value: torch.Tensor, *, softcap: float | None, sinks: torch.Tensor | None
+) -> bool:
+    """True where the kernel can be used, for packs in which no sliding window cuts anything: a window would have
+    to reach across the two calls."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] <= MAX_HEAD_WIDTH
+        and query.shape[-1] % _WIDTH_STEP == 0
+        and softcap is None
+        and sinks is None
+        and _has_kernel(query.device)
+    )
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """AMD's devices have another kernel, with capabilities of its own."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    kernel: Kernel = KERNEL,
+) -> torch.Tensor:
+    """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _Merged.apply(q, k, v, parts, scale, kernel)[None]
+
+
+def _take(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return x.contiguous() if index is None else x.index_select(0, index)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, parts, scale, kernel):  # type: ignore[no-untyped-def]
+        own, *shared = parts
+        out, lse, state = kernel[0](*(_take(x, None) for x in (q, k, v)), own, scale)
+        states = [state]
+        for part in shared:
+            index = part.query_index
+            inputs = _take(q, index), _take(k, part.key_index), _take(v, part.key_index)
+            other, other_lse, state = kernel[0](*inputs, part, scale)
+            states.append(state)
+            mine = lse[:, index]
+            joint = torch.logaddexp(mine, other_lse)
+            weight, other_weight = ((x - joint).exp().t()[..., None] for x in (mine, other_lse))
+            out[index] = (out[index] * weight + other * other_weight).to(out.dtype)
+            lse[:, index] = joint
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.parts, ctx.scale, ctx.kernel, ctx.states = parts, scale, kernel, states
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, out, lse = ctx.saved_tensors
+        totals: list[torch.Tensor] = []
+        for part, state in zip(ctx.parts, ctx.states, strict=True):
+            qi, ki = part.query_index, part.key_index
+            lse_part = lse if qi is None else lse[:, qi].contiguous()
+            inputs = _take(grad, qi), _take(q, qi), _take(k, ki), _take(v, ki), _take(out, qi), lse_part
+            grads = ctx.kernel[1](*inputs, part, state, ctx.scale)
+            if qi is None:
+                totals = list(grads)
+            else:
+                for total, index, one in zip(totals, (qi, ki, ki), grads, strict=True):
+                    total.index_add_(0, index, one)
+        return (*totals, None, None, None)

@@ -1,0 +1,313 @@
+"""Attention over packed sequences whose responses share their prompt, on any device, in plain matrix products.
+
+A pack is one row of tokens: segments one after the other, each a prompt or a response. A token sees the tokens
+of its own segment up to itself and, in a response, the whole prompt of its group. No key or value is repeated
+for that, and no score outlives its tile:
+
+    rows of a tile          the keys they may see             scores
+    [q0, q1)                [prefix) + [k0, q1)               [heads, rows, keys], masked, softmax, thrown away
+
+The backward pass computes the scores of a tile again from queries and keys. Short neighbours are merged into
+one tile with a mask, long segments are cut into blocks of rows, so neither the number of calls nor the size of
+a tile grows with the shape of the data. Query heads that share a key head are folded into the rows, so grouped
+keys are never expanded. Soft-capped scores (Gemma 2), attention sinks and sliding windows are part of the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from verl.models import flash_attention
+
+# Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
+# of calls forward and backward against 5 ns a score in bfloat16).
+TILE_SCORES = 512 * 1024
+TILE_OVERHEAD = 24 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Tokens [start, end) of the pack. `prefix` are the tokens of the prompt it attends to, (0, 0) for none."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Tile:
+    """Rows [q0, q1) against keys [p0, p1) + [k0, q1). `mask` [rows, keys] is None where the causal triangle of
+    the last q1 − q0 keys says it all."""
+
+    q0: int
+    q1: int
+    p0: int
+    p1: int
+    k0: int
+    mask: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def keys(self) -> int:
+        return self.p1 - self.p0 + self.q1 - self.k0
+
+
+class PackedPlan:
+    """How the tokens of one pack see each other: an `AttentionPlan`. Made once, used by every layer.
+
+    `segments` cover the pack in order, without gaps; empty ones are allowed. `positions` int64 [S] are the
+    tokens' positions in their own sequence (for sliding windows). `heads` scales the size of the tiles.
+    """
+
+    def __init__(self, segments: Sequence[TokenSpan], positions: torch.Tensor, heads: int):
+        self.segments = [s for s in segments if s.end > s.start]
+        self.positions = positions
+        self.device = positions.device
+        self.size = int(positions.shape[0])
+        self._owner, self._prefix = self._token_tables()
+        self._triangles: dict[int, torch.Tensor] = {}
+        self._windows: dict[int, list[Tile]] = {}
+        self._parts: list[flash_attention.Part] | None = None
+        self.longest = int(positions.max()) + 1 if self.size else 0
+        self._heads = heads
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """The pack as tiles. Their masks are many small operations, which a pack for the flash kernel is spared."""
+        return self._build(self._heads)
+
+    def _token_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """TokenSpan number of each token, and the number of the segment that is its prompt (−1 for none)."""
+        starts = {s.start: i for i, s in enumerate(self.segments)}
+        owner = torch.zeros(self.size, dtype=torch.int32)
+        prefix = torch.full((self.size,), -1, dtype=torch.int32)
+        for i, s in enumerate(self.segments):
+            owner[s.start : s.end] = i
+            if s.prefix[1] > s.prefix[0]:
+                prefix[s.start : s.end] = starts[s.prefix[0]]
+        return owner.to(self.device), prefix.to(self.device)
+
+    def _build(self, heads: int) -> list[Tile]:
+        """Merge and cut the segments into tiles."""
+        tiles: list[Tile] = []
+        merged: list[bool] = []
+        for s in self.segments:
+            last = tiles[-1] if tiles else None
+            if last is not None:
+                joined = Tile(last.q0, s.end, last.p0, last.p1, last.k0)
+                # A prefix that lies outside of the last tile's keys cannot be seen from a joined tile.
+                p0, p1 = s.prefix
+                visible = p1 == p0 or p0 >= last.k0 or (p0, p1) == (last.p0, last.p1)
+                alone = (s.end - s.start) * (s.end - s.start + p1 - p0) + last.rows * last.keys
+                extra = joined.rows * joined.keys - alone
+                if (
+                    visible
+                    and extra * heads <= TILE_OVERHEAD
+                    and joined.rows * joined.keys * heads <= TILE_SCORES
+                ):
+                    tiles[-1], merged[-1] = joined, True
+                    continue
+            new = self._cut(s, heads)
+            tiles += new
+            merged += [False] * len(new)
+        for tile, is_merged in zip(tiles, merged, strict=True):
+            if is_merged:
+                tile.mask = self._mask(tile, None)
+        return tiles
+
+    @staticmethod
+    def _cut(s: TokenSpan, heads: int) -> list[Tile]:
+        """One segment in blocks of rows, no block with more than about TILE_SCORES scores."""
+        out, start = [], s.start
+        while start < s.end:
+            seen = s.prefix[1] - s.prefix[0] + start - s.start
+            rows = 16
+            while rows < 512 and rows * 2 * (seen + rows * 2) * heads <= TILE_SCORES:
+                rows *= 2
+            left = s.end - start
+            rows = left if left <= rows * 5 // 4 else rows
+            out.append(Tile(start, start + rows, *s.prefix, s.start))
+            start += rows
+        return out
+
+    def _mask(self, tile: Tile, window: int | None) -> torch.Tensor:
+        """float32 [rows, keys]: 0 where a row sees a key, −inf elsewhere."""
+        index = torch.cat(
+            (
+                torch.arange(tile.p0, tile.p1, device=self.device),
+                torch.arange(tile.k0, tile.q1, device=self.device),
+            )
+        )
+        rows = torch.arange(tile.q0, tile.q1, device=self.device)
+        same = (self._owner[rows, None] == self._owner[index]) & (rows[:, None] >= index)
+        seen = same | (self._prefix[rows, None] == self._owner[index])
+        if window is not None:
+            seen &= self.positions[rows, None] - self.positions[index] < window
+        return torch.zeros(seen.shape, device=self.device).masked_fill_(~seen, float("-inf"))
+
+    def triangle(self, rows: int) -> torch.Tensor:
+        """float32 [rows, rows]: 0 up to the diagonal, −inf above it."""
+        if rows not in self._triangles:
+            full = torch.full((rows, rows), float("-inf"), device=self.device)
+            self._triangles[rows] = full.triu_(1)
+        return self._triangles[rows]
+
+    def _uncut(self, window: int | None) -> bool:
+        """True if a sliding window of that size takes nothing away from any token of this pack."""
+        return window is None or self.longest <= window
+
+    def flash_parts(self) -> list[flash_attention.Part]:
+        """The pack as calls of a flash kernel."""
+        if self._parts is None:
+            self._parts = flash_attention.parts_of(self.segments, self.device)
+        return self._parts
+
+    def tiles_for(self, window: int | None) -> list[Tile]:
+        """The tiles; with a sliding window that cuts something, tiles whose masks know of it."""
+        if window is None or self._uncut(window):
+            return self.tiles
+        if window not in self._windows:
+            self._windows[window] = [
+                Tile(t.q0, t.q1, t.p0, t.p1, t.k0, self._mask(t, window)) for t in self.tiles
+            ]
+        return self._windows[window]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            if flash_attention.fits(query, value, softcap=softcap, sinks=sinks) and self._uncut(
+                sliding_window
+            ):
+                return flash_attention.attend(query, key, value, self.flash_parts(), scaling)
+            out = _TiledAttention.apply(
+                query, key, value, sinks, self, self.tiles_for(sliding_window), scaling, softcap
+            )
+        return out
+
+
+def _fold(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[1, Hkv·G, S, D] → contiguous [Hkv, S·G, D]; the heads of a group become neighbouring rows."""
+    _, heads, size, width = x.shape
+    return x[0].view(kv_heads, heads // kv_heads, size, width).transpose(1, 2).reshape(kv_heads, -1, width)
+
+
+def _keys(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The tile's keys (or values) out of [Hkv, S, D]: [Hkv, keys, D]."""
+    own = x[:, tile.k0 : tile.q1]
+    return own if tile.p1 == tile.p0 else torch.cat((x[:, tile.p0 : tile.p1], own), 1)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+
+
+def _probabilities(
+    plan: PackedPlan,
+    tile: Tile,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Softmax of one tile in float32 [Hkv, rows·G, keys]; with a soft cap also d(capped)/d(score); with sinks
+    also the sink's own share [Hkv, rows·G, 1]."""
+    heads, folded, keys = q.shape[0], q.shape[1], k.shape[1]
+    scores = _product(q, k.transpose(1, 2), scaling).float()
+    slope = None
+    if softcap is not None:
+        scores = torch.tanh_(scores.div_(softcap))
+        slope = 1 - scores * scores
+        scores = scores.mul_(softcap)
+    by_row = scores.view(heads, tile.rows, folded // tile.rows, keys)
+    if tile.mask is not None:
+        by_row.add_(tile.mask[:, None])
+    else:
+        by_row[..., keys - tile.rows :].add_(plan.triangle(tile.rows)[:, None])
+    if sinks is None:
+        return torch.softmax(scores, -1, out=scores), slope, None
+    column = sinks.float().view(heads, 1, -1).expand(heads, tile.rows, -1).reshape(heads, folded, 1)
+    full = torch.softmax(torch.cat((scores, column), -1), -1)
+    return full[..., :keys], slope, full[..., keys:]
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Forward and backward over tiles; nothing but queries, keys and values is kept in between."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, plan, tiles, scaling, softcap):  # type: ignore[no-untyped-def]
+        heads, kv_heads = query.shape[1], key.shape[1]
+        group = heads // kv_heads
+        q, k, v = _fold(query, kv_heads), key[0].contiguous(), value[0].contiguous()
+        out = torch.empty(kv_heads, q.shape[1], v.shape[2], dtype=v.dtype, device=v.device)
+        for t in tiles:
+            rows = slice(t.q0 * group, t.q1 * group)
+            p, _, _ = _probabilities(plan, t, q[:, rows], _keys(k, t), scaling, softcap, sinks)
+            out[:, rows] = torch.bmm(p.to(v.dtype), _keys(v, t))
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.plan, ctx.tiles, ctx.scaling, ctx.softcap, ctx.group = plan, tiles, scaling, softcap, group
+        size = key.shape[2]
+        # Contiguous, as attention's output is elsewhere: some architectures take a view of it.
+        return out.view(kv_heads, size, group, -1).transpose(0, 1).reshape(1, size, heads, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        q, k, v, sinks = ctx.saved_tensors
+        group, kv_heads, size = ctx.group, k.shape[0], k.shape[1]
+        dout = _fold(grad.to(v.dtype).transpose(1, 2), kv_heads)
+        dq = torch.empty_like(q)
+        # A prompt's keys gather a share from every tile: the sums are float32 whatever the products are.
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        dsinks = torch.zeros_like(sinks, dtype=torch.float32) if sinks is not None else None
+        for t in ctx.tiles:
+            rows = slice(t.q0 * group, t.q1 * group)
+            kt, vt, qt, dt = _keys(k, t), _keys(v, t), q[:, rows], dout[:, rows]
+            p, slope, sink = _probabilities(ctx.plan, t, qt, kt, ctx.scaling, ctx.softcap, sinks)
+            dp = torch.bmm(dt, vt.transpose(1, 2)).float()
+            _scatter(dv, t, torch.bmm(p.to(v.dtype).transpose(1, 2), dt))
+            if sink is None:
+                ds = torch._softmax_backward_data(dp, p, -1, torch.float32)
+            else:
+                mean = (dp * p).sum(-1, keepdim=True)
+                ds = p * (dp - mean)
+                share = (-sink * mean).view(kv_heads, t.rows, group).sum(1)
+                dsinks += share.reshape(dsinks.shape)
+            if slope is not None:
+                ds = ds * slope
+            ds = ds.to(q.dtype)
+            dq[:, rows] = _product(ds, kt, ctx.scaling)
+            _scatter(dk, t, _product(ds.transpose(1, 2), qt, ctx.scaling))
+        dq = dq.view(kv_heads, size, group, -1).transpose(1, 2).reshape(1, kv_heads * group, size, -1)
+        dsinks = dsinks.to(sinks.dtype) if dsinks is not None else None
+        return dq, dk.to(k.dtype)[None], dv.to(v.dtype)[None], dsinks, None, None, None, None
+
+
+def _scatter(total: torch.Tensor, tile: Tile, part: torch.Tensor) -> None:
+    """Add a tile's gradient [Hkv, keys, D] to the rows of [Hkv, S, D] that its keys came from."""
+    shared = tile.p1 - tile.p0
+    if shared:
+        total[:, tile.p0 : tile.p1] += part[:, :shared]
+    total[:, tile.k0 : tile.q1] += part[:, shared:]

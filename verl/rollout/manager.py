@@ -1,0 +1,305 @@
+"""Prompts in, scored-as-they-finish trajectories out: the coroutine side of the loop.
+
+`RolloutManager.begin` starts one agent loop per response and hands every finished response to `on_finished` at once (that
+is where scoring starts), so rewards overlap with sampling. `take` waits for the oldest groups. What is begun
+before it is taken goes on while the trainer updates, and across `pause` and `resume` with new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl import interrupt
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.rollout import agent_loop
+from verl.rollout.groups import GroupBuffer, PromptGroup
+from verl.rollout.resumable import ResumableGeneration
+from verl.trajectory import Batch, Prompt, Trajectory
+
+OnFinished = Callable[[Trajectory], Awaitable[None]]
+
+
+class RolloutError(RuntimeError):
+    """Too many responses were lost by the sampler to go on."""
+
+    explained = True
+
+
+def response_seed(seed: int, uid: str, index: int) -> int:
+    """63-bit seed of one response, from the run's seed, the prompt's uid and the response's number."""
+    digest = hashlib.blake2b(f"{seed}/{uid}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What the sampling side needs to know of the configuration."""
+
+    sampling: SamplingParams
+    n: int
+    seed: int
+    default_loop: str = "single_turn_agent"
+    max_lost_ratio: float = 0.1
+
+
+class RolloutManager:
+    """Runs agent loops over one engine.
+
+    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        settings: RolloutSettings,
+        *,
+        decode: Callable[[np.ndarray], str],
+        on_finished: OnFinished,
+        tokenizer: Any = None,
+        config: Any = None,
+        event: Callable[..., None] | None = None,
+    ):
+        self.engine = engine
+        self.settings = settings
+        self.buffer = GroupBuffer(settings.n)
+        self.requests = ResumableGeneration(engine)
+        self._decode = decode
+        self._on_finished = on_finished
+        self._tokenizer = tokenizer
+        self._config = config
+        self._event = event or (lambda kind, **fields: None)
+        self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
+        self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
+
+    async def take(
+        self,
+        prompts: Sequence[Prompt],
+        on_progress: Callable[[int], None] | None = None,
+        *,
+        count: int | None = None,
+    ) -> Batch:
+        """Begin `prompts`; returns the oldest `count` groups (default: as many as prompts) once all are back.
+
+        Groups come in draw order. Scoring of the last responses may still be running: `scored` waits for it. Raises
+        RolloutError when more than `max_lost_ratio` of the responses were lost.
+        """
+        self._begin(prompts)
+        groups = self.buffer.oldest(len(prompts) if count is None else count)
+        await self._finish(groups, on_progress)
+        return self._collect(self.buffer.take(len(groups)))
+
+    async def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Start `n` responses to each prompt, for a later `take`."""
+        self._begin(prompts)
+
+    async def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        n: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Batch:
+        """The same outside of the training buffer, with other settings: validation and generation."""
+        buffer = GroupBuffer(n)
+        groups = buffer.add(prompts)
+        buffer.start()
+        self._spawn(groups, sampling, buffer, prefix="aside/")
+        await self._finish(groups, on_progress)
+        return self._collect(buffer.take(len(groups)))
+
+    async def scored(self, batch: Iterable[Trajectory] | None = None) -> None:
+        """Wait for the scoring of these responses (None: of all). Errors of the scorer itself are raised."""
+        rows = list(self._scoring) if batch is None else batch
+        await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
+
+    async def pause(self) -> int:
+        """Before new weights: stop every request, partial output kept; returns how many there were."""
+        return await self.requests.pause()
+
+    async def resume(self) -> None:
+        """After new weights: what `pause` stopped goes on with them."""
+        self.requests.resume()
+
+    async def busy(self) -> list[tuple[float, float]]:
+        """Spans of time.monotonic() in which the engine had requests, since the last call."""
+        return self.requests.busy()
+
+    async def stop(self) -> None:
+        """End everything that is under way, scoring too; nothing of it is handed over."""
+        tasks = [task for begun in self._responses.values() for task in begun] + list(self._scoring.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, prompts: Sequence[Prompt]) -> None:
+        groups = self.buffer.add(prompts)
+        self.buffer.start()
+        self._spawn(groups, self.settings.sampling, self.buffer)
+
+    def _spawn(
+        self, groups: Sequence[PromptGroup], sampling: SamplingParams, buffer: GroupBuffer, prefix: str = ""
+    ) -> None:
+        """Start every response. `prefix` keeps requests apart whose prompts come from different files."""
+
+        async def one(group: PromptGroup, index: int) -> None:
+            trajectory = await self._response(group.prompt, index, sampling, prefix)
+            buffer.finish(group, trajectory)
+            if trajectory.score_error is None and trajectory.score is None:
+                self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
+
+        for group in groups:
+            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in range(group.size)]
+
+    async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
+        """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""
+        waiter = asyncio.current_task()
+        assert waiter is not None
+
+        def back(_: asyncio.Task[None]) -> None:
+            if on_progress is not None:
+                on_progress(1)
+            if interrupt.noted():
+                waiter.cancel()
+
+        tasks = [task for group in groups for task in self._responses[group]]
+        for task in tasks:
+            task.add_done_callback(back)
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in (task for begun in self._responses.values() for task in begun):
+                task.cancel()
+            raise
+        finally:
+            for task in tasks:
+                task.remove_done_callback(back)
+            for group in groups:
+                del self._responses[group]
+
+    async def _response(
+        self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
+    ) -> Trajectory:
+        settings = self.settings
+        request = f"{prefix}{prompt.uid}#{index}"
+        completions: list[Completion] = []
+
+        async def generate(ids: Any, params: SamplingParams) -> Completion:
+            request_id = request if not completions else f"{request}.{len(completions)}"
+            group = f"{prefix}{prompt.uid}" if not completions else None
+            result = await self.requests.generate(
+                ids, params, request_id=request_id, group=group, media=prompt.media or None
+            )
+            completions.append(result)
+            return result
+
+        params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, index))
+        row = {
+            **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
+            "columns": prompt.columns,
+            "prompt_ids": prompt.ids,
+            "raw_prompt": prompt.messages,
+            "data_source": prompt.data_source,
+            "extra_info": prompt.extra_info,
+            "uid": prompt.uid,
+            "sample_index": index,
+        }
+        started = time.monotonic()
+        try:
+            loop = agent_loop.get(prompt.agent_name or settings.default_loop)(
+                generate, self._tokenizer, self._config
+            )
+            output = await loop.run(params, **row)
+        except Exception as error:
+            if getattr(error, "ends_the_run", False):
+                raise
+            return self._lost(prompt, index, error)
+        return self._trajectory(prompt, index, output, completions, time.monotonic() - started)
+
+    def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
+        """A response the sampler could not give: empty, never scored, out of every statistic."""
+        self._event(
+            "rollout_failure",
+            uid=prompt.uid,
+            file=prompt.file,
+            row=prompt.row,
+            error=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        )
+        return Trajectory(
+            prompt,
+            index,
+            response_ids=np.zeros(0, np.int64),
+            response_mask=np.zeros(0, bool),
+            rollout_log_probs=np.zeros(0, np.float32),
+            finish_reason="lost",
+            versions=(self.engine.version,),
+            text="",
+            score_error=f"lost by the sampler: {type(error).__name__}: {error}",
+        )
+
+    def _trajectory(
+        self,
+        prompt: Prompt,
+        index: int,
+        output: agent_loop.AgentLoopOutput,
+        completions: list[Completion],
+        seconds: float,
+    ) -> Trajectory:
+        ids = np.asarray(output.response_ids, dtype=np.int64)
+        mask = np.asarray(output.response_mask, dtype=bool)
+        if len(mask) != len(ids):
+            raise ValueError(
+                f"agent loop gave {len(ids)} response ids and a mask of {len(mask)} ({prompt.uid})"
+            )
+        log_probs = None
+        if output.response_logprobs is not None:
+            log_probs = np.asarray(output.response_logprobs, dtype=np.float32) * mask
+        text = _text(completions, ids)
+        return Trajectory(
+            prompt,
+            index,
+            response_ids=ids,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            finish_reason=completions[-1].finish_reason if completions else "stop",
+            versions=tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,),
+            text=self._decode(ids) if text is None else text,
+            num_turns=output.num_turns,
+            score=output.reward_score,
+            timing={
+                "generate_sequences": seconds,
+                "num_preempted": float(sum(c.num_preempted for c in completions)),
+            },
+            extra=dict(output.metrics) | _interruptions(completions),
+        )
+
+    def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
+        batch = Batch(t for group in groups for t in group.trajectories)
+        lost = [t for t in batch if t.finish_reason == "lost"]
+        if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
+            raise RolloutError(
+                f"the sampler lost {len(lost)} of {len(batch)} responses; the first: {lost[0].score_error}"
+            )
+        batch.meta["lost"] = len(lost)
+        return batch
+
+
+def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:
+    """The text that came with the response, if the response is one completion as it was sampled, nothing cut or added."""
+    if len(completions) != 1 or not np.array_equal(completions[0].token_ids, ids):
+        return None
+    return completions[0].text
+
+
+def _interruptions(completions: Sequence[Completion]) -> dict[str, int]:
+    """How often the weights changed while the response was written, if they did."""
+    count = sum(c.parts - 1 for c in completions)
+    return {"interruptions": count} if count else {}

@@ -1,0 +1,107 @@
+"""Prompts drawn ahead of their step, and the position in the data that a checkpoint must hold.
+
+A group that is sampled while version v of the weights is current is trained at step v + 1 + max_staleness at the
+latest: so `due` draws no further, and a response never lags by more than `max_staleness` versions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.errors import UserError
+from verl.trajectory import Prompt, Trajectory
+
+
+def evict_stale(rows: Iterable[Trajectory], oldest: int) -> int:
+    """Take out of the step every response with a token older than version `oldest`; returns how many.
+
+    Such a response has no score any more and is counted as lost. `PromptSchedule` begins none that could become one: they
+    come from a sampler that did not get the weights it should have.
+    """
+    evicted = 0
+    for row in rows:
+        if row.length and row.versions and row.versions[0] < oldest:
+            row.score, row.finish_reason = None, "lost"
+            row.score_error = (
+                f"too stale: written with version {row.versions[0]}, the oldest allowed is {oldest}"
+            )
+            evicted += 1
+    return evicted
+
+
+class Stream(Protocol):
+    """What prompts are drawn from: `verl.data.stream.PromptStream`."""
+
+    epoch: int
+
+    @property
+    def learns(self) -> bool:
+        """True if the order of what is drawn next depends on the batches trained so far."""
+        ...
+
+    def take(self) -> list[Prompt]:
+        """The prompts of one step."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    before: dict[str, Any]
+    epoch: int
+    prompts: int
+
+
+class PromptSchedule:
+    """Draws whole steps in order. `last_step`: none is drawn for a later one."""
+
+    def __init__(self, stream: Stream, *, max_staleness: int, last_step: int):
+        if max_staleness < 0:
+            raise ValueError(f"trainer.max_staleness={max_staleness}: it cannot be below 0")
+        if max_staleness and stream.learns:
+            raise UserError(
+                f"trainer.max_staleness={max_staleness}: data.sampler has an update() that learns from each step's batch, "
+                "and prompts are drawn before the steps ahead of them are trained; set trainer.max_staleness=0, or use a "
+                "sampler without update()"
+            )
+        self._stream = stream
+        self._ahead = max_staleness
+        self._last = last_step
+        self._drawn: OrderedDict[int, _Drawn] = OrderedDict()
+
+    def due(self, step: int) -> list[Prompt]:
+        """Prompts, in draw order, that may start once the weights of `step` (version step − 1) are in the sampler."""
+        self._forget_before(step)
+        out: list[Prompt] = []
+        next_step = max(step, next(reversed(self._drawn), 0) + 1)
+        for number in range(next_step, min(step + self._ahead, self._last) + 1):
+            before = deepcopy(self._stream.state())
+            prompts = self._stream.take()
+            self._drawn[number] = _Drawn(before, self._stream.epoch, len(prompts))
+            out += prompts
+        return out
+
+    def size(self, step: int) -> int:
+        """Prompts drawn for a step."""
+        return self._drawn[step].prompts
+
+    def epoch(self, step: int) -> int:
+        """The epoch that a step's last prompt was drawn in."""
+        return self._drawn[step].epoch
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The stream's position after `step`: before the first draw that is not trained yet."""
+        following = self._drawn.get(step + 1)
+        return self._stream.state() if following is None else following.before
+
+    def _forget_before(self, step: int) -> None:
+        """`step` − 1 may still be asked for: the sampler begins on the next step before the loop is done with it."""
+        while self._drawn and next(iter(self._drawn)) < step - 1:
+            self._drawn.popitem(last=False)

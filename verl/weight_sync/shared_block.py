@@ -1,0 +1,343 @@
+"""The shared memory of one transfer: a control page and two buckets in one file of a memory file system.
+
+    [ control | header 0 | bucket 0 | header 1 | bucket 1 ]
+
+One process writes buckets, `readers` processes read each of them; a bucket is written again when all have taken it.
+The file exists only while a transfer runs, is readable by its owner alone, and is removed by whoever finds the
+other side dead. Its pages are reserved as they are first written, so a full memory file system is an error message
+and not a signal. Waiting is polling of counters: no sockets, no locks that a killed process could keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verl.platform.processes import alive, namespace, process_start_time
+from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.buckets import HEADER_BYTES, bucket_size
+
+_MAGIC = 0x7665726C77310001
+_PAGE = 4096
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# int64 fields of the control page
+_PID, _BORN, _READERS, _BUCKET, _VERSION, _STATUS, _PRODUCED = range(1, 8)
+_SIZES = 8  # header and used bytes of bucket 0, then of bucket 1
+_ON_DEVICE = 12  # buckets carry handles of device memory
+_REASON = 128  # first byte of the sender's failure text
+_REASON_BYTES = 1024
+_READER = 1280  # first byte of the readers' fields, 32 bytes each
+_R_PID, _R_BORN, _R_TAKEN, _R_STATUS = range(4)
+RUNNING, DONE, FAILED = 1, 2, 3
+"""Status of a side; 0: not there yet."""
+
+_STEP = 1 << 24  # memory is reserved at least so many bytes at a time
+_PATIENCE = 0.1  # seconds between looks at whether the other side lives
+
+
+def folder() -> Path:
+    """Where segments live: the shared memory file system, or the temporary folder where there is none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def path_of(channel: str) -> Path:
+    """The file of a channel. ValueError for a name that is no file name."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", channel):
+        raise ValueError(f"channel {channel!r}: use letters, digits, '_', '.', '-', at most 100")
+    return folder() / f"{_prefix()}{channel}"
+
+
+def _prefix() -> str:
+    """Segments whose processes can be seen from here, and are this user's."""
+    return f"verl-weights-{os.geteuid()}-{namespace()}-"
+
+
+def sweep() -> list[str]:
+    """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
+    prefix = _prefix()
+    gone = []
+    for path in folder().glob(f"{prefix}*"):
+        try:
+            segment = SharedMemoryBlock.open(path)
+        except WeightSyncError:
+            continue  # another process is just making it, or it is not ours: whoever needs that channel will say
+        if segment is not None:
+            if not segment.sender_alive():
+                segment.remove()
+                gone.append(path.name.removeprefix(prefix))
+            segment.close()
+    return gone
+
+
+def _fence() -> None:
+    """Order what this thread wrote before against what it writes or reads next, on every processor."""
+    for _ in range(2):
+        with threading.Lock():
+            pass
+
+
+class SharedMemoryBlock:
+    """A mapped segment. Use `create` on the writing side, `open` on the reading one."""
+
+    def __init__(self, path: Path, fd: int, size: int):
+        self.path = path
+        self._fd = fd
+        self._inode = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._fields = np.frombuffer(self._map, np.int64, _REASON // 8)
+        self._reserved = [0, 0]
+
+    @classmethod
+    def create(
+        cls, channel: str, readers: int, bucket_bytes: int, version: int, *, on_device: bool = False
+    ) -> SharedMemoryBlock:
+        """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
+        path = path_of(channel)
+        old = cls.open(path)
+        if old is not None:
+            pid, lives = old.sender, old.sender_alive()
+            if not lives:
+                old.remove()
+            old.close()
+            if lives:
+                raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
+        bucket = bucket_size(bucket_bytes)
+        control = -(-(_READER + 32 * readers) // _PAGE) * _PAGE
+        size = control + 2 * (HEADER_BYTES + bucket)
+        hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        fd = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_FOLLOW, 0o600)
+        try:
+            os.ftruncate(fd, size)
+            _reserve(fd, 0, control)
+            segment = cls(path, fd, size)
+            fields = segment._fields
+            fields[[_PID, _BORN, _READERS, _BUCKET]] = (
+                os.getpid(),
+                process_start_time(os.getpid()),
+                readers,
+                bucket,
+            )
+            fields[[_VERSION, _STATUS, _ON_DEVICE]] = version, RUNNING, on_device
+            fields[0] = _MAGIC
+            os.link(hidden, path)
+        except FileExistsError:
+            raise WeightSyncError(
+                f"weight sync: {path} exists and is not ours to replace; remove it"
+            ) from None
+        finally:
+            os.unlink(hidden)
+        return segment
+
+    @classmethod
+    def open(cls, path: Path) -> SharedMemoryBlock | None:
+        """The segment at `path`, None if there is none. WeightSyncError for a file that is not safe to read."""
+        try:
+            fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise WeightSyncError(f"weight sync: {path} cannot be opened ({error.strerror})") from error
+        info = os.fstat(fd)
+        private = stat.S_ISREG(info.st_mode) and not info.st_mode & 0o077 and info.st_uid == os.geteuid()
+        if not private or info.st_size < _PAGE:
+            os.close(fd)
+            raise WeightSyncError(
+                f"weight sync: {path} is not a segment that only this user can read; find out who made it, remove it"
+            )
+        segment = cls(path, fd, info.st_size)
+        if segment._fields[0] != _MAGIC:
+            segment.close()
+            raise WeightSyncError(
+                f"weight sync: {path} was written by another version of verl; install the same on both sides, or remove it"
+            )
+        return segment
+
+    # ---- both sides
+
+    @property
+    def sender(self) -> int:
+        """Process id of the writing side."""
+        return int(self._fields[_PID])
+
+    @property
+    def readers(self) -> int:
+        """How many readers each bucket has."""
+        return int(self._fields[_READERS])
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that are sent."""
+        return int(self._fields[_VERSION])
+
+    @property
+    def on_device(self) -> bool:
+        """Buckets carry handles instead of bytes."""
+        return bool(self._fields[_ON_DEVICE])
+
+    @property
+    def produced(self) -> int:
+        """Buckets published so far."""
+        return int(self._fields[_PRODUCED])
+
+    @property
+    def status(self) -> int:
+        """Of the sender."""
+        return int(self._fields[_STATUS])
+
+    def sender_alive(self) -> bool:
+        """The writing process runs."""
+        return alive(self.sender, int(self._fields[_BORN]))
+
+    def reader(self, number: int) -> np.ndarray:
+        """int64 [4]: process id, its birth, buckets taken, status."""
+        return np.frombuffer(self._map, np.int64, 4, _READER + 32 * number)
+
+    def reader_alive(self, number: int) -> bool:
+        """The reader's process runs (or it has not come yet)."""
+        entry = self.reader(number)
+        return entry[_R_STATUS] == 0 or alive(int(entry[_R_PID]), int(entry[_R_BORN]))
+
+    def _at(self, number: int) -> int:
+        """First byte of the header of bucket `number`."""
+        slot = HEADER_BYTES + int(self._fields[_BUCKET])
+        return len(self._map) - (2 - number % 2) * slot
+
+    def remove(self) -> None:
+        """Remove the file if it is still this segment."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path, follow_symlinks=False).st_ino == self._inode:
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        """Forget the mapping; memory that a caller still looks at stays until it lets go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            del self._fields, self.bytes
+            with contextlib.suppress(BufferError):
+                self._map.close()
+
+    # ---- writing
+
+    def room(self, number: int) -> torch.Tensor:
+        """Bucket `number` to write to, uint8 [bucket bytes]; `reserve` before writing."""
+        at, bucket = self._at(number), int(self._fields[_BUCKET])
+        return self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + bucket]
+
+    def reserve(self, number: int, upto: int) -> None:
+        """Make sure that bytes below `upto` of bucket `number` have memory. WeightSyncError if there is none left."""
+        have = self._reserved[number % 2]
+        wanted = HEADER_BYTES + upto
+        if wanted > have:
+            more = min(max(wanted, have + _STEP), HEADER_BYTES + int(self._fields[_BUCKET]))
+            _reserve(self._fd, self._at(number) + have, more - have)
+            self._reserved[number % 2] = more
+
+    def publish(self, number: int, header: bytes, used: int) -> None:
+        """Bucket `number` is written: let the readers have it."""
+        self.reserve(number, 0)
+        at = self._at(number)
+        self._map[at : at + len(header)] = header
+        self._fields[[_SIZES + 2 * (number % 2), _SIZES + 2 * (number % 2) + 1]] = len(header), used
+        _fence()
+        self._fields[_PRODUCED] = number + 1
+
+    def finish(self, reason: str | None = None) -> None:
+        """No more buckets come; `reason` says why if that is a failure."""
+        text = (reason or "").encode()[: _REASON_BYTES - 1]
+        self._map[_REASON : _REASON + len(text) + 1] = text + b"\0"
+        _fence()
+        self._fields[_STATUS] = DONE if reason is None else FAILED
+
+    # ---- reading
+
+    def attach(self, number: int) -> bool:
+        """Become reader `number`; False if that one was here in this transfer already."""
+        entry = self.reader(number)
+        if entry[_R_STATUS] != 0:
+            return False
+        entry[[_R_PID, _R_BORN]] = os.getpid(), process_start_time(os.getpid())
+        _fence()
+        entry[_R_STATUS] = RUNNING
+        return True
+
+    def bucket(self, number: int) -> tuple[bytes, torch.Tensor]:
+        """Header and bytes of published bucket `number`, a view until `taken`."""
+        _fence()
+        at = self._at(number)
+        header, used = self._fields[_SIZES + 2 * (number % 2) :][:2].tolist()
+        if not (0 <= header <= HEADER_BYTES and 0 <= used <= int(self._fields[_BUCKET])):
+            raise WeightSyncError(f"weight sync: {self.path} holds a bucket of impossible size")
+        return self._map[at : at + header], self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + used]
+
+    def taken(self, reader: int, count: int) -> None:
+        """The reader is done with `count` buckets."""
+        _fence()
+        self.reader(reader)[_R_TAKEN] = count
+
+    def leave(self, reader: int, *, done: bool) -> None:
+        """The reader reads no more; `done` if it has everything."""
+        _fence()
+        self.reader(reader)[_R_STATUS] = DONE if done else FAILED
+
+    @property
+    def reason(self) -> str:
+        """Why the sender failed."""
+        return self._map[_REASON : _REASON + _REASON_BYTES].split(b"\0")[0].decode(errors="replace")
+
+
+def taken_by(entry: np.ndarray) -> tuple[int, int]:
+    """(buckets taken, status) of a reader's fields."""
+    return int(entry[_R_TAKEN]), int(entry[_R_STATUS])
+
+
+def _reserve(fd: int, start: int, size: int) -> None:
+    """Give the range its memory now: writing to a mapping of a full file system would kill the process."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, start, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        info = os.fstatvfs(fd)
+        free = info.f_bavail * info.f_frsize
+        raise WeightSyncError(
+            f"weight sync: {folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container more shared "
+            "memory (docker run --shm-size, an emptyDir of medium Memory)"
+        ) from error
+
+
+def wait(
+    until: Callable[[], bool], check: Callable[[], None], timeout: float, who: Callable[[], str]
+) -> None:
+    """Poll `until`; every now and then `check`, which raises when waiting is in vain.
+
+    Raises WeightSyncError after `timeout` seconds; `who` says what was waited for.
+    """
+    started = time.monotonic()
+    looked, pause = started, 2e-5
+    while not until():
+        now = time.monotonic()
+        if now - looked >= _PATIENCE:
+            looked = now
+            check()
+        if now - started > timeout:
+            raise WeightSyncError(f"weight sync: nothing moved for {timeout:g} s; {who()}")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 1e-3)

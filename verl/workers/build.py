@@ -1,0 +1,193 @@
+"""Engines from the configuration: the same for the roles of one process and for hosts of a cluster.
+
+Everything here takes the configuration as typed groups or as the same keys in mappings (a worker gets JSON).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.config.dtypes import sampler_dtype
+from verl.config.layout import samplers_per_node
+from verl.engine.rollout.base import RolloutEngine
+from verl.engine.training.base import TrainingEngine
+from verl.platform import Platform
+
+
+def wants_reference(config: Any) -> bool:
+    """True when a KL term asks for the reference."""
+    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
+
+
+def max_response_length(config: Any) -> float:
+    """H of seq-mean-token-sum-norm."""
+    return float(config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length)
+
+
+def longest(config: Any) -> int:
+    """Most tokens of prompt and response together."""
+    data = config.data
+    return int(
+        config.actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    )
+
+
+def actor_engine(
+    config: Any,
+    total_steps: int,
+    *,
+    world: int = 1,
+    platform: Platform | None = None,
+    shared: bool = False,
+) -> TrainingEngine:
+    """The engine of the policy in training, its schedule set, idle. `world` ranks must have joined before.
+
+    shared: a sampler of this process is to work on its tensors (one rank only).
+    """
+    arr = config.actor_rollout_ref
+    options = {"shared": True} if shared else {}
+    engine = _engine(
+        world,
+        arr.model.path,
+        model_cfg=arr.model,
+        role_cfg=arr.actor,
+        log_prob_cfg=arr.rollout,
+        device=platform or config.trainer.device,
+        seed=config.trainer.seed,
+        longest=longest(config),
+        **options,
+    )
+    engine.schedule(total_steps)
+    engine.offload()
+    engine.release_cached_memory()
+    return engine
+
+
+def reference_engine(
+    config: Any, actor: TrainingEngine, *, world: int = 1, platform: Platform | None = None
+) -> TrainingEngine:
+    """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
+    arr = config.actor_rollout_ref
+    if actor.adapted and not arr.ref.model.path:
+        return actor
+    engine = _engine(
+        world,
+        arr.ref.model.path or arr.model.path,
+        model_cfg=arr.model,
+        role_cfg=arr.ref,
+        device=platform or config.trainer.device,
+        seed=config.trainer.seed,
+        trainable=False,
+        longest=longest(config),
+        role="ref",
+    )
+    engine.offload()
+    engine.release_cached_memory()
+    return engine
+
+
+def _engine(world: int, path: str, **options: Any) -> TrainingEngine:
+    if world == 1:
+        from verl.engine.training.local_engine import LocalEngine
+
+        return LocalEngine(path, **options)
+    from verl.engine.training.fsdp_engine import FSDPEngine
+
+    return FSDPEngine(path, **options)
+
+
+def adapter_moves(config: Any) -> bool:
+    """True if a sampler with weights of its own holds base and adapter apart, so that a sync is the adapter's alone.
+
+    False without LoRA, and where vLLM cannot add the adapter itself (experts, output layer) or
+    `engine_kwargs.vllm.enable_lora=False` tells it not to: then it is sent merged weights.
+    """
+    from verl.engine.training.lora_config import LoraSettings
+    from verl.models.load import load_config
+
+    arr = config.actor_rollout_ref
+    settings = LoraSettings.of(arr.model, arr.model.path)
+    if settings is None:
+        return False
+    if arr.rollout.name != "vllm":
+        return True
+    if arr.rollout.engine_kwargs.vllm.get("enable_lora") is False or "lm_head" in str(
+        settings.described().get("target_modules")
+    ):
+        return False
+    text = load_config(arr.model.path, arr.model).get_text_config()
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return not any(getattr(text, name, None) for name in experts)
+
+
+def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
+    """The embedded sampler on a Hugging Face model's tensors."""
+    from verl.engine.rollout.native.engine import NativeEngine
+
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        module,
+        eos_token_ids=end_token_ids(module.config, module.generation_config, tokenizer),
+        max_model_len=longest(config),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),
+        enforce_eager=rollout.enforce_eager,
+        tokenizer=tokenizer,
+        engines=samplers_per_node(config),
+    )
+
+
+def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
+    """The configured sampling engine with weights of its own, to be filled by a weight transfer."""
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        return vllm_sampler(config, tokenizer, platform)
+    return _own_native(config, tokenizer, platform)
+
+
+def vllm_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
+    """The vLLM engine in processes of its own. UserError when vLLM cannot be used, or not with these settings."""
+    from verl.engine.rollout.vllm.settings import engine_settings
+    from verl.engine.rollout.vllm_engine import VLLMEngine
+    from verl.engine.training.settings import compute_dtype
+
+    trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
+    settings = engine_settings(config, tokenizer, trainer_dtype)
+    if adapter_moves(config):
+        from verl.engine.training.lora_config import LoraSettings
+
+        model = config.actor_rollout_ref.model
+        lora = LoraSettings.of(model, model.path)
+        assert lora is not None
+        # The base comes from the model's files: a transfer brings the adapter alone.
+        dummy = settings["load_format"] == "dummy"
+        settings |= {"lora": lora.described(), "load_format": "auto" if dummy else settings["load_format"]}
+    return VLLMEngine(**settings)
+
+
+def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
+    from verl.engine.training.settings import compute_dtype
+    from verl.models.load import load_model
+
+    arr = config.actor_rollout_ref
+    platform.prepare()
+    module = load_model(arr.model.path, arr.model).to(platform.device())
+    module.requires_grad_(False)
+    if adapter_moves(config):
+        from verl.engine.training.lora import AdapterSource, inject
+        from verl.engine.training.lora_config import LoraSettings
+
+        settings = LoraSettings.of(arr.model, arr.model.path)
+        assert settings is not None
+        inject(module, settings).materialise(AdapterSource(module, settings, 0, None), platform.device())
+        module.requires_grad_(False)
+    return native_sampler(config, module, tokenizer, str(compute_dtype(arr.actor, platform)))
+
+
+def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
+    found: list[int] = []
+    for source in (generation_config, model_config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
+    return sorted(set(found))

@@ -1,0 +1,50 @@
+"""The worker classes as Ray actors. What they do is in `verl.workers`; here is only what Ray needs."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from verl.platform.limits import raise_open_files
+from verl.workers.rollout_worker import RolloutWorker
+from verl.workers.train_worker import TrainWorker
+
+OPEN_FILES = 65536
+
+
+class RayTrainWorker(TrainWorker):
+    """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
+
+    def __init__(self, config: dict[str, Any], rank: int, world: int):
+        raise_open_files(OPEN_FILES)
+        super().__init__(config, rank, world)
+
+    def cost(self) -> dict[str, Any] | None:
+        """`TrainingEngine.cost` as plain data."""
+        found = self._trained().cost()
+        return None if found is None else asdict(found)
+
+    def device_ids(self) -> list[str]:
+        """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
+        given: dict[str, Any] = ray.get_runtime_context().get_accelerator_ids()
+        return [str(i) for kind in ("GPU", "NPU") for i in given.get(kind, [])]
+
+    @ray.method(concurrency_group="watch")
+    def stay(self) -> None:
+        """Never returns: the call fails when the process dies. In a thread of its own."""
+        threading.Event().wait()
+
+
+class RayRolloutWorker(RolloutWorker):
+    """A sampler that may open as many files as its node allows."""
+
+    def __init__(self, config: dict[str, Any], number: int):
+        raise_open_files(OPEN_FILES)
+        super().__init__(config, number)
+
+
+TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainWorker)
+RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RayRolloutWorker)

@@ -1,0 +1,328 @@
+"""Roles on a Ray cluster: devices are set aside, workers started, joined and filled with models."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.elsewhere import for_elsewhere
+from verl.config.layout import sampler_devices
+from verl.platform import stacks
+from verl.tracking.hooks import SILENT, RunHooks
+from verl.workers.build import max_response_length, wants_reference
+from verl.workers.plan import UpdatePlan
+from verl.workers.ray.actors import RolloutActor, TrainActor
+from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
+from verl.workers.ray.daemons import ClusterLost
+from verl.workers.ray.nodes import Agents, packages_of, room_of
+from verl.workers.ray.placement import Pool, share_cores
+from verl.workers.ray.profiling import under_nsys, worker_profiler
+from verl.workers.ray.remote_weight_sync import RemoteWeightSync
+from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
+from verl.workers.ray.training import ActorGroup, ReferenceGroup, Training
+from verl.workers.ray.watch import Watch
+from verl.workers.ray.worker_group import RayWorkerGroup, WorkerDied, WorkerHandle, kill
+from verl.workers.roles import Roles
+
+if TYPE_CHECKING:
+    from verl.config import Config
+
+_RESTART_S, _PATIENCE = 180.0, 3.0
+"""A sampler that is started again has so many seconds, or so many times as long as the first start took."""
+
+
+def build_roles(config: Config, tokenizer: Any, total_steps: int, report: RunHooks = SILENT) -> Roles:
+    """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used.
+
+    `tokenizer` is part of the interface; workers load their own from the same path.
+    """
+    builder = _Builder(config, report)
+    try:
+        return builder.build(total_steps)
+    except BaseException:
+        builder.release()
+        raise
+
+
+class _Builder:
+    """One start. `release` gives back what was taken so far."""
+
+    def __init__(self, config: Config, report: RunHooks):
+        self.config, self.report = config, report
+        self.began = time.monotonic()
+        address = address_of(config)
+        self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
+        self.cluster = Cluster(config, device_kind(config))
+        self.plain = for_elsewhere(config)
+        self.pools: list[Pool] = []
+        self.agents: Agents | None = None
+        self.watch: Watch | None = None
+        self.workers: list[WorkerHandle] = []
+        self.ranks: list[tuple[str, WorkerHandle]] = []
+        self.hosts: list[Replica] = []
+        self.starters: list[_Starter] = []
+        self.groups: list[RayWorkerGroup] = []
+        report.watch(self._stacks)
+
+    def build(self, total_steps: int) -> Roles:
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        self.kind = self.cluster.settle_kind()
+        self.plain["trainer"]["device"] = self.kind
+        trainer = self._pool("training", "trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
+        own = rollout.nnodes > 0
+        sampling = trainer
+        if own:
+            name = "actor_rollout_ref.rollout"
+            sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
+        share_cores(self.cluster, self.pools)
+        self._check_nodes()
+        self._say(
+            f"starting {trainer.devices} training workers on {trainer.nodes} node{'s' * (trainer.nodes > 1)}"
+        )
+        group, nodes, devices = self._training_workers(trainer)
+        hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
+        engines = self._group([host.worker for host in hosts])
+        self._say(f"loading the model, starting {len(hosts)} sampler{'s' * (len(hosts) > 1)}")
+        facts = self._load(group, engines, total_steps, own)
+        training = Training(
+            group,
+            [fact["dp_rank"] for fact in facts],
+            plan=UpdatePlan(
+                config.actor_rollout_ref.actor,
+                max_response_length=max_response_length(config),
+                batch_prompts=config.data.train_batch_size,
+                rollout_correction=config.algorithm.rollout_correction,
+            ),
+            temperature=rollout.temperature,
+            balance=config.trainer.balance_batch,
+        )
+        self._record(group, hosts)
+        self._say("all workers are ready")
+        pool = ReplicaPool(hosts, event=self._of_sampler)
+        self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
+        words = (
+            f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}; "
+            f"{_some(len(hosts), 'sampler')}"
+        )
+        return Roles(
+            ActorGroup(training, words),
+            ReferenceGroup(training) if wants_reference(config) else None,
+            pool,
+            RemoteWeightSync(
+                training,
+                nodes,
+                pool,
+                float(config.actor_rollout_ref.nccl_timeout),
+                [fact["device_id"] for fact in facts],
+            ),
+            devices=trainer.devices + (sampling.devices if own else 0),
+            release=self.release,
+            profiler=worker_profiler(config, training, pool),
+        )
+
+    def _say(self, what: str) -> None:
+        """What happens outside of the loop, for whoever looks at the terminal, and after how many seconds."""
+        print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
+
+    def _check_nodes(self) -> None:
+        """Agents on the nodes of the pools; UserError where a node is not like the driver's."""
+        ids = {pool.node_of(bundle) for pool in self.pools for bundle in range(pool.nodes)}
+        self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
+        saves = self.config.trainer.save_freq > 0
+        folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
+        files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        arr = self.plain["actor_rollout_ref"]
+        other = arr["ref"]["model"].get("path") if wants_reference(self.config) else None
+        unsaid = self.agents.check(
+            arr["model"]["path"],
+            folder,
+            files,
+            others=[other] if other else [],
+            packages=packages_of(self.config),
+            room=room_of(self.config),
+        )
+        for text in unsaid:
+            self.report.notice(text)
+
+    def _record(self, group: RayWorkerGroup, hosts: list[Replica]) -> None:
+        """Which process is which, for whoever looks at a machine or a record afterwards."""
+        everybody = [*group.workers, *(host.worker for host in hosts)]
+        self.report.event(
+            "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
+        )
+
+    def _of_sampler(self, kind: str, **fields: Any) -> None:
+        """An event of the pool, for the record and for whoever looks at the terminal."""
+        self.report.event(kind, **fields)
+        if kind == "sampler_died":
+            self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")
+        elif kind == "sampler_restarted":
+            again = f"{fields['asked_again']} responses are asked for again"
+            self._say(
+                f"{fields['sampler']} (node {fields['node']}, process {fields['pid']}) is there again; {again}"
+            )
+
+    def _on_death(self, error: WorkerDied, pool: ReplicaPool) -> None:
+        lost = isinstance(error, ClusterLost)
+        self.report.event("cluster_lost" if lost else "worker_died", error=str(error))
+        pool.end(error)
+
+    def _stacks(self) -> str:
+        """For the watchdog: who is waited for, what each of them does, and where it stands."""
+        calling = [group.calling for group in self.groups if group.calling]
+        waited = [group.workers[i] for group in self.groups for i in group.pending()]
+        asked = [(node, worker) for node, worker in self.ranks if worker in waited]
+        asked += [(h.node, h.worker) for h in self.hosts if h.requests or not waited or h.worker in waited]
+        if self.agents is None:
+            return "\n".join(calling)
+        found = self.agents.stacks(asked)
+        lines = [f"{name} {stacks.summary(text)}" for name, text in found.items()]
+        return "\n".join(
+            [*calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
+        ).strip()
+
+    def _group(self, workers: list[WorkerHandle]) -> RayWorkerGroup:
+        """Workers that the watchdog knows are called together."""
+        self.groups.append(RayWorkerGroup(workers, self.report.beat))
+        return self.groups[-1]
+
+    def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
+        what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
+        timeout = self.config.trainer.ray_wait_register_center_timeout
+        pool = Pool(self.cluster, what, nodes, per_node, timeout, self.report.notice)
+        self.pools.append(pool)
+        return pool
+
+    def _load(
+        self, group: RayWorkerGroup, engines: RayWorkerGroup, total_steps: int, own: bool
+    ) -> list[dict[str, Any]]:
+        """Models into the trainers, engines into the samplers; what each training worker says of itself."""
+        building = group.start("build", total_steps)
+        # Before they load anything, so that one that hangs there can be asked where it stands.
+        for host, pid in zip(self.hosts, engines.call("pid", doing="starting the samplers"), strict=True):
+            host.worker.pid = pid
+        facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
+        starting, began = engines.start("start"), time.monotonic()
+        facts = facts or group.wait(building, "loading the model")
+        for host, fact in zip(self.hosts, engines.wait(starting, "starting the samplers"), strict=True):
+            host.started(fact)
+        for starter in self.starters:
+            starter.took(time.monotonic() - began)
+        return facts
+
+    def _training_workers(self, pool: Pool) -> tuple[RayWorkerGroup, list[str], list[list[str]]]:
+        """Ranks that have met; the node of each, and the ids of its devices."""
+        addresses = {node.id: node.address for node in self.cluster.nodes()}
+        bundles = [rank // pool.per_node for rank in range(pool.devices)]
+        nodes = [pool.node_of(bundle) for bundle in bundles]
+        workers = []
+        for rank, bundle in enumerate(bundles):
+            options = under_nsys(pool.owner_options(bundle, 1), self.config)
+            handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
+            workers.append(WorkerHandle(handle, f"training worker {rank}", addresses[nodes[rank]]))
+        self.workers += workers
+        self.ranks = list(zip(nodes, workers, strict=True))
+        group = self._group(workers)
+        for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
+            worker.pid = fact["pid"]
+        address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
+        port = self._group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
+        group.call("join", address, port, doing="joining the training ranks")
+        return group, nodes, group.call("device_ids", doing="starting the workers")
+
+    def _sampler_hosts(self, pool: Pool, shared: list[list[str]] | None) -> list[Replica]:
+        """Hosts of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
+        rollout = self.config.actor_rollout_ref.rollout
+        size = sampler_devices(rollout)
+        addresses = {node.id: node.address for node in self.cluster.nodes()}
+        engines = pool.per_node // size
+        starters, nodes = self.starters, []
+        for number in range(pool.nodes * engines):
+            bundle, place = divmod(number, engines)
+            if shared is None:
+                options = pool.owner_options(bundle, size)
+            else:
+                first = bundle * pool.per_node + place * size
+                visible = [device for rank in shared[first : first + size] for device in rank]
+                options = pool.guest_options(bundle, visible)
+            nodes.append(pool.node_of(bundle))
+            options = under_nsys(options, self.config)
+            address = addresses[nodes[-1]]
+            starters.append(
+                _Starter(self.plain, number, options, address, self.workers, pool, bundle, self.cluster)
+            )
+        return [
+            Replica(starter.number, starter, starter.create(), node)
+            for starter, node in zip(starters, nodes, strict=True)
+        ]
+
+    def release(self) -> None:
+        """End the workers, give the devices back, stop a Ray of our own."""
+
+        if self.watch is not None:
+            self.watch.stop()
+        if self.agents is not None:
+            self.agents.release()
+        for worker in self.workers:
+            kill(worker.handle)
+        for pool in self.pools:
+            pool.release()
+        self.cluster.close()
+
+
+@dataclass(slots=True)
+class _Starter:
+    """Starts a sampler host, the first time and again after its death."""
+
+    plain: dict[str, Any]
+    number: int
+    options: dict[str, Any]
+    address: str
+    workers: list[WorkerHandle]
+    pool: Pool
+    bundle: int
+    cluster: Cluster
+    limit: float = _RESTART_S
+
+    def took(self, seconds: float) -> None:
+        """How long the first start took, of all together: a start again may take a few times as long."""
+        self.limit = max(_RESTART_S, _PATIENCE * seconds)
+
+    def create(self) -> WorkerHandle:
+        """The process; its engine is not there yet. It ends with the run."""
+        handle = RolloutActor.options(**self.options).remote(self.plain, self.number)
+        worker = WorkerHandle(handle, f"sampler {self.number}", self.address)
+        self.workers.append(worker)
+        return worker
+
+    def __call__(self) -> tuple[WorkerHandle, str, dict[str, Any]]:
+        (worker, facts), node = self.pool.again(self.bundle, self._started)
+        return worker, node, facts
+
+    def _started(self, node: str) -> tuple[WorkerHandle, dict[str, Any]]:
+        self.address = next((n.address for n in self.cluster.nodes() if n.id == node), self.address)
+        worker = self.create()
+        group = RayWorkerGroup([worker])
+        try:
+            return worker, group.wait(group.start("start"), "starting a sampler again", self.limit)[0]
+        except BaseException:
+            end_workers([worker])  # it may live, and the next one needs its memory
+            raise
+
+
+def _take_turns(kind: str, own: bool) -> bool:
+    """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
+    by how the free memory changes while it starts, and vLLM gives up when some comes free."""
+    return kind != "cpu" and not own
+
+
+def device_kind(config: Config) -> str:
+    """`trainer.device`, "auto" left open until the cluster's nodes are known."""
+    return str(config.trainer.device)
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

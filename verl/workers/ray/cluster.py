@@ -1,0 +1,207 @@
+"""Start Ray on this machine, or join a cluster that runs; what its nodes have."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from verl import interrupt
+from verl.config.devices import ray_address
+from verl.errors import UserError
+from verl.platform.cores import usable
+from verl.platform.environment import DEFAULTS
+from verl.platform.network import check_reachable
+from verl.workers.choose import no_cluster
+from verl.workers.ray.worker_group import joined, within
+
+RESOURCE = {"cuda": "GPU", "npu": "NPU"}
+"""Ray's name of a kind of device; processors have none, their ranks are processes."""
+LOOPBACK = "127.0.0.1"
+_LEAST = (2, 54)
+_TIMELINE_S = 60.0
+_CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_WORKER_ENV = {
+    **DEFAULTS,
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+}
+_PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "TASK_QUEUE_ENABLE")
+_FAMILIES = ("HF_", "VERL_", "VLLM_", "NCCL_", "HCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node: `devices` of the run's kind, as many as Ray was told of."""
+
+    id: str
+    address: str
+    devices: int
+    cpus: float
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.devices} devices)"
+
+
+class Cluster:
+    """A connection to Ray. `own` is True where this run started Ray and stops it at the end."""
+
+    def __init__(self, config: Any, kind: str):
+        self.kind = kind
+        self.own = False
+        self._timeline = config.ray_kwargs.timeline_json_file
+        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+        processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
+        self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
+        self.loopback = self.own
+
+    def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
+        _check_version()
+        joined()
+        if ray.is_initialized():
+            return
+        options = {key: value for key, value in given.items() if value is not None}
+        self.own = not address
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        defaults: dict[str, Any] = {"namespace": "verl", "logging_level": logging.WARNING}
+        if self.own:
+            defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
+            options.pop("address", None)
+            # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
+            defaults["num_cpus"] = max(usable(), processes)
+            # It tells how to switch off what this run has asked for.
+            logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
+                logging.ERROR
+            )
+            _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
+        try:
+            check_reachable(address)
+            # Ray's answer to SIGTERM is sys.exit, in the middle of whatever is going on.
+            with interrupt.kept():
+                ray.init(**(defaults | options))
+        except (ConnectionError, TimeoutError) as error:
+            if "InvalidAuthToken" in f"{error}{error.__cause__}":
+                raise UserError(
+                    f"the Ray cluster at {address} asks for its token: export RAY_AUTH_MODE=token, and have the token in "
+                    "~/.ray/auth_token or RAY_AUTH_TOKEN (the head has it, see examples/ray_start.sh)"
+                ) from error
+            raise no_cluster(address, error) from error
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            self.own = False
+            words = ", ".join(f"{k}={v}" for k, v in options.items()) or "no options"
+            raise UserError(f"ray.init refused ray_kwargs.ray_init ({words}): {error}") from error
+
+    def settle_kind(self) -> str:
+        """The kind of device; "auto" is what the nodes have most of: cuda, then npu, then cpu."""
+        if self.kind == "auto":
+            totals = ray.cluster_resources()
+            self.kind = next((kind for kind, name in RESOURCE.items() if totals.get(name, 0) >= 1), "cpu")
+        return self.kind
+
+    def nodes(self) -> list[Node]:
+        """Living nodes, the driver's first, then by address and id."""
+        mine = ray.get_runtime_context().get_node_id()
+        name = RESOURCE.get(self.kind)
+        found = [
+            Node(
+                n["NodeID"],
+                n["NodeManagerAddress"],
+                int(n["Resources"].get(name, 0)) if name else int(n["Resources"].get("CPU", 0)),
+                float(n["Resources"].get("CPU", 0)),
+            )
+            for n in ray.nodes()
+            if n["Alive"]
+        ]
+        return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+
+    def wait_for_nodes(
+        self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
+    ) -> list[Node]:
+        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come.
+
+        A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
+        """
+        end = time.monotonic() + (0 if self.own else timeout)
+        said = False
+        while True:
+            nodes = self.nodes()
+            fit = [n for n in nodes if n.devices >= devices]
+            if len(fit) >= count:
+                return fit
+            if time.monotonic() >= end:
+                have = ", ".join(str(n) for n in nodes) or "none"
+                raise UserError(
+                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+                    f"{'' if self.kind in RESOURCE else ', a rank needs a core'}; the cluster has: "
+                    f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
+                    f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
+                )
+            if not said:
+                notice(
+                    f"waiting for nodes: {len(fit)} of {count} with {devices} {self.kind} devices are there"
+                )
+                said = True
+            time.sleep(1.0)
+
+    def close(self) -> None:
+        """Write the timeline if asked for, and stop a Ray that this run started."""
+        if not ray.is_initialized():
+            return
+        if self._timeline:
+            within(lambda: ray.timeline(self._timeline), _TIMELINE_S)
+        if self.own:
+            ray.shutdown()
+            _clustered(True)
+
+
+def address_of(config: Any) -> str:
+    """Where the cluster is that is to be joined; "" for a Ray of the run's own."""
+    address = ray_address(config)
+    return "" if address == "local" else address
+
+
+def _clustered(wanted: bool) -> None:
+    """Whether a Ray that is started here may listen on other addresses than the loopback.
+
+    On Linux Ray replaces a loopback address by the machine's outer one and then listens on every interface; on
+    systems that it expects no clusters on, it does not. This is the switch between the two.
+    """
+    from ray._private import ray_constants
+
+    if wanted:
+        os.environ.pop(_CLUSTER_SWITCH, None)
+    else:
+        os.environ[_CLUSTER_SWITCH] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = wanted
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """Variables of a worker process: what this process has, else the defaults. `threads` for a processor's products.
+
+    Which devices a worker sees is never passed on: that is decided where it is placed.
+    """
+    env = {name: os.environ.get(name, value) for name, value in _WORKER_ENV.items()}
+    for name, value in os.environ.items():
+        if name in _PASSED_ON or (name.startswith(_FAMILIES) and not name.endswith("VISIBLE_DEVICES")):
+            env[name] = value
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    return env
+
+
+def _check_version() -> None:
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not _LEAST <= version < (3, 0):
+        raise UserError(
+            f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
+            "holes): pip install 'ray>=2.54,<3'"
+        )

@@ -1,0 +1,225 @@
+"""One sampling engine in a process of its own: requests come in lists, finished responses leave in lists.
+
+All coroutines run on one event loop, the engine's too. Arguments and results are arrays and JSON-like values, see
+`verl.workers.request_codec`. Knows nothing of how it is called from afar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl.config import Map
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine
+from verl.platform import processes, stacks
+from verl.platform.processes import Identity
+from verl.plugins import import_modules
+from verl.profiling.profiler import Profiled, open_profiler
+from verl.workers import request_codec
+from verl.workers.codec import Payload
+
+T = TypeVar("T")
+_GATHER_S, _GATHER_MOST_S = 2e-4, 0.2
+"""For each response under way, and at most: seconds in which finished ones are gathered before they leave."""
+
+
+class RolloutWorker(Profiled):
+    """`config` is the resolved configuration as plain data; `number` of this engine among its pool's."""
+
+    def __init__(self, config: dict[str, Any], number: int):
+        self.config = Map.of(config)
+        self.number = number
+        self._engine: RolloutEngine | None = None
+        self._decode: Callable[[np.ndarray], str] | None = None
+        self._done: list[request_codec.GenerateResult] = []
+        self._death = ""
+        self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
+        self._wakeup = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+        stacks.register()
+
+    async def pid(self) -> int:
+        """Of this process, before anything is loaded."""
+        return os.getpid()
+
+    async def start(self) -> dict[str, Any]:
+        """Build the engine. Its weights are good after the first `receive_weights`. UserError if it cannot be.
+
+        Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
+        """
+        from verl.data.tokenizer import load_tokenizer, text_of
+        from verl.platform import detect
+        from verl.platform.allocator import tune_allocator
+        from verl.workers import build
+        from verl.workers.train_worker import quiet_libraries
+
+        tune_allocator()
+        quiet_libraries()
+        import_modules(self.config.actor_rollout_ref.model.external_lib)
+        model = self.config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(
+            model.path,
+            tokenizer_path=self.config.data.tokenizer or model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+        platform = detect(self.config.trainer.device)
+        self._engine = build.own_sampler(self.config, tokenizer, platform)
+        self._decode = partial(text_of, tokenizer)
+        self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
+        dtype = self._engine.weights_dtype
+        return {
+            "pid": os.getpid(),
+            "device": platform.describe(),
+            "readers": [processes.identity()] * len(self._engine.readers),
+            "devices": self._engine.readers,
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        }
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine; RuntimeError before `start`."""
+        if self._engine is None:
+            raise RuntimeError(f"sampler {self.number}: start() comes before any other call")
+        return self._engine
+
+    async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
+        """Begin requests; returns at once. A request id that is under way already is left as it is."""
+        known = {task.get_name() for task in self._running}
+        for ask in request_codec.decode_requests(payload):
+            if ask.id not in known:
+                task = asyncio.create_task(self._serve(ask), name=ask.id)
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+
+    async def _serve(self, ask: request_codec.GenerateRequest) -> None:
+        try:
+            done = await self.engine.generate(
+                ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
+            )
+            done.text = self._text(ask, done)
+            self._done.append(request_codec.GenerateResult(ask.id, done))
+        except Exception as error:  # it is the response: the driver raises it where the request was made
+            if self.engine.dead:
+                self._note_death(error)
+            else:
+                self._done.append(
+                    request_codec.GenerateResult(ask.id, error=(type(error).__name__, str(error)))
+                )
+        self._wakeup.set()
+
+    def _text(self, ask: request_codec.GenerateRequest, done: Completion) -> str | None:
+        """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
+        if done.finish_reason == "abort" or self._decode is None:
+            return None
+        begun = ask.prompt_ids[len(ask.prompt_ids) - ask.sampling.start :]
+        return self._decode(np.concatenate([begun, done.token_ids]))
+
+    def _note_death(self, error: Exception) -> EngineDead:
+        """The engine is dead: no request gets its error as a response, the host is to be replaced."""
+        kind = "" if isinstance(error, EngineDead) else f"{type(error).__name__}: "
+        self._death = self._death or f"its engine died ({kind}{error})"
+        return EngineDead(self._death)
+
+    def _survived(self, call: Callable[[], T]) -> T:
+        """call(), and EngineDead for what it raises if the engine does not survive it."""
+        try:
+            return call()
+        except Exception as error:
+            if self.engine.dead:
+                raise self._note_death(error) from error
+            raise
+
+    async def results(self, timeout: float) -> Payload:
+        """Finished responses, soon after the first of them; none after `timeout` seconds. EngineDead after the last."""
+        if not self._done:
+            if self._death:
+                raise EngineDead(self._death)
+            self._wakeup.clear()
+            try:
+                await asyncio.wait_for(self._wakeup.wait(), timeout)
+            except TimeoutError:
+                return request_codec.encode_results([])
+        # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for alone;
+        # where few are, only those that end in the same pass of the model leave together.
+        await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
+        if not self._done and self._death:
+            raise EngineDead(self._death)
+        done, self._done = self._done, []
+        return request_codec.encode_results(done)
+
+    async def alive(self) -> None:
+        """GenerateResult; EngineDead if the engine can answer nothing any more."""
+        if self.engine.dead:
+            raise self._note_death(RuntimeError("found before a transfer of weights"))
+
+    async def abort(self, request_ids: list[str] | None) -> None:
+        """Stop requests (None: all); their responses come through `results`."""
+        self.engine.abort(request_ids)
+
+    async def receive_weights(
+        self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
+    ) -> dict[str, str]:
+        """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed.
+
+        An earlier transfer that still waits for its sender is over: it was given up before this host came.
+        """
+
+        def load() -> dict[str, str]:
+            with self.span("update_weights"):
+                return self.engine.receive_weights(places, version, timeout=timeout, verify=verify)
+
+        if self._receiving is not None and not self._receiving[0].done():
+            from verl.weight_sync.shared_memory import called_off
+
+            earlier, its_places, its_version = self._receiving
+            with called_off(its_places, its_version, "another transfer has begun"):
+                await asyncio.wait({earlier})
+        loading = asyncio.ensure_future(asyncio.to_thread(self._survived, load))
+        self._receiving = loading, places, version
+        return await loading
+
+    async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
+        """See `RolloutEngine.try_channel`."""
+        return await asyncio.to_thread(self.engine.try_channel, places, timeout)
+
+    async def relay_weights(
+        self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
+    ) -> None:
+        """Take part in a broadcast for this node, and hand it on to the node's readers, this host's among them."""
+        from verl.platform import detect
+        from verl.weight_sync.collective import Rendezvous, relay
+
+        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        platform = detect(self.config.trainer.device)
+
+        def work() -> None:
+            group = Rendezvous(**rendezvous).join(rank, backend, platform, timeout)
+            try:
+                relay(group, channel, len(readers), expected=readers, timeout=timeout)
+            finally:
+                group.close()
+
+        await asyncio.to_thread(work)
+
+    async def sleep(self) -> None:
+        """Give memory back while the devices train."""
+        self._survived(self.engine.sleep)
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        self._survived(self.engine.wake)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters since the last call."""
+        return self._survived(self.engine.stats)
+
+    async def close(self) -> None:
+        """Release everything."""
+        if self._engine is not None:
+            self._engine.close()
