@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
 
     tune_allocator()  # as a run's driver does
     found = measure(given)

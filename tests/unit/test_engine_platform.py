@@ -13,8 +13,7 @@ import torch
 
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.errors import UserError
-from verl.platform import cpu, detect
-from verl.platform.base import KINDS, _build
+from verl.platform import KINDS, _build, cpu, detect
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,7 +148,7 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
 
 _FAULTS = """
 import resource, sys, torch
-from verl.platform.allocator import trim, tune_allocator
+from verl.platform.host import trim, tune_allocator
 torch.set_num_threads(1)
 took = tune_allocator() if sys.argv[1] == "tuned" else False
 def touch():

@@ -14,7 +14,7 @@ import torch
 
 from verl.config import Map
 from verl.errors import UserError
-from verl.platform.recording import recording
+from verl.platform import platform_of
 from verl.profiling.options import check_options
 from verl.profiling.plan import ProfilePlan, nsight_options, plan_for
 from verl.profiling.profiler import StepProfiler, open_profiler
@@ -204,7 +204,7 @@ def test_what_cannot_work_here_says_what_to_do(tool: str, changes: dict[str, Any
 
 def test_nsys_must_have_started_the_process() -> None:
     with pytest.raises(UserError, match=r"does not run under nsys\. Start the command as `nsys profile"):
-        recording("cuda").require_nsys()
+        platform_of("cuda").require_nsys()
 
 
 def test_options_for_workers_under_nsys() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.tiny import tiny_model
 from verl.config import load
 from verl.errors import UserError
-from verl.platform import limits
+from verl.platform import host
 
 pytest.importorskip("ray", reason="Ray is not installed")
 from verl.workers.ray import nodes
@@ -105,11 +105,11 @@ def test_open_files_are_raised_before_anything_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.__setitem__(slice(2), pair))
     assert nodes.facts(Wanted((), files=1280))["open files (ulimit -n)"] == "enough" and now == [1280, 2048]
     assert nodes.facts(Wanted((), files=4096))["open files (ulimit -n)"] == "2048, needed: 4096"
-    assert limits.raise_open_files(100) == 2048, "never lowered"
+    assert host.raise_open_files(100) == 2048, "never lowered"
     now[:] = [256, resource.RLIM_INFINITY]
-    assert limits.raise_open_files(5000) == 5000
+    assert host.raise_open_files(5000) == 5000
     now[:] = [resource.RLIM_INFINITY] * 2
-    assert limits.raise_open_files(5000) == math.inf
+    assert host.raise_open_files(5000) == math.inf
 
 
 def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl.cli import probe
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
-from verl.platform.cores import cores
+from verl.platform.host import cores
 
 GIB = probe.GIB
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"

@@ -32,8 +32,8 @@ def _build(kind: str) -> Platform:
 
 
 def platform_of(device: torch.device | str) -> Platform:
-    """The platform of a device or of its type's name; the host's for devices without memory of their own (meta)."""
-    return _build(str(device).partition(":")[0])
+    """The platform of a torch device, or of a device type by its name."""
+    return _build(device if isinstance(device, str) else device.type)
 
 
 def detect(wanted: str = "auto", devices: int = 1) -> Platform:

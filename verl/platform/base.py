@@ -148,6 +148,10 @@ class Platform(ABC):
 
     # -- kernels
 
+    def key_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The data type of a sampler's cached keys where it computes in `compute`."""
+        return compute
+
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         """Whether products by prepacked weights of this data type exist (torch.ops.mkldnn)."""
         return False

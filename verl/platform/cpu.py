@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
-from verl.platform.allocator import trim
 from verl.platform.base import Platform
-from verl.platform.cores import thread_limit
+from verl.platform.host import thread_limit, trim
 
 
 @cache
@@ -57,6 +56,9 @@ class CpuPlatform(Platform):
         if dtype == torch.bfloat16:
             return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
         return dtype == torch.float32
+
+    def key_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.float32
 
     def has_packed_products(self, dtype: torch.dtype) -> bool:
         return has_packed_products(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from verl.errors import UserError
 from verl.platform.base import Platform
 
 _FLASH_CAPABILITY = (8, 0)
-_HANDLE_BYTES = ("handle", "ref_counter_handle", "event_handle")
+# Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
+_STORAGE_AT = 7
 _NSYS = (
     "global_profiler.tool=nsys: this process does not run under nsys. Start the command as `nsys profile -t cuda,nvtx,cublas "
     "--capture-range=cudaProfilerApi --capture-range-end=repeat -o REPORT python -m …`, or set global_profiler.tool=torch"
@@ -72,7 +72,8 @@ class CudaPlatform(Platform):
         torch.cuda.reset_peak_memory_stats()
 
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
-        # Elsewhere torch writes out all scores.
+        # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
+        # writes out all scores.
         return causal and dtype != torch.float32
 
     def has_widening_product(self) -> bool:
@@ -95,42 +96,18 @@ class CudaPlatform(Platform):
         rebuild, arguments = reduce_tensor(buffer)
         if rebuild is not rebuild_cuda_tensor or buffer.dtype != torch.uint8:
             raise ValueError(f"only uint8 CUDA tensors have handles, not {buffer.dtype} on {buffer.device}")
-        _, size, _, offset, _, _, device, handle, nbytes, at, _, counter, counter_at, event, wait = arguments
-        return {
-            "uuid": _uuid(device),
-            "size": int(size[0]),
-            "offset": int(offset),
-            "handle": base64.b64encode(handle).decode(),
-            "storage_size": int(nbytes),
-            "storage_offset": int(at),
-            "ref_counter_handle": base64.b64encode(counter).decode(),
-            "ref_counter_offset": int(counter_at),
-            "event_handle": base64.b64encode(event).decode(),
-            "event_sync_required": bool(wait),
-        }
+        storage = [x.hex() if isinstance(x, bytes) else x for x in arguments[_STORAGE_AT:]]
+        place = {"uuid": _uuid(arguments[_STORAGE_AT - 1]), "size": buffer.numel(), "offset": arguments[3]}
+        return place | {"storage": storage}
 
     def open_memory(self, handle: dict[str, Any]) -> torch.Tensor:
         """See Platform."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        raw = {name: base64.b64decode(handle[name]) for name in _HANDLE_BYTES}
-        return rebuild_cuda_tensor(
-            torch.Tensor,
-            torch.Size([handle["size"]]),
-            (1,),
-            handle["offset"],
-            torch.storage.TypedStorage,
-            torch.uint8,
-            self._index(handle["uuid"]),
-            raw["handle"],
-            handle["storage_size"],
-            handle["storage_offset"],
-            False,
-            raw["ref_counter_handle"],
-            handle["ref_counter_offset"],
-            raw["event_handle"],
-            handle["event_sync_required"],
-        )
+        storage = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle["storage"]]
+        size, index = (handle["size"],), self._index(handle["uuid"])
+        kinds = torch.storage.TypedStorage, torch.uint8
+        return rebuild_cuda_tensor(torch.Tensor, size, (1,), handle["offset"], *kinds, index, *storage)
 
     def _index(self, uuid: str) -> int:
         for index in range(self.count()):

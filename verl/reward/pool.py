@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.platform.cores import usable
+from verl.platform.host import usable
 from verl.reward.outcome import Outcome, failed
 from verl.reward.process import Task, Verdict, WorkerProcess
 from verl.reward.rate import RateGate

@@ -132,9 +132,7 @@ class Actor(ActorRole):
     def memory(self) -> dict[str, float]:
         """See `ActorRole.memory`."""
         platform = self.engine.platform
-        return (
-            {} if platform.name == "cpu" else {"perf/max_memory_allocated_gb": platform.peak_memory() / 2**30}
-        )
+        return {} if platform.on_host else {"perf/max_memory_allocated_gb": platform.peak_memory() / 2**30}
 
     def cost(self) -> ModelCost | None:
         """See `ActorRole.cost`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli import probe
-from verl.platform.cores import cores
+from verl.platform.host import cores
 
 PACKAGES = (
     "torch",

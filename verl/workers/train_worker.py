@@ -49,7 +49,7 @@ class TrainWorker(Profiled):
     def join(self, address: str, port: int) -> None:
         """Meet the other ranks. UserError if they do not come."""
         from verl.platform import detect
-        from verl.platform.allocator import tune_allocator
+        from verl.platform.host import tune_allocator
 
         tune_allocator()
         quiet_libraries()
@@ -63,7 +63,6 @@ class TrainWorker(Profiled):
 
     def build(self, total_steps: int) -> dict[str, Any]:
         """Load the models. Returns where this rank stands: dp_rank, dp_size, the device in words."""
-        from verl.platform.handles import device_id
         from verl.workers import build
 
         self.actor = build.actor_engine(self.config, total_steps, world=self.world, platform=self.platform)
@@ -77,7 +76,7 @@ class TrainWorker(Profiled):
             "dp_rank": int(getattr(self.actor, "dp_rank", self.rank)),
             "dp_size": int(getattr(self.actor, "dp_size", self.world)),
             "device": self.platform.describe(),
-            "device_id": device_id(self.platform.device()),
+            "device_id": self.platform.memory_id(self.platform.device()),
         }
 
     def _trained(self) -> TrainingEngine:
@@ -265,7 +264,7 @@ class TrainWorker(Profiled):
 
     def peak_memory(self) -> float | None:
         """Most device memory in use, GiB; None on a CPU."""
-        return None if self.platform.name == "cpu" else self.platform.peak_memory() / 2**30
+        return None if self.platform.on_host else self.platform.peak_memory() / 2**30
 
     def facts(self) -> dict[str, Any]:
         """Process id, for the watchdog and for messages."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.platform import platform_of
+
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
 # An accelerator is done with such a block before the next one's operations are launched; these are 128 MiB of float32.
@@ -102,7 +104,7 @@ def stats_of_logits(z: torch.Tensor, targets: torch.Tensor, entropy: bool, squar
 
 def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Block size (rows, columns): at most so many scores, columns first as far as they stay useful."""
-    small = device.type == "cpu"
+    small = platform_of(device).on_host
     scores, widest = (BLOCK_SCORES, BLOCK_COLUMNS) if small else (DEVICE_BLOCK_SCORES, DEVICE_BLOCK_COLUMNS)
     width = min(columns, widest)
     return max(1, min(rows, scores // max(1, width))), max(1, width)

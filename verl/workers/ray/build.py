@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.elsewhere import for_elsewhere
 from verl.config.layout import sampler_devices
-from verl.platform import stacks
+from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.workers.build import max_response_length, wants_reference
 from verl.workers.plan import UpdatePlan
@@ -316,7 +316,7 @@ class _Starter:
 def _take_turns(kind: str, own: bool) -> bool:
     """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
     by how the free memory changes while it starts, and vLLM gives up when some comes free."""
-    return kind != "cpu" and not own
+    return not platform_of(kind).on_host and not own
 
 
 def device_kind(config: Config) -> str:

@@ -22,7 +22,7 @@ from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import UserError
-from verl.platform import limits, stacks
+from verl.platform import host, stacks
 from verl.weight_sync.shared_memory import host_bucket
 from verl.workers import node_facts
 from verl.workers.ray.cluster import Node, worker_environment
@@ -99,7 +99,7 @@ def facts(wanted: Wanted) -> dict[str, str]:
     if wanted.folder:
         there = Path(wanted.folder).exists()
         found[f"run folder {Path(wanted.folder).parent}"] = "shared" if there else "not there"
-    may = limits.raise_open_files(wanted.files)
+    may = host.raise_open_files(wanted.files)
     found[_FILES] = _ENOUGH if may >= wanted.files else f"{may}, needed: {wanted.files}"
     # Without it transfers go through the temporary folder.
     free = shutil.disk_usage(_SHARED).free if os.path.isdir(_SHARED) else math.inf

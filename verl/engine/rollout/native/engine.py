@@ -28,8 +28,7 @@ from verl.engine.rollout.native.supported import refuse_unfit
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.names import CheckpointViews
-from verl.platform import detect
-from verl.platform.handles import device_id
+from verl.platform import platform_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,23 +82,21 @@ class NativeEngine(RolloutEngine):
         self._prefill_once = prefill_once
         positions.settle(model, max_model_len)
         device = next(model.parameters()).device
-        self._platform = detect(device.type)
+        self._platform = platform_of(device)
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
-        key_dtype = torch.float32 if device.type == "cpu" else compute
-        self._pool = KVBlockPool(layout, device, key_dtype, compute)
+        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(
             self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self._runner = Runner(model, self._scheduler, compute)
         self._runner.forbid(forbidden_token_ids)
-        if device.type == "cuda" and not enforce_eager:
-            from verl.platform.graphs import Recorder
-
-            self._runner.capture_with(Recorder())
+        recorder = None if enforce_eager else self._platform.graph_recorder()
+        if recorder is not None:
+            self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
@@ -302,7 +299,7 @@ class NativeEngine(RolloutEngine):
     @property
     def readers(self) -> list[str]:
         """See `RolloutEngine.readers`."""
-        return [device_id(self._runner.device)]
+        return [self._platform.memory_id(self._runner.device)]
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.

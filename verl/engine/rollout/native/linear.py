@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.models.adapters import adapted_layers, merged_weight
-from verl.platform.cpu import has_packed_products
+from verl.platform import platform_of
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
@@ -50,9 +50,9 @@ class FastLinears:
         self._dtype = dtype
         self._model = model
         self._modules = _linears(model)
-        on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
+        platform = platform_of(next(model.parameters()).device)
         # The data type in which packed products multiply; None where there are none.
-        self._inner = next((d for d in (dtype, torch.float32) if on_cpu and has_packed_products(d)), None)
+        self._inner = next((d for d in (dtype, torch.float32) if platform.has_packed_products(d)), None)
         self._copies: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._forwards: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
         self._stale = True

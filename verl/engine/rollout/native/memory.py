@@ -12,7 +12,8 @@ import torch
 from verl.engine.rollout.native.supported import INSTEAD
 from verl.errors import UserError
 from verl.models import attention
-from verl.platform.memory import total_memory
+from verl.platform import platform_of
+from verl.platform.host import total_memory
 
 _SHARE = 0.25
 
@@ -58,8 +59,7 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
             f"the embedded sampler cannot sample from {type(model).__name__}: it never asks for the attention function that "
             f"is set, so its tokens would not see each other; {INSTEAD}"
         )
-    key = 4 if device.type == "cpu" else compute.itemsize
-    return plan.keys * key + plan.values * compute.itemsize
+    return plan.keys * platform_of(device).key_dtype(compute).itemsize + plan.values * compute.itemsize
 
 
 def default_cache_tokens(
@@ -69,11 +69,8 @@ def default_cache_tokens(
     bytes. On a CPU `engines` samplers divide that quarter: its memory is one for all."""
     # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
     wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
-    total = total_memory() // engines
-    if device.type != "cpu":
-        from verl.platform import detect
-
-        # twice: half of what is free
-        total = 2 * detect(device.type).room(device.index or 0)
+    platform = platform_of(device)
+    # Of a device's memory, half of what is free.
+    total = total_memory() // engines if platform.on_host else 2 * platform.room(device.index or 0)
     most = int(total * _SHARE) // per_token
     return min(wanted, max(most, max_model_len))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.reader import MASKED
 from verl.engine.rollout.native.writer import Calls, Writer
+from verl.platform import platform_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,7 @@ class PrefillPlan:
         if softcap is None and sinks is None:
             causal = new == total and window is None
             mask = None if causal else self._mask(new, total, window, query.device)
-            if query.is_cuda and not (causal and query.dtype != torch.float32):
-                # Of torch's kernels there, the one that knows neither masks nor float32 is alone in knowing grouped heads:
-                # else all scores would be made at once.
+            if not platform_of(query.device).has_grouped_attention(query.dtype, causal):
                 group = query.shape[1] // key.shape[1]
                 key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
             return F.scaled_dot_product_attention(

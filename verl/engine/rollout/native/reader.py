@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from verl.engine.rollout.native.cache import KVSlotTable
+from verl.platform import platform_of
 
 # Finite, so that a slot without any visible key gives a useless row with a tiny weight, and no NaN.
 MASKED = -1e30
@@ -184,7 +185,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out: torch.Tensor) 
     """out = alpha·a·b in float32, whatever a and b are: scores of 100 are common, and bfloat16 has no fractions there."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b, beta=0, alpha=alpha)
-    elif a.is_cuda and torch.version.hip is None:
+    elif platform_of(a.device).has_widening_product():
         torch.bmm(a, b, out_dtype=out.dtype, out=out)
         out.mul_(alpha)
     else:

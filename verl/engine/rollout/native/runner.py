@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl.engine.rollout.native.decode_plan import DecodePlan
-from verl.engine.rollout.native.graphs import Capture, DecodeGraphs, warn_of, why_not
+from verl.engine.rollout.native.graphs import DecodeGraphs, warn_of, why_not
 from verl.engine.rollout.native.linear import FastLinears
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.request import Request
@@ -17,6 +18,9 @@ from verl.engine.rollout.native.scheduler import Prefill, Scheduler
 from verl.engine.rollout.native.supported import takes_logits_to_keep
 from verl.engine.rollout.native.writer import Calls
 from verl.models import attention
+
+if TYPE_CHECKING:
+    from verl.platform.cuda import GraphRecorder
 
 
 class Runner:
@@ -36,7 +40,7 @@ class Runner:
         self._forbidden: torch.Tensor | None = None
         attention.register()
 
-    def capture_with(self, capture: Capture) -> None:
+    def capture_with(self, capture: GraphRecorder) -> None:
         """Decode from captured graphs from now on, if the model is not known to be unfit for them."""
         if reason := why_not(self.model):
             warn_of(reason)
