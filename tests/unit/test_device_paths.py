@@ -17,6 +17,7 @@ from verl.engine.rollout.native import prefill_plan, reader, sampling
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.training import log_prob
 from verl.models import flash_attention
+from verl.models.attention import AttentionOptions
 from verl.platform import cuda
 
 CUDA = "cuda:0"
@@ -163,7 +164,7 @@ def test_prefill_never_asks_for_grouped_heads_where_that_means_all_scores(
     monkeypatch.setattr(PrefillPlan, "_mask", lambda *_: "mask")
     plan = object.__new__(PrefillPlan)
     query, key = empty(1, 8, new, 16, dtype=dtype), empty(1, 2, total, 16, dtype=dtype)
-    plan._one(query, key, key, 0.25, None, None, None)
+    plan._one(query, key, key, AttentionOptions(0.25))
     assert asked["heads"] == ((8, 8, 8) if repeated else (8, 2, 2))
     assert asked["enable_gqa"] == (not repeated)
     assert asked["is_causal"] == (new == total) and (asked["attn_mask"] is None) == (new == total)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from verl.engine.rollout.native.memory import default_cache_tokens
+from verl.engine.rollout.native.cache import default_cache_tokens
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.platform import host
