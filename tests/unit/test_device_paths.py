@@ -37,17 +37,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 # -- memory
 
 
-def test_what_the_process_has_cached_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else layers would be recomputed from the second micro-batch on, for want of the memory that the first one left."""
-    from verl.platform.cuda import CudaPlatform
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10, 80))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 60)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 25)
-    assert CudaPlatform().memory() == (10, 80)
-    assert CudaPlatform().room() == 45
-
-
 class Trainer:
     """A training engine without weights that says what it is asked."""
 

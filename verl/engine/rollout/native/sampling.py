@@ -46,25 +46,20 @@ class Rows:
 
     temperature: np.ndarray
     top_p: np.ndarray
-    top_k: np.ndarray
     min_p: np.ndarray
     penalty: np.ndarray
+    top_k: np.ndarray
     seed: np.ndarray
     call: np.ndarray
     position: np.ndarray
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
-        return cls(
-            temperature=np.array([p.temperature for p in params], np.float64),
-            top_p=np.array([p.top_p for p in params], np.float64),
-            top_k=np.array([p.top_k for p in params], np.int64),
-            min_p=np.array([p.min_p for p in params], np.float64),
-            penalty=np.array([p.repetition_penalty for p in params], np.float64),
-            seed=np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], np.uint64),
-            call=np.array([p.call for p in params], np.uint64),
-            position=np.array(positions, np.uint64),
-        )
+        floats = [(p.temperature, p.top_p, p.min_p, p.repetition_penalty) for p in params]
+        temperature, top_p, min_p, penalty = np.array(floats, np.float64).T
+        seeds = [(p.seed & 0xFFFFFFFFFFFFFFFF, p.call, at) for p, at in zip(params, positions, strict=True)]
+        top_k = np.array([p.top_k for p in params], np.int64)
+        return cls(temperature, top_p, min_p, penalty, top_k, *np.array(seeds, np.uint64).T)
 
 
 def sample(
