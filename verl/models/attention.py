@@ -70,6 +70,12 @@ def current() -> AttentionPlan:
     return _current.plan
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The data type in which products with x run here: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from verl.models import flash_attention
-from verl.models.attention import AttentionOptions
+from verl.models.attention import AttentionOptions, product_dtype
 
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
 # of calls forward and backward against 5 ns a score in bfloat16).
@@ -189,12 +189,9 @@ class PackedPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            window, softcap, sinks = options.sliding_window, options.softcap, options.sinks
+        query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
+        window, softcap, sinks = options.sliding_window, options.softcap, options.sinks
+        with torch.autocast(query.device.type, enabled=False):
             if flash_attention.fits(query, value, softcap=softcap, sinks=sinks) and self._uncut(window):
                 return flash_attention.attend(query, key, value, self.flash_parts(), options.scaling)
             return _TiledAttention.apply(

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.packing import Pack
-from verl.models.attention import AttentionOptions, AttentionPlan
+from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
@@ -61,15 +60,12 @@ class SequenceParallel:
             UlyssesPlan(whole, self.group, self.rank, self.size),
         )
 
-    def whole(self, stats: TokenTensors, mine: torch.Tensor, count: int) -> TokenTensors:
-        """The statistics of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        given = [s for s in (stats.log_probs, stats.entropy, stats.sum_pi_squared) if s is not None]
-        rows = iter(_Join.apply(torch.stack(given), mine, count, self.group))
-        return TokenTensors(
-            next(rows),
-            next(rows) if stats.entropy is not None else None,
-            next(rows) if stats.sum_pi_squared is not None else None,
-        )
+    def whole(
+        self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
+        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self.group)
+        return dict(zip(outputs, joined, strict=True))
 
 
 class UlyssesPlan:
@@ -87,10 +83,7 @@ class UlyssesPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # Key heads that the ranks do not divide are repeated just as often as it takes.
         repeat = self._size // math.gcd(key.shape[1], self._size)
         if repeat > 1:

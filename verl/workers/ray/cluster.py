@@ -17,8 +17,8 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
-from verl.workers.choose import no_cluster
-from verl.workers.ray.worker_group import joined, within
+from verl.workers.ray.calls import joined, within
+from verl.workers.resources import no_cluster
 
 """Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import UserError
 from verl.platform import platform_of
+from verl.workers.ray.calls import NoRoom, WorkerDied, within
 from verl.workers.ray.cluster import Cluster, worker_environment
-from verl.workers.ray.worker_group import NoRoom, WorkerDied, within
 
 _LOOK_S = 1.0
 Started = TypeVar("Started")

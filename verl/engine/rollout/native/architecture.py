@@ -11,6 +11,7 @@ from verl.config.layout import ATTENTION_LAYERS
 from verl.errors import UserError
 from verl.models import attention
 from verl.models.attention import AttentionOptions
+from verl.models.inputs import model_inputs
 from verl.models.layers import is_recurrent
 from verl.platform import platform_of
 
@@ -72,9 +73,9 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
     never asks for attention.
     """
     device, plan = next(model.parameters()).device, _Measure()
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     with attention.sampling_mode(model), attention.use(plan):
-        model(input_ids=zero, position_ids=zero, use_cache=False)
+        model(**model_inputs(zero, zero))
     if not plan.keys:
         raise UserError(
             f"the embedded sampler cannot sample from {type(model).__name__}: it never asks for the attention function that "

@@ -1,0 +1,104 @@
+"""Built-in rules by data_source, as one table and as the function `default_compute_score`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from verl.reward.errors import RewardLoadError, UnknownSource
+
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+_SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
+_TABLE: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    **{f"numina_{name}": "numina" for name in _NUMINA},
+    "hiyouga/geometry3k": "geo3k",
+    **{f"searchR1_{name}": "search_qa" for name in _SEARCH},
+    "aime*": "math_dapo",
+}
+_LATER = ("codecontests", "apps", "codeforces", "taco")
+
+
+def known_sources() -> list[str]:
+    """Every data_source with a built-in rule; a name that ends in `*` is a prefix."""
+    return list(_TABLE)
+
+
+def rule_for(data_source: str) -> str:
+    """Name of the rule's module (`gsm8k`, `math`, …). UnknownSource lists what is known."""
+    source = str(data_source)
+    if source in _TABLE:
+        return _TABLE[source]
+    for name, rule in _TABLE.items():
+        if name.endswith("*") and source.startswith(name[:-1]):
+            return rule
+    if source in _LATER:
+        raise UnknownSource(
+            f"data_source {source!r}: running code written by the model is not in this release; "
+            "score it with custom_reward_function.path=your_file.py"
+        )
+    raise UnknownSource(
+        f"data_source {source!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"or use one of: {', '.join(known_sources())}"
+    )
+
+
+def unsupported(sources: Iterable[str]) -> dict[str, str]:
+    """The sources no built-in rule serves, each with the message to show."""
+    problems = {}
+    for source in sources:
+        try:
+            rule_for(source)
+        except UnknownSource as error:
+            problems[source] = str(error)
+    return problems
+
+
+def _rule(name: str) -> Callable[..., Any]:
+    return importlib.import_module(f"verl.reward.rules.{name}").compute_score
+
+
+def _options(rule: str) -> list[str]:
+    """Keywords a rule takes besides the response and the truth."""
+    return [p for p in inspect.signature(_rule(rule)).parameters if p not in ("solution_str", "ground_truth")]
+
+
+def check_kwargs(kwargs: Iterable[str]) -> None:
+    """RewardLoadError if no built-in rule takes one of these `custom_reward_function.reward_kwargs`."""
+    known = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
+    for name in kwargs:
+        if name not in known:
+            raise RewardLoadError(
+                f"custom_reward_function.reward_kwargs.{name}: no built-in reward takes it (they take: "
+                f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
+            )
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """Score a response by the rule of its data_source: a number, or a dict with `score`.
+
+    `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are
+    for code sources, which are not in this release. Raises UnknownSource, ValueError where the row has no
+    ground truth, VerifyFailed where equality could not be decided. Safe to call from several threads.
+    """
+    rule = rule_for(data_source)
+    chosen = {name: kwargs[name] for name in _options(rule) if name in kwargs} if kwargs else {}
+    return _rule(rule)(solution_str=solution_str, ground_truth=ground_truth, **chosen)

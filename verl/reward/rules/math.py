@@ -1,0 +1,101 @@
+r"""MATH: the last `\boxed{…}` against the ground truth, as normalised text, then by math-verify."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_TOKEN = re.compile(r"\\[{}\\]|[{}]")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\s+|~")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
+_DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree(?![A-Za-z])|°")
+_NOON = r"(?!\s*[aApP]\.?\s*[mM]\b)"
+_UNIT = re.compile(
+    r"(?<=[^\\{(\[,])\\(?:(?:text|mbox|textrm)\{"
+    + _NOON
+    + r"(?!and\b|or\b)[^{}]*\}|mathrm\{"
+    + _NOON
+    + r"[^{}]{2,}\})"
+    r"(?:\^\{?-?[0-9]+\}?)?$"
+)
+_LEFT_SIDE = re.compile(r"^[A-Za-z](?:\([A-Za-z]\))?=(?=[^=])")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_SHORT_FRACTION = re.compile(r"\\frac(?:([0-9a-zA-Z])|\{([^{}]*)\})(?:([0-9a-zA-Z])|\{([^{}]*)\})")
+_SHORT_ROOT = re.compile(r"\\sqrt([0-9a-zA-Z])")
+_SLASH = re.compile(r"^(-?)([0-9]+)/([0-9]+)$")
+_BARE_POINT = re.compile(r"(?<![0-9])\.(?=[0-9])")
+_THOUSANDS = re.compile(r"^-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{…}` or `\fbox{…}` whose braces balance, or None.
+
+    Escaped braces (`\{`, `\}`) do not count. A box that never closes is not a box; the one before it counts.
+    """
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    opened: list[int] = []
+    best: tuple[int, int] | None = None
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "{":
+            opened.append(match.start())
+        elif token == "}" and opened:
+            start = opened.pop()
+            # `\boxed {5}` is written too, so blanks before the brace are looked through.
+            before = text[max(0, start - 24) : start].rstrip()
+            if before.endswith(("\\boxed", "\\fbox")) and (best is None or start > best[0]):
+                best = (start, match.start())
+    return None if best is None else text[best[0] + 1 : best[1]]
+
+
+def _braced(match: re.Match[str]) -> str:
+    a, b, c, d = match.groups()
+    return f"\\frac{{{b if a is None else a}}}{{{d if c is None else c}}}"
+
+
+def normalise(answer: str) -> str:
+    r"""One spelling for what means the same: blanks, `\left`, degrees, `\$`, `%`, units, `x=`, short fractions.
+
+    Works on the text alone; two answers that normalise to the same text are equal. `5\text{ cm}` loses its
+    unit, `\text{Evelyn}` keeps its text.
+    """
+    text = answer.replace("\\$", "").replace("$", "").replace("\\%", "").replace("%", "")
+    text = _DEGREES.sub("", _SIZES.sub("", text)).strip().rstrip(".")
+    text = _UNIT.sub("", text.strip())
+    text = _SPACES.sub("", text)
+    text = _LEFT_SIDE.sub("", text)
+    text = _FRACTION.sub(r"\\frac", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _SHORT_FRACTION.sub(_braced, text)
+    text = _SLASH.sub(r"\1\\frac{\2}{\3}", text)
+    text = _BARE_POINT.sub("0.", text)
+    return text.replace(",", "") if _THOUSANDS.match(text) else text
+
+
+def same_answer(answer: str, truth: str) -> bool:
+    """Equal as normalised text, or by math-verify. Raises VerifyFailed if that cannot decide."""
+    a, b = normalise(answer), normalise(truth)
+    if a == b:
+        return bool(a)
+    if not a or not b:
+        return False
+    from verl.reward.rules.verify import equal
+
+    return equal(answer, truth)
+
+
+def truth_text(ground_truth: Any) -> str:
+    r"""The ground truth as text; the content of its `\boxed{…}` if it has one. ValueError if it is missing."""
+    text = "" if ground_truth is None else str(ground_truth).strip()
+    if not text:
+        raise ValueError("math: the row has no ground truth (reward_model.ground_truth is empty)")
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> float:
+    r"""1.0 if the last `\boxed{…}` equals the ground truth, else 0. Raises VerifyFailed if undecidable."""
+    truth = truth_text(ground_truth)
+    boxed = last_boxed(solution_str)
+    return float(boxed is not None and same_answer(boxed, truth))

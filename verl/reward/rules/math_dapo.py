@@ -1,0 +1,53 @@
+r"""DAPO's math rule: the last `Answer: …` line (else a `\boxed{…}` at the very end), compared as normalised text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from verl.reward.rules.math import last_boxed
+from verl.reward.rules.math import normalise as normalise_math
+
+TAIL = 300
+BOX_TAIL = 100
+INVALID = "[INVALID]"
+
+_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|overline)\{([^{}]*)\}")
+_ARTICLE = re.compile(r"(?i)\b(?:an?|the)\s+")
+_UNITS = re.compile(
+    r"(?i)(?<![a-z\\])(?:square|cubic|degrees?|dollars?|cents?|percent|units?|points?|digits?|integers?|"
+    r"inch(?:es)?|feet|foot|ft|miles?|mph|met(?:er|re)s?|km|cm|mm|kg|grams?|gm|pounds?|hours?|minutes?|seconds?|"
+    r"days?|weeks?|months?|years?|students?|people|ways|edges|meals|multiples)(?![a-z])"
+)
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_INLINE = re.compile(r"\$([^$]*)\$")
+
+
+def normalise(answer: str) -> str:
+    r"""Text after the last `=`, inside `$…$` if there is such, without articles, units, `\text{}` and commas."""
+    text = answer.rsplit("=", 1)[-1].strip()
+    inline = _INLINE.search(text)
+    if inline and inline.group(1).strip():
+        text = inline.group(1)
+    text = _TEXT.sub(r"\1", text)
+    text = _UNITS.sub("", _ARTICLE.sub("", text))
+    text = _THOUSANDS.sub("", text)
+    return normalise_math(text.strip(" .*")) or answer.strip()
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """`{score: 1.0 or -1.0, acc, pred}`; pred is `[INVALID]` where no answer is found. ValueError without truth."""
+    truth = "" if ground_truth is None else str(ground_truth)
+    if not truth.strip():
+        raise ValueError("math_dapo: the row has no ground truth (reward_model.ground_truth is empty)")
+    tail = solution_str[-TAIL:]
+    found = _ANSWER.findall(tail)
+    boxed = None if found else last_boxed(tail[-BOX_TAIL:])
+    if found:
+        answer = last_boxed(found[-1])
+        pred = normalise(found[-1] if answer is None else answer)
+    else:
+        pred = INVALID if boxed is None else normalise(boxed)
+    right = pred not in ("", INVALID) and pred == normalise(truth)
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred or INVALID}
