@@ -97,7 +97,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from verl.platform.environment import prepare_process
+    from verl.platform.host import prepare_process
 
     prepare_process()
     sys.path.insert(0, str(Path(__file__).parent))
@@ -119,7 +119,9 @@ def main() -> None:
     config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
-        parts, total = build_parts(config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice))
+        parts, total = build_parts(
+            config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice)
+        )
         trainer = PPOTrainer(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
         parts.weight_sync.push(0)

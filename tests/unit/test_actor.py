@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from verl.workers.actor import Actor
 
 from tests.unit.engine_cases import rows_of
 from verl.engine.training.base import StepResult
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.trajectory import Batch
-from verl.workers.actor import Actor
 
 
 class Counting:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from verl.workers.local import build_roles
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
 from verl.config.dtypes import sampler_dtype
 from verl.errors import UserError
-from verl.workers.local import build_roles
 
 
 @pytest.mark.parametrize(
