@@ -78,14 +78,14 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 
 @pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
-    from verl.workers.train_worker import TrainWorker
+    from verl.workers.worker import Worker
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native")
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
-    host: Any = object.__new__(TrainWorker)
+    host: Any = object.__new__(Worker)
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
     host.actor, host.rank, host.profiler = Trainer(), 0, None
-    TrainWorker.send_weights.__wrapped__(host, None, [], 1, False)
+    Worker.send_weights.__wrapped__(host, None, [], 1, False)
     assert host.actor.said == expected
 
 

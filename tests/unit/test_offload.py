@@ -18,7 +18,7 @@ from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Trajectory
 from verl.workers import codec
 from verl.workers.local import build_roles
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]
@@ -173,7 +173,7 @@ def test_a_training_rank_does_the_same(
     tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_vllm(configured(tmp_path, *BOTH))
-    host = TrainWorker(config.to_dict(), 0, 1)
+    host = Worker(config.to_dict(), 0, 1)
     host.join("127.0.0.1", 0)
     host.build(total_steps=1)
     rows = answers()

@@ -127,7 +127,7 @@ class SFTTrainer:
         return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
-        from verl.workers.actor import Refusal, UpdateResult
+        from verl.workers.plan import Refusal, UpdateResult
 
         started = time.perf_counter()
         self.phases.start_step()

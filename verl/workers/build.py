@@ -15,16 +15,6 @@ from verl.engine.training.base import TrainingEngine
 from verl.platform import Platform
 
 
-def wants_reference(config: Any) -> bool:
-    """True when a KL term asks for the reference."""
-    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
-
-
-def max_response_length(config: Any) -> float:
-    """H of seq-mean-token-sum-norm."""
-    return float(config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length)
-
-
 def longest(config: Any) -> int:
     """Most tokens of prompt and response together."""
     data = config.data

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.config.rules.context import Check
 from verl.profiling.options import check_options
 from verl.profiling.plan import ROLES
@@ -14,38 +12,25 @@ def check(c: Check) -> None:
     profiler = c.cfg.select("global_profiler")
     if profiler is None:
         return
-    enabled = [path for path in ROLES.values() if _of(c, path) is not None and _of(c, path).enable]
+    roles = {path: group for path in ROLES.values() if (group := c.cfg.select(path)) is not None}
     if not profiler.tool:
-        without = [f"{path}.enable=True" for path in enabled]
-        without += [f"global_profiler.steps={profiler.steps}"] if profiler.steps else []
+        without = [f"{path}.enable=True" for path, group in roles.items() if group.enable]
+        without += [c.at("global_profiler.steps")] if profiler.steps else []
         if without:
-            c.notice(
-                f"no effect: {', '.join(without)}: nothing is profiled without global_profiler.tool=torch"
-            )
+            reason = "nothing is profiled without global_profiler.tool=torch"
+            c.notice(f"no effect: {', '.join(without)}: {reason}")
         return
     tool = f"global_profiler.tool={profiler.tool}"
     if not profiler.steps:
         c.refuse(tool, "no step is named; set global_profiler.steps=[2], or the tool to null")
-    if min(profiler.steps or [1]) < 1:
-        c.refuse(f"global_profiler.steps={profiler.steps}", "steps are counted from 1")
-    _device(c, tool, profiler.tool)
-    for path in ROLES.values():
-        group = _of(c, path)
-        if group is not None:
-            problem = check_options(profiler.tool, group.tool_config.get(profiler.tool) or {})
-            if problem:
-                c.refuse(path, problem)
-
-
-def _of(c: Check, path: str) -> Any:
-    return c.cfg.select(path)
-
-
-def _device(c: Check, key: str, tool: str) -> None:
-    if c.trainer is None:
-        return
-    kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
-    if tool == "nsys" and kind != "cuda":
-        c.lacks(key, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
-    if tool == "npu" and kind != "npu":
-        c.lacks(key, f"needs an Ascend device, this run is on {kind}; set it to torch")
+    elif min(profiler.steps) < 1:
+        c.refuse(c.at("global_profiler.steps"), "steps are counted from 1")
+    if c.trainer is not None:
+        kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
+        if profiler.tool == "nsys" and kind != "cuda":
+            c.lacks(tool, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
+        if profiler.tool == "npu" and kind != "npu":
+            c.lacks(tool, f"needs an Ascend device, this run is on {kind}; set it to torch")
+    for path, group in roles.items():
+        if problem := check_options(profiler.tool, group.tool_config.get(profiler.tool) or {}):
+            c.refuse(path, problem)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from verl.platform import Platform
     from verl.tracking.mfu import ModelCost
-    from verl.trajectory import Trajectory
+    from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
 LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
@@ -35,7 +35,7 @@ class MicroBatch:
     were not asked for. Scratch for the loss lives in `cache`.
     """
 
-    rows: Sequence[Trajectory]
+    rows: Sequence[Segment]
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
@@ -78,7 +78,7 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def forward(
-        self, rows: Sequence[Trajectory], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> dict[str, np.ndarray]:
         """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient.
 
@@ -89,7 +89,7 @@ class TrainingEngine(ABC):
     @abstractmethod
     def step(
         self,
-        rows: Sequence[Trajectory],
+        rows: Sequence[Segment],
         loss: MicroLoss,
         outputs: Collection[str] = LOG_PROBS,
         *,

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl.tracking.mfu import ModelCost
-    from verl.trajectory import Trajectory
+    from verl.trajectory import Segment
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
@@ -238,7 +238,7 @@ class FSDPEngine(TrainingEngine):
 
     @torch.no_grad()
     def forward(
-        self, rows: Sequence[Trajectory], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> dict[str, np.ndarray]:
         """See `TrainingEngine.forward`."""
         found: list[dict[str, torch.Tensor]] = []
@@ -252,7 +252,7 @@ class FSDPEngine(TrainingEngine):
 
         return {name: join(name) for name in outputs}
 
-    def _packs(self, rows: Sequence[Trajectory], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
+    def _packs(self, rows: Sequence[Segment], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
         chunks = split_rows(rows, how)
         said = all_gather_json([len(chunks), self.platform.room(self._index)])
@@ -297,7 +297,7 @@ class FSDPEngine(TrainingEngine):
 
     def step(
         self,
-        rows: Sequence[Trajectory],
+        rows: Sequence[Segment],
         loss: MicroLoss,
         outputs: Collection[str] = LOG_PROBS,
         *,
@@ -317,7 +317,7 @@ class FSDPEngine(TrainingEngine):
         return StepResult(done.metrics() | logged, norm, "", done.tokens)
 
     def _scaled_gradients(
-        self, rows: Sequence[Trajectory], loss: MicroLoss, outputs: Collection[str], temperature: float
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
     ) -> tuple[StepAccumulator, float]:
         """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
         which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
@@ -332,7 +332,7 @@ class FSDPEngine(TrainingEngine):
 
     def _accumulate(
         self,
-        rows: Sequence[Trajectory],
+        rows: Sequence[Segment],
         loss: MicroLoss,
         outputs: Collection[str],
         temperature: float,
@@ -515,7 +515,7 @@ def _dummy(batch: Pack) -> Pack:
 
 
 def _backward(
-    outputs: dict[str, torch.Tensor], rows: Sequence[Trajectory], loss: MicroLoss, scale: float
+    outputs: dict[str, torch.Tensor], rows: Sequence[Segment], loss: MicroLoss, scale: float
 ) -> tuple[float, Mapping[str, Sequence[float]]]:
     """The loss of these outputs and its metrics, gradients added to what is there. The backward pass runs in any case:
     other ranks are in it."""
@@ -538,6 +538,6 @@ def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     return nullcontext(), attention.use(attention.current())
 
 
-def _name_rows(rows: Sequence[Trajectory]) -> str:
+def _name_rows(rows: Sequence[Segment]) -> str:
     uids = list(dict.fromkeys(r.uid for r in rows))
     return f"prompts {', '.join(uids[:4])}{', …' if len(uids) > 4 else ''}"

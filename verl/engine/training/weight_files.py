@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from verl.config.adapter_files import ADAPTER_FOLDER
+from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.lora import Adapter, refuse_adapter_checkpoint
 from verl.engine.training.sharding import local, take_share, whole

@@ -21,8 +21,8 @@ from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.workers.cluster_probe import ClusterProbe
+from verl.workers.ray.calls import reason
 from verl.workers.ray.cluster import RESOURCE, Cluster, worker_environment
-from verl.workers.ray.worker_group import reason
 from verl.workers.resources import ResourceRequest, placeable
 
 _CLOCK_CALLS = 5

@@ -25,8 +25,8 @@ from verl.errors import UserError
 from verl.platform import limits, stacks
 from verl.weight_sync.shared_memory import host_bucket
 from verl.workers import node_facts
+from verl.workers.ray.calls import WorkerHandle, kill, reason
 from verl.workers.ray.cluster import Node, worker_environment
-from verl.workers.ray.worker_group import WorkerHandle, kill, reason
 
 _PACKAGES = ("verl", "torch", "transformers", "ray")
 _FILES, _ROOM, _ENOUGH = "open files (ulimit -n)", "shared memory", "enough"

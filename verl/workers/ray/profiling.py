@@ -10,14 +10,14 @@ import ray
 from ray import exceptions as faults
 
 from verl.profiling.plan import ProfilePlan, nsight_options
+from verl.workers.group import WorkerGroup
 from verl.workers.ray.replicas import ReplicaPool
-from verl.workers.ray.training import Training
 
 
 class WorkerProfiler:
     """See `verl.profiling.profiler.Profiler`. A sampler that died has no profile; the pool notices by itself."""
 
-    def __init__(self, training: Training, pool: ReplicaPool, plan: ProfilePlan):
+    def __init__(self, training: WorkerGroup, pool: ReplicaPool, plan: ProfilePlan):
         self._training, self._pool, self._plan = training, pool, plan
         self._running = False
 
@@ -42,7 +42,7 @@ class WorkerProfiler:
         if not self._running:
             return []
         self._running = False
-        handles = [worker.handle for worker in self._training.group.workers]
+        handles = [worker.handle for worker in self._training.calls.workers]
         refs = [handle.close_profile.remote() for handle in handles] + self._samplers("close_profile")
         return [file for part in _responses(refs, timeout=10) for file in part]
 
@@ -66,7 +66,7 @@ def _responses(refs: list[Any], timeout: float = 120) -> list[Any]:
     return out
 
 
-def worker_profiler(config: Any, training: Training, pool: ReplicaPool) -> WorkerProfiler | None:
+def worker_profiler(config: Any, training: WorkerGroup, pool: ReplicaPool) -> WorkerProfiler | None:
     """The profiler of a run's workers, None when nothing is to be profiled."""
     profiler = config.global_profiler
     if not profiler.tool or not profiler.steps:
