@@ -70,7 +70,7 @@ class Step:
         from verl.engine.rollout.base import SamplingParams
         from verl.rollout.manager import RolloutManager, RolloutSettings
         from verl.workers.ray.replicas import Host, ReplicaPool
-        from verl.workers.ray.worker_group import Worker
+        from verl.workers.ray.calls import Worker
 
         given = self.given
         actor = ray.remote(max_concurrency=64, num_cpus=0)(Teller)
@@ -99,7 +99,7 @@ class Step:
 
         from verl.workers.plan import UpdatePlan
         from verl.workers.ray.training import Training
-        from verl.workers.ray.worker_group import Group, Worker
+        from verl.workers.ray.calls import Group, Worker
 
         echo = ray.remote(num_cpus=0)(Echo)
         ranks = self.given.ranks

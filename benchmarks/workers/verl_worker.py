@@ -107,7 +107,7 @@ def main() -> None:
     assert exact_length.ExactLength  # registered
     from verl.config import load
     from verl.platform import detect
-    from verl.tracking.hooks import Report
+    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer
@@ -119,7 +119,7 @@ def main() -> None:
     config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
-        parts, total = build_parts(config, tracking, loop, Phases(), Report(tracking.event, tracking.notice))
+        parts, total = build_parts(config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice))
         trainer = PPOTrainer(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
         parts.weight_sync.push(0)

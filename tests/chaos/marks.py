@@ -40,11 +40,11 @@ def after(owner: Any, name: str, moment: str) -> None:
 def watch() -> None:
     """Wrap what is of interest."""
     from verl.checkpoint import write
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
 
-    after(LocalEngine, "save_weights", "half written")
+    after(FSDPEngine, "save_weights", "half written")
     after(write, "write_manifest", "sealed")
     after(write.CheckpointWriter, "_publish", "published")
     after(write, "retire", "retired")

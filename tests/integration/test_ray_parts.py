@@ -21,7 +21,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
-from verl.workers.ray.worker_group import NoRoom, WorkerDied  # noqa: E402
+from verl.workers.ray.calls import NoRoom, WorkerDied  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -94,7 +94,7 @@ def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> Non
 
 @pytest.fixture
 def group(cluster):
-    from verl.workers.ray.worker_group import Group, Worker
+    from verl.workers.ray.calls import Group, Worker
 
     handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
     yield Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
@@ -122,8 +122,9 @@ def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text)
 
 
 def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
-    from verl.workers.plan import UpdatePlan
     from verl.workers.ray.training import ActorGroup, Training
+
+    from verl.workers.plan import UpdatePlan
 
     rng = np.random.default_rng(0)
     rows = []
@@ -142,8 +143,8 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
+    from verl.workers.ray.calls import Group, Worker
     from verl.workers.ray.watch import Watch
-    from verl.workers.ray.worker_group import Group, Worker
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
@@ -164,8 +165,8 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
+    from verl.workers.ray.calls import Worker
     from verl.workers.ray.replicas import Replica, ReplicaPool
-    from verl.workers.ray.worker_group import Worker
 
     made: list[ReplicaPool] = []
 

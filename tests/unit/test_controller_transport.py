@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from verl.trajectory import Prompt, Trajectory
 from verl.workers import codec
-from verl.workers.balance import partition
+from verl.workers.plan import partition
 
 
 @st.composite

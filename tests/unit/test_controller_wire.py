@@ -5,7 +5,7 @@ import pytest
 
 from tests.counting import instructions
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.workers import request_codec
+from verl.workers import codec
 
 
 def _completion(length: int, text: str | None, **fields) -> Completion:
@@ -16,15 +16,15 @@ def _completion(length: int, text: str | None, **fields) -> Completion:
 
 def test_answers_arrive_as_they_were_sent() -> None:
     sent = [
-        request_codec.GenerateResult(
+        codec.GenerateResult(
             "a", _completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)
         ),
-        request_codec.GenerateResult("b", error=("ValueError", "too long")),
-        request_codec.GenerateResult("c", _completion(2, None)),
-        request_codec.GenerateResult("d", _completion(0, "")),
-        request_codec.GenerateResult("e", _completion(1, "half \ud83d")),
+        codec.GenerateResult("b", error=("ValueError", "too long")),
+        codec.GenerateResult("c", _completion(2, None)),
+        codec.GenerateResult("d", _completion(0, "")),
+        codec.GenerateResult("e", _completion(1, "half \ud83d")),
     ]
-    came = request_codec.decode_results(request_codec.encode_results(sent))
+    came = codec.decode_results(codec.encode_results(sent))
     assert [a.id for a in came] == list("abcde") and came[1].error == ("ValueError", "too long")
     for mine, theirs in zip(came, sent, strict=True):
         if theirs.completion is None:
@@ -35,20 +35,20 @@ def test_answers_arrive_as_they_were_sent() -> None:
         assert one.log_probs.dtype == np.float32 and one.log_probs.tolist() == other.log_probs.tolist()
         for name in ("finish_reason", "versions", "num_preempted", "text"):
             assert getattr(one, name) == getattr(other, name)
-    assert request_codec.decode_results(request_codec.encode_results([])) == []
+    assert codec.decode_results(codec.encode_results([])) == []
 
 
 def test_requests_arrive_as_they_were_sent() -> None:
     every = SamplingParams(9, 0.5, 0.9, 7, 0.1, 1.2, ("</a>", "\n"), (5, 6), True, 2**62, 4)
     prompt = np.arange(4)
     sent = [
-        request_codec.GenerateRequest("a", prompt, every, "g"),
-        request_codec.GenerateRequest("b", prompt.copy(), every, "g"),
-        request_codec.GenerateRequest("c", np.arange(2), SamplingParams(max_tokens=1)),
+        codec.GenerateRequest("a", prompt, every, "g"),
+        codec.GenerateRequest("b", prompt.copy(), every, "g"),
+        codec.GenerateRequest("c", np.arange(2), SamplingParams(max_tokens=1)),
     ]
-    payload = request_codec.encode_requests(sent)
+    payload = codec.encode_requests(sent)
     assert payload["lengths"].tolist() == [4, 2], "a group's prompt goes once"
-    came = request_codec.decode_requests(payload)
+    came = codec.decode_requests(payload)
     assert [(a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in came] == [
         (a.id, a.group, a.prompt_ids.tolist(), a.sampling) for a in sent
     ]
@@ -58,9 +58,9 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_an_answer_costs_the_same_however_long_it_is(text: str | None) -> None:
     def cost(length: int) -> int:
         done = _completion(length, text and text * length)
-        payload = request_codec.encode_results(
-            [request_codec.GenerateResult("a", done), request_codec.GenerateResult("b", done)]
+        payload = codec.encode_results(
+            [codec.GenerateResult("a", done), codec.GenerateResult("b", done)]
         )
-        return instructions(lambda: request_codec.decode_results(payload))
+        return instructions(lambda: codec.decode_results(payload))
 
     assert 0 < cost(4096) == cost(2)

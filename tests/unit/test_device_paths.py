@@ -78,22 +78,22 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 
 @pytest.mark.parametrize(("own_pool", "expected"), [(0, ["give back", "send", "give back"]), (1, ["send"])])
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
-    from verl.workers.train_worker import TrainWorker
+    from verl.workers.worker import Worker
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native")
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
-    host: Any = object.__new__(TrainWorker)
+    host: Any = object.__new__(Worker)
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
     host.actor, host.rank, host.profiler = Trainer(), 0, None
-    TrainWorker.send_weights.__wrapped__(host, None, [], 1, False)
+    Worker.send_weights.__wrapped__(host, None, [], 1, False)
     assert host.actor.said == expected
 
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
 def test_a_processor_keeps_its_heap(device: str, times: int) -> None:
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
-    engine: Any = object.__new__(LocalEngine)
+    engine: Any = object.__new__(FSDPEngine)
     emptied: list[int] = []
     engine.platform = SimpleNamespace(name=device, empty_cache=lambda: emptied.append(1))
     engine.release_cached_memory()

@@ -184,17 +184,17 @@ def usual_kernels():
 def test_full_determinism_is_asked_for_and_a_step_goes_through(tmp_path, usual_kernels):
     from tests.tiny import tiny_model
     from tests.unit.engine_cases import rows_of, simple_loss
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
     rows = rows_of([(7, [5, 9, 1]), (3, [4])])
     kept = []
     for config in ({"dtype": "float32"}, {"dtype": "float32", "full_determinism": True}):
         path = tiny_model(tmp_path / "m", "qwen3_moe")
-        engine = LocalEngine(path, role_cfg={"fsdp_config": config, "optim": {"lr": 1e-3}}, device="cpu")
+        engine = FSDPEngine(path, role_cfg={"fsdp_config": config, "optim": {"lr": 1e-3}}, device="cpu")
         assert torch.are_deterministic_algorithms_enabled() == ("full_determinism" in config)
         result = engine.step(rows, simple_loss(19), temperature=1.0)
         assert result.refused == ""
-        kept.append(engine.log_probs(rows, temperature=1.0).log_probs)
+        kept.append(engine.forward(rows, temperature=1.0)["log_probs"])
     np.testing.assert_allclose(kept[0], kept[1], rtol=1e-5, atol=1e-6)
 
 

@@ -5,23 +5,20 @@ A processor has no second memory, so places are written down by a stand-in for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from verl.workers.local import build_roles
 
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.engine_cases import rows_of, simple_loss
-from verl.config import Map, load
-from verl.engine.training.local_engine import LocalEngine
-from verl.engine.training.offload import Offloading
+from tests.unit.engine_cases import rows_of
+from verl.config import load
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Trajectory
 from verl.workers import codec
-from verl.workers.local import build_roles
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]
@@ -36,40 +33,40 @@ class Places:
         self.found: list[tuple[str, set[str]]] = []
 
     def at(self, engine: Any) -> set[str]:
-        return self.here.setdefault(id(engine.scorer), set(ALL))
+        return self.here.setdefault(id(engine), set(ALL))
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Places:
-    """Watches every `LocalEngine` of a test."""
+    """Watches every `FSDPEngine` of a test."""
     seen = Places()
 
-    def moved(move: Callable[..., None], away: bool) -> Callable[..., None]:
-        def wrapped(self: Offloading, module: Any, optimizer: Any, *device: Any) -> None:
-            named = {"weights"} if self.weights else set()
-            named |= {"optimizer"} if self.optimizer and optimizer is not None else set()
-            held = seen.here.setdefault(id(module), set(ALL))
-            seen.here[id(module)] = held - named if away else held | named
-            move(self, module, optimizer, *device)
+    def moved(name: str, away: bool) -> None:
+        method = getattr(FSDPEngine, name)
 
-        return wrapped
+        def wrapped(self: Any, *, optimizer: bool = away) -> None:
+            named = {"weights"} if self._weights_leave else set()
+            named |= (
+                {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
+            )
+            seen.here[id(self)] = seen.at(self) - named if away else seen.at(self) | named
+            method(self) if away else method(self, optimizer=optimizer)
+
+        monkeypatch.setattr(FSDPEngine, name, wrapped)
 
     def watched(name: str) -> None:
-        method = getattr(LocalEngine, name)
+        method = getattr(FSDPEngine, name)
 
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             seen.found.append((f"{self.role} {name}", set(seen.at(self))))
             return method(self, *args, **kwargs)
 
-        monkeypatch.setattr(LocalEngine, name, wrapped)
+        monkeypatch.setattr(FSDPEngine, name, wrapped)
 
-    back = Offloading.back
-    monkeypatch.setattr(Offloading, "back", moved(back, away=False))
-    monkeypatch.setattr(
-        Offloading, "away", moved(lambda s, m, o: back(s, m, o, torch.device("cpu")), away=True)
-    )
+    moved("offload", away=True)
+    moved("onload", away=False)
     for name in (
-        "log_probs",
+        "forward",
         "step",
         "named_weights",
         "save_weights",
@@ -142,8 +139,8 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
     assert places.at(engines[0]) == AWAY and places.at(engines[1]) == {"optimizer"}  # which it does not have
     train_step(roles, tmp_path / "saved")
     assert places.found == [
-        ("actor log_probs", WEIGHTS),
-        ("ref log_probs", ALL),
+        ("actor forward", WEIGHTS),
+        ("ref forward", ALL),
         ("actor step", ALL),
         ("actor step", ALL),
         ("actor save_weights", AWAY),
@@ -176,7 +173,7 @@ def test_a_training_rank_does_the_same(
     tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_vllm(configured(tmp_path, *BOTH))
-    host = TrainWorker(config.to_dict(), 0, 1)
+    host = Worker(config.to_dict(), 0, 1)
     host.join("127.0.0.1", 0)
     host.build(total_steps=1)
     rows = answers()
@@ -190,8 +187,8 @@ def test_a_training_rank_does_the_same(
     for name in ("save_weights", "save_optimizer", "load_weights", "load_optimizer"):
         getattr(host, name)(str(tmp_path / "saved"))
     assert places.found == [
-        ("actor log_probs", WEIGHTS),
-        ("actor log_probs", WEIGHTS),
+        ("actor forward", WEIGHTS),
+        ("actor forward", WEIGHTS),
         ("actor step", ALL),
         ("actor named_weights", AWAY),
         ("actor save_weights", AWAY),
@@ -208,22 +205,3 @@ def denominators(rows: list[Trajectory]) -> dict[str, Any]:
     from verl.algorithms.objective import count_denominators
 
     return asdict(count_denominators(rows, 12.0))
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, {"param_offload": True}, {"param_offload": True, "optimizer_offload": True}]
-)
-def test_moving_changes_no_weight(tmp_path: Path, flags: dict[str, bool]) -> None:
-    path = tiny_model(tmp_path / "m")
-    rows, ends = rows_of([(5, [3, 4]), (7, [2, 6])]), []
-    for given in ({}, flags):
-        role = Map.of({"fsdp_config": {"dtype": "float32", **given}, "optim": {"lr": 1e-2}})
-        engine = LocalEngine(path, role_cfg=role, device="cpu")
-        for _ in range(3):
-            with engine.on_device():
-                before = engine.log_probs(rows, temperature=1.0).log_probs
-            with engine.on_device(optimizer=True):
-                engine.step(rows, simple_loss(15), temperature=1.0)
-        ends.append((before, {n: t.clone() for n, t in engine.named_weights()}))
-    assert np.array_equal(ends[0][0], ends[1][0])
-    assert all(torch.equal(ends[0][1][name], tensor) for name, tensor in ends[1][1].items())

@@ -15,7 +15,7 @@ from verl.engine.training.base import StepResult
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Trajectory
 from verl.workers import codec
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
 
 def rows(count: int, length: int = 3) -> list[Trajectory]:
@@ -41,9 +41,9 @@ def on_device(*, optimizer: bool = False) -> Any:
 
 
 @pytest.fixture
-def host() -> TrainWorker:
+def host() -> Worker:
     """Without `__init__`, which asks for a whole configuration."""
-    one = TrainWorker.__new__(TrainWorker)
+    one = Worker.__new__(TrainWorker)
     one.rank, one.world, one.actor = 0, 1, SimpleNamespace(on_device=on_device)  # type: ignore[assignment]
     actor = SimpleNamespace(actor=None, rollout=SimpleNamespace(nnodes=0))
     one.config = SimpleNamespace(  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def host() -> TrainWorker:
 
 
 def test_every_mini_batch_brings_the_log_probs_of_its_own_rows(
-    host: TrainWorker, monkeypatch: pytest.MonkeyPatch
+    host: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step may come as several calls; what the first one computed must not hide what the second one does."""
 
@@ -77,7 +77,7 @@ def test_every_mini_batch_brings_the_log_probs_of_its_own_rows(
     assert all(row.old_log_probs is not None for row in mine)
 
 
-def test_a_transfer_that_fails_gathers_to_the_end(host: TrainWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_fails_gathers_to_the_end(host: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering is a collective: the other ranks would wait for ever, or pair with the next one."""
     gathered: list[str] = []
 

@@ -20,7 +20,7 @@ from verl.trainer.health import has_nonfinite_log_probs
 from verl.trainer.refused import RefusedSteps, TooManyRefused
 from verl.trainer.storage import Storage
 from verl.trajectory import Prompt, Trajectory
-from verl.workers.actor import Refusal, UpdateResult
+from verl.workers.plan import Refusal, UpdateResult
 
 
 class Records:

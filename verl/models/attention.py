@@ -62,6 +62,12 @@ def current() -> AttentionPlan:
     return _current.plan
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The data type in which products with x run here: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,17 +83,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    out = current().attend(
-        module,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out, None
+    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    return current().attend(module, query, key, value, **options), None
 
 
 def register() -> None:

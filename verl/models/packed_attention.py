@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 
 from verl.models import flash_attention
+from verl.models.attention import product_dtype
 
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
 # of calls forward and backward against 5 ns a score in bfloat16).
@@ -192,11 +193,8 @@ class PackedPlan:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        with torch.autocast(kind, enabled=False):
+        query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
             if flash_attention.fits(query, value, softcap=softcap, sinks=sinks) and self._uncut(
                 sliding_window
             ):

@@ -206,13 +206,16 @@ class Tracking:
         """Show the bar `Training Progress`; `log` moves it."""
         self._step, self._progress = done, console.Progress(total_steps, done)
 
-    def progress(self, what: str, total: int | None = None) -> Callable[[int], None]:
-        """A callback for things that finish inside a step (responses): shown beside the bar."""
+    def progress(
+        self, what: str, total: int | None = None, beat: Callable[[], None] = lambda: None
+    ) -> Callable[[int], None]:
+        """A callback for things that finish inside a step (responses): shown beside the bar. `beat` is called each time."""
         done = 0
 
         def advance(count: int = 1) -> None:
             nonlocal done
             done += count
+            beat()
             if self._progress is not None:
                 self._progress.detail(f"{what} {done}" + (f"/{total}" if total else ""))
 

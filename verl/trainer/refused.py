@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Trajectory
-    from verl.workers.actor import Refusal, UpdateResult
+    from verl.workers.plan import Refusal, UpdateResult
 
 _COLUMNS = ("response_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 

@@ -141,17 +141,17 @@ def _train(config: Config, tracking: Any) -> None:
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
-            report = RunHooks(
+            hooks = RunHooks(
                 tracking.event_of_step,
                 tracking.notice,
                 phases.beat,
                 lambda: getattr(phases.current, "name", ""),
                 who.append,
             )
-            parts, total_steps = build_parts(config, tracking, loop, phases, report)
+            parts, total_steps = build_parts(config, tracking, loop, phases, hooks)
         try:
             announce(config, total_steps, tracking.notice)
-            tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
+            tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
             with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
@@ -159,11 +159,11 @@ def _train(config: Config, tracking: Any) -> None:
                 loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
-            parts.close()
+            parts.workers.close()
 
 
 def build_parts(
-    config: Config, tracking: Any, loop: Loop, phases: Phases, report: RunHooks
+    config: Config, tracking: Any, loop: Loop, phases: Phases, hooks: RunHooks
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
@@ -175,7 +175,7 @@ def build_parts(
     from verl.rollout.manager import RolloutManager
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
-    from verl.workers.choose import build_roles, check_cluster
+    from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
     tune_allocator()
@@ -192,9 +192,9 @@ def build_parts(
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
-    roles = build_roles(config, tokenizer, total_steps, report)
+    workers = start_workers(config, tokenizer, total_steps, hooks)
     rollouts = RolloutManager(
-        roles.sampler,
+        workers.sampler,
         rollout_settings(config),
         decode=partial(text_of, tokenizer),
         on_finished=rewards.score,
@@ -206,20 +206,14 @@ def build_parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
-        actor=roles.actor,
-        reference=roles.reference,
+        workers=workers,
         kl_controller=kl_controller(config),
-        weight_sync=roles.weight_sync,
-        sampler=roles.sampler,
         validator=build_validator(config, validation, rollouts, rewards, tracking),
         checkpoints=Checkpoints(config, tokenizer.save_pretrained, tracking),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
-        devices=roles.devices,
-        close=roles.close,
-        profiler=roles.profiler,
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"

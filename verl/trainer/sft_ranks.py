@@ -21,7 +21,7 @@ from verl.trainer.refused import RefusedSteps
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Trajectory
-    from verl.workers.actor import Refusal
+    from verl.workers.plan import Refusal
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -47,7 +47,7 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.workers.balance import partition
+        from verl.workers.plan import partition
 
         return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
 

@@ -64,11 +64,11 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "longest": int(config.data.max_length),
         "role": "train",
     }
-    if ranks.size == 1:
-        from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training import get_engine
 
-        return LocalEngine(config.model.path, device=config.trainer.device, **settings)
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    engine = get_engine(config.engine.strategy)
+    if ranks.size == 1:
+        return engine(config.model.path, device=config.trainer.device, **settings)
     from verl.engine.training.process_group import init_from_environment
     from verl.platform import detect
 
@@ -76,7 +76,7 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
     index = 0 if platform.name == "cpu" else ranks.local
     platform.select(index)
     init_from_environment(platform)
-    return FSDPEngine(config.model.path, device=platform, device_index=index, **settings)
+    return engine(config.model.path, device=platform, device_index=index, **settings)
 
 
 def as_trajectory(row: SFTRow, uid: str) -> Trajectory:

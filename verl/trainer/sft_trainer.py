@@ -126,7 +126,7 @@ class SFTTrainer:
         return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
-        from verl.workers.actor import Refusal, UpdateResult
+        from verl.workers.plan import Refusal, UpdateResult
 
         started = time.perf_counter()
         self.phases.start_step()
@@ -166,7 +166,7 @@ class SFTTrainer:
                 rows = [as_trajectory(self.validation[i], f"val{i}") for i in numbers]
                 mine = self.ranks.share(rows, self.engine)
                 learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
-                log_probs = self.engine.log_probs(mine, temperature=1.0).log_probs
+                log_probs = self.engine.forward(mine, temperature=1.0)["log_probs"]
                 total -= float(log_probs[learned].sum(dtype=np.float64))
                 tokens += int(learned.sum())
                 progress(len(rows))
@@ -193,7 +193,7 @@ class SFTTrainer:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
         contents = self.storage.saved_parts
         why = has_nonfinite_log_probs(
-            lambda row: self.engine.log_probs([row], temperature=1.0).log_probs,
+            lambda row: self.engine.forward([row], temperature=1.0)["log_probs"],
             self.rows(self.step),
             "optim.lr",
         )

@@ -32,7 +32,7 @@ def check(c: Check) -> None:
     roles = {path: group for path in ROLES.values() if (group := c.cfg.select(path)) is not None}
     if not profiler.tool:
         without = [f"{path}.enable=True" for path, group in roles.items() if group.enable]
-        without += [f"global_profiler.steps={profiler.steps}"] if profiler.steps else []
+        without += [c.at("global_profiler.steps")] if profiler.steps else []
         if without:
             reason = "nothing is profiled without global_profiler.tool=torch"
             c.notice(f"no effect: {', '.join(without)}: {reason}")
@@ -41,7 +41,7 @@ def check(c: Check) -> None:
     if not profiler.steps:
         c.refuse(tool, "no step is named; set global_profiler.steps=[2], or the tool to null")
     elif min(profiler.steps) < 1:
-        c.refuse(f"global_profiler.steps={profiler.steps}", "steps are counted from 1")
+        c.refuse(c.at("global_profiler.steps"), "steps are counted from 1")
     if c.trainer is not None:
         kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
         if profiler.tool == "nsys" and kind != "cuda":

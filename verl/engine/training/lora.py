@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
+from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
 from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
 from verl.engine.training.weight_source import FileSource, WeightSource
 from verl.errors import UserError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.collectives import all_gather_json, on_all_ranks
+from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,13 +93,14 @@ class RankZeroSource(WeightSource):
     """`load` runs on rank 0 alone and gives tensors by their `state_dict` name."""
 
     def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]):
-        self._loaded = on_all_ranks(lambda: dict(load()) if dist.get_rank() == 0 else {})
+        self._loaded = on_all_ranks(lambda: dict(load()) if this_rank() == 0 else {})
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype)
-        if dist.get_rank() == 0:
+        if this_rank() == 0:
             out.copy_(self._loaded[name])
-        dist.broadcast(out, 0)
+        if dist.is_initialized():
+            dist.broadcast(out, 0)
         return out
 
 

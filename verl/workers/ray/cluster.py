@@ -17,8 +17,8 @@ from verl.errors import UserError
 from verl.platform.cores import usable
 from verl.platform.environment import DEFAULTS
 from verl.platform.network import check_reachable
-from verl.workers.choose import no_cluster
-from verl.workers.ray.worker_group import joined, within
+from verl.workers.ray.calls import joined, within
+from verl.workers.resources import no_cluster
 
 RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 """Ray's name of a kind of device; processors have none, their ranks are processes."""

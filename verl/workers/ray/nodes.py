@@ -18,8 +18,8 @@ from verl.platform import limits, stacks
 from verl.workers import node_facts
 from verl.workers.compare_nodes import BAD, NOTE, Finding, NodeNeeds, bad, compare
 from verl.workers.node_probe import NodeProbe
+from verl.workers.ray.calls import WorkerHandle, kill, reason
 from verl.workers.ray.cluster import Node, worker_environment
-from verl.workers.ray.worker_group import WorkerHandle, kill, reason
 
 _FACTS_S, _STACKS_S = 120.0, 15.0
 

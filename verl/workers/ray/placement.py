@@ -12,8 +12,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import UserError
+from verl.workers.ray.calls import NoRoom, WorkerDied, within
 from verl.workers.ray.cluster import RESOURCE, Cluster, worker_environment
-from verl.workers.ray.worker_group import NoRoom, WorkerDied, within
 
 _LOOK_S = 1.0
 Started = TypeVar("Started")

@@ -9,14 +9,14 @@ import ray
 from ray import exceptions as faults
 
 from verl.tracking.profiler import ProfilePlan, nsight_options, plan_of
+from verl.workers.group import WorkerGroup
 from verl.workers.ray.replicas import ReplicaPool
-from verl.workers.ray.training import Training
 
 
 class WorkerProfiler:
     """See `verl.tracking.profiler.Profiler`. A sampler that died has no profile; the pool notices by itself."""
 
-    def __init__(self, training: Training, pool: ReplicaPool, plan: ProfilePlan):
+    def __init__(self, training: WorkerGroup, pool: ReplicaPool, plan: ProfilePlan):
         self._training, self._pool, self._plan = training, pool, plan
         self._running = False
 
@@ -38,7 +38,7 @@ class WorkerProfiler:
         if not self._running:
             return []
         self._running = False
-        refs = [worker.handle.profile.remote("close") for worker in self._training.group.workers]
+        refs = [worker.handle.profile.remote("close") for worker in self._training.calls.workers]
         return _files(refs + self._samplers("close"), timeout=10)
 
     def span(self, name: str) -> AbstractContextManager[Any]:
@@ -65,7 +65,7 @@ def _files(refs: list[Any], timeout: float = 120) -> list[str]:
     return out
 
 
-def worker_profiler(config: Any, training: Training, pool: ReplicaPool) -> WorkerProfiler | None:
+def worker_profiler(config: Any, training: WorkerGroup, pool: ReplicaPool) -> WorkerProfiler | None:
     """The profiler of a run's workers, None when nothing is to be profiled."""
     plan = plan_of(config, "driver")
     return WorkerProfiler(training, pool, plan) if plan is not None else None

@@ -12,6 +12,7 @@ import torch
 from verl.engine.rollout.native.supported import INSTEAD
 from verl.errors import UserError
 from verl.models import attention
+from verl.models.inputs import model_inputs
 from verl.platform.memory import total_memory
 
 _SHARE = 0.25
@@ -45,10 +46,10 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
     model.eval()
     if before != attention.IMPLEMENTATION:
         model.set_attn_implementation(attention.IMPLEMENTATION)
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
         with attention.use(plan):
-            model(input_ids=zero, position_ids=zero, use_cache=False)
+            model(**model_inputs(zero, zero))
     finally:
         if before != attention.IMPLEMENTATION:
             model.set_attn_implementation(before)

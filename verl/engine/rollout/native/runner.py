@@ -17,6 +17,7 @@ from verl.engine.rollout.native.scheduler import Prefill, Scheduler
 from verl.engine.rollout.native.supported import takes_logits_to_keep
 from verl.engine.rollout.native.writer import Calls
 from verl.models import attention
+from verl.models.inputs import model_inputs
 
 
 class Runner:
@@ -133,7 +134,7 @@ class Runner:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._calls.start()
         with attention.use(plan):
-            out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **choice)
+            out = self.model(**model_inputs(ids, positions), **choice)
         self._calls.finish()
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, torch.Tensor):

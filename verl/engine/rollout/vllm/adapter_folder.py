@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from verl.platform.processes import namespace
 
 _PREFIX = "base_model.model."

@@ -88,8 +88,10 @@ class WorkerHandle:
         return f"{self.name} (node {self.node}{f', process {self.pid}' if self.pid else ''})"
 
 
-class RayWorkerGroup:
-    """Workers that are called together. `beat` is told when a response comes."""
+class RayCalls:
+    """Workers that are called together (`verl.workers.group.Calls`). `beat` is told when a result comes."""
+
+    shares_rows = False
 
     def __init__(self, workers: Sequence[WorkerHandle], beat: Callable[[], None] | None = None):
         self.workers = list(workers)
@@ -108,6 +110,13 @@ class RayWorkerGroup:
         `doing` names the phase in messages. Raises UserError that a worker raised, WorkerDied, WorkerFailed.
         """
         return self.wait(self.start(method, *args, each=each), doing or method)
+
+    def share(self, value: Any) -> Any:
+        """A reference to a value in the object store, to pass to several workers. UserError if it is full."""
+        try:
+            return ray.put(value)
+        except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
+            raise UserError(store_full(error)) from error
 
     def start(self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Begin a call; returns its references, for `wait`."""
