@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import statistics
 import time
 from importlib import resources
 from pathlib import Path
@@ -88,6 +89,7 @@ def page_data(run: Run, responses: Packed) -> Record:
     total = summary.total_steps(run)
     steps = run.metrics.steps
     series = thin(run.metrics)
+    times = [t for t in run.metrics.times if t is not None]
     validation = summary.accuracy_name(run.metrics)
     return {
         "built": time.time(),
@@ -98,7 +100,7 @@ def page_data(run: Run, responses: Packed) -> Record:
         "lastStep": steps[-1] if steps else None,
         "totalSteps": total,
         "elapsed": summary.elapsed(run.metrics),
-        "times": _life(run.metrics),
+        "times": {"first": times[0], "last": times[-1]} if times else {"first": None, "last": None},
         "model": summary.model_name(run),
         "device": summary.device_name(run),
         "facts": summary.facts(run),
@@ -160,18 +162,9 @@ def thin(metrics: Metrics) -> Record:
 
 
 def _buckets(column: list[float | None], every: int, name: str) -> list[float | None]:
-    out: list[float | None] = []
-    for start in range(0, len(column), every):
-        values = [v for v in column[start : start + every] if v is not None]
-        if not values:
-            out.append(None)
-        elif "max" in name:
-            out.append(max(values))
-        elif "min" in name:
-            out.append(min(values))
-        else:
-            out.append(sum(values) / len(values))
-    return out
+    pick = max if "max" in name else min if "min" in name else statistics.fmean
+    parts = ([v for v in column[at : at + every] if v is not None] for at in range(0, len(column), every))
+    return [pick(values) if values else None for values in parts]
 
 
 def _digits(value: float | None) -> float | int | None:
@@ -180,11 +173,6 @@ def _digits(value: float | None) -> float | int | None:
     if value == int(value) and abs(value) < 1e15:
         return int(value)
     return float(f"{value:.5g}")
-
-
-def _life(metrics: Metrics) -> Record:
-    times = [t for t in metrics.times if t is not None]
-    return {"first": times[0] if times else None, "last": times[-1] if times else None}
 
 
 def _marks(run: Run) -> list[Record]:
