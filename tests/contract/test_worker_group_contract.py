@@ -139,7 +139,7 @@ class Ranks:
             {
                 "loss": sum(part["loss"] for part in parts),
                 "rows": sorted(
-                    zip(sum((p["rows"] for p in parts), []), sum((p["masks"] for p in parts), []))
+                    row for part in parts for row in zip(part["rows"], part["masks"], strict=True)
                 ),
             }
             for parts in zip(*(engine.steps for engine in engines), strict=True)

@@ -143,9 +143,8 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
-    from verl.workers.ray.watch import Watch
-
     from verl.workers.ray.calls import Group, Worker
+    from verl.workers.ray.watch import Watch
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
@@ -166,8 +165,8 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
-    from verl.workers.ray.replicas import Replica, ReplicaPool
     from verl.workers.ray.calls import Worker
+    from verl.workers.ray.replicas import Replica, ReplicaPool
 
     made: list[ReplicaPool] = []
 

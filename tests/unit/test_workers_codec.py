@@ -13,7 +13,6 @@ from verl.trajectory import COLUMNS, Segment
 from verl.workers import codec
 from verl.workers.plan import partition
 
-
 OPTIONAL = [name for name in COLUMNS if name not in ("response_ids", "response_mask")]
 
 
