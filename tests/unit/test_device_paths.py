@@ -71,13 +71,13 @@ def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not
 def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expected: list[str]) -> None:
     from verl.workers.worker import Worker
 
-    rollout = SimpleNamespace(nnodes=own_pool, name="native")
+    rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0)
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
-    host: Any = object.__new__(Worker)
-    host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
-    host.actor, host.rank, host.profiler = Trainer(), 0, None
-    Worker.send_weights.__wrapped__(host, None, [], 1, False)
-    assert host.actor.said == expected
+    trainer: Any = Trainer()
+    worker = Worker(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model)))
+    worker.engines["actor"] = trainer
+    worker.send_weights(None, [], 1, False)
+    assert trainer.said == expected
 
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
