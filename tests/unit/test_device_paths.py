@@ -75,9 +75,10 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
     host: Any = object.__new__(Worker)
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
-    host.actor, host.rank, host.profiler = Trainer(), 0, None
+    trainer = Trainer()
+    host.engines, host.rank, host.profiler = {"actor": trainer}, 0, None
     Worker.send_weights.__wrapped__(host, None, [], 1, False)
-    assert host.actor.said == expected
+    assert trainer.said == expected
 
 
 @pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
