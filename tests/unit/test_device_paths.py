@@ -73,10 +73,11 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
 
     rollout = SimpleNamespace(nnodes=own_pool, name="native", temperature=1.0)
     model = SimpleNamespace(path="", lora_rank=0, lora_adapter_path=None)
-    trainer: Any = Trainer()
-    worker = Worker(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model)))
-    worker.engines["actor"] = trainer
-    worker.send_weights(None, [], 1, False)
+    host: Any = object.__new__(Worker)
+    host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
+    trainer = Trainer()
+    host.engines, host.rank, host.profiler = {"actor": trainer}, 0, None
+    Worker.send_weights.__wrapped__(host, None, [], 1, False)
     assert trainer.said == expected
 
 

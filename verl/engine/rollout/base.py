@@ -80,9 +80,11 @@ class RolloutEngine(ABC):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
+        `session`: the request_id of the first call of a trajectory, whose prefix this call goes on from.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """

@@ -110,6 +110,7 @@ class NativeEngine(RolloutEngine):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
