@@ -39,7 +39,9 @@ def trajectories(cut: bool) -> list[Trajectory]:
         ends = [0, *([row.length // 2, row.length - 1] if cut and row.length > 3 else []), row.length]
         segments = []
         for start, end in zip(ends, ends[1:], strict=False):
-            context = row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
+            context = (
+                row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
+            )
             columns = {name: values[start:end] for name, values in row.segments[0].columns.items()}
             segments.append(Segment(context, **columns))
         out.append(Trajectory(row.prompt, row.index, segments=segments, score=float(rng.integers(0, 3))))
@@ -61,7 +63,10 @@ def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, 
     module = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
     engine = FSDPEngine.from_module(module.eval(), role_cfg=vars(actor), device="cpu")
     algorithm = SimpleNamespace(
-        adv_estimator="grpo", norm_adv_by_std_in_grpo=True, rollout_correction=correction, use_kl_in_reward=False
+        adv_estimator="grpo",
+        norm_adv_by_std_in_grpo=True,
+        rollout_correction=correction,
+        use_kl_in_reward=False,
     )
     arr = SimpleNamespace(actor=actor, rollout=SimpleNamespace(temperature=0.9, nnodes=0))
     worker = Worker(SimpleNamespace(actor_rollout_ref=arr, algorithm=algorithm))
