@@ -40,11 +40,12 @@ class Step:
     """The parts of a step, one method each, in their order. What is set up in `__init__` is set up once a run."""
 
     def __init__(self, given: argparse.Namespace, folder: Path):
+        from verl.workers.ray.training import ActorGroup, ReferenceGroup
+
         from verl.data.tokenizer import load_tokenizer
         from verl.reward.pool import FunctionSpec
         from verl.reward.runner import RewardRunner
         from verl.reward.settings import RewardSettings
-        from verl.workers.ray.training import ActorGroup, ReferenceGroup
 
         self.given = given
         self.loop = asyncio.Runner()
@@ -69,8 +70,8 @@ class Step:
         from verl.data.tokenizer import text_of
         from verl.engine.rollout.base import SamplingParams
         from verl.rollout.manager import RolloutManager, RolloutSettings
-        from verl.workers.ray.replicas import Host, ReplicaPool
         from verl.workers.ray.calls import Worker
+        from verl.workers.ray.replicas import Host, ReplicaPool
 
         given = self.given
         actor = ray.remote(max_concurrency=64, num_cpus=0)(Teller)
@@ -96,9 +97,9 @@ class Step:
 
     def _training(self) -> Any:
         import ray
+        from verl.workers.ray.training import Training
 
         from verl.workers.plan import UpdatePlan
-        from verl.workers.ray.training import Training
         from verl.workers.ray.calls import Group, Worker
 
         echo = ray.remote(num_cpus=0)(Echo)

@@ -16,9 +16,7 @@ def _completion(length: int, text: str | None, **fields) -> Completion:
 
 def test_answers_arrive_as_they_were_sent() -> None:
     sent = [
-        codec.GenerateResult(
-            "a", _completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)
-        ),
+        codec.GenerateResult("a", _completion(3, "é漢🙂 \ufffd\x00\n", versions=(1, 2), num_preempted=4)),
         codec.GenerateResult("b", error=("ValueError", "too long")),
         codec.GenerateResult("c", _completion(2, None)),
         codec.GenerateResult("d", _completion(0, "")),
@@ -58,9 +56,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_an_answer_costs_the_same_however_long_it_is(text: str | None) -> None:
     def cost(length: int) -> int:
         done = _completion(length, text and text * length)
-        payload = codec.encode_results(
-            [codec.GenerateResult("a", done), codec.GenerateResult("b", done)]
-        )
+        payload = codec.encode_results([codec.GenerateResult("a", done), codec.GenerateResult("b", done)])
         return instructions(lambda: codec.decode_results(payload))
 
     assert 0 < cost(4096) == cost(2)

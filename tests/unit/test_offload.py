@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.workers.local import build_roles
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engine_cases import rows_of
@@ -17,7 +18,6 @@ from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Trajectory
 from verl.workers import codec
-from verl.workers.local import build_roles
 from verl.workers.worker import Worker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"

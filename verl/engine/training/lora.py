@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,15 +201,11 @@ def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception)
     given = str(settings.adapter) if settings.adapter is not None else said(settings.targets)
     if not type(error).__name__.startswith("NoMatching"):
         return f"{where}={given}: {error}"
-    names = [name for name, part in module.named_modules() if hasattr(part, "weight")]
-    return f"{where}={given} matches no module of the model{_nearest(settings.targets, names)}"
-
-
-def _nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
-    ends = sorted({name.rpartition(".")[2] for name in names})
-    close = [m for p in patterns for m in difflib.get_close_matches(p.rpartition(".")[2], ends, 1, 0.5)]
-    hint = f"; nearest: {', '.join(dict.fromkeys(close))}" if close else ""
-    return f"{hint}; its modules are {', '.join(ends)}"
+    ends = sorted({n.rpartition(".")[2] for n, part in module.named_modules() if hasattr(part, "weight")})
+    parts = [pattern.rpartition(".")[2] for pattern in settings.targets]
+    close = dict.fromkeys(m for part in parts for m in difflib.get_close_matches(part, ends, 1, 0.5))
+    hint = f"; nearest: {', '.join(close)}" if close else ""
+    return f"{where}={given} matches no module of the model{hint}; its modules are {', '.join(ends)}"
 
 
 def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any], settings: LoraSettings) -> None:

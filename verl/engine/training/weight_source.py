@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.errors import UserError
 
 if TYPE_CHECKING:
