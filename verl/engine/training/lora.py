@@ -77,11 +77,8 @@ class Adapter:
 
     def materialise(self, source: WeightSource, device: torch.device) -> None:
         """Give the meta tensors their values, in a model that is whole on this device."""
-        for name, parameter in list(self._module.named_parameters()):
-            if parameter.is_meta:
-                value = source.read(name, parameter).to(device)
-                owner, _, key = name.rpartition(".")
-                self._module.get_submodule(owner)._parameters[key] = torch.nn.Parameter(value)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        source.fill(self._module.modules(), names, device=device)
 
     # -- files -----------------------------------------------------------------------------------------------
 

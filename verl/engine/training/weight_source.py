@@ -30,6 +30,26 @@ class WeightSource(ABC):
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The whole tensor of a `state_dict` name in host memory, with the shape and dtype of `like`."""
 
+    def fill(
+        self,
+        parts: Iterable[torch.nn.Module],
+        names: Mapping[int, str],
+        *,
+        trainable: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """Put real parameters in the place of these modules' meta ones; tied ones stay one. names: id → name."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for part in parts:
+            for key, parameter in part._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in made:
+                    value = self.read(names[id(parameter)], parameter).to(device)
+                    requires_grad = trainable and parameter.requires_grad
+                    made[id(parameter)] = torch.nn.Parameter(value, requires_grad=requires_grad)
+                part._parameters[key] = made[id(parameter)]
+
 
 class FileSource(WeightSource):
     """The safetensors files of a Hugging Face directory. `module` knows which of its tensors are kept apart there."""
