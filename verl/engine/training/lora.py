@@ -20,7 +20,7 @@ import torch
 
 from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
 from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
-from verl.engine.training.weight_source import FileSource, WeightSource
+from verl.engine.training.weight_source import FileSource, WeightSource, reading
 from verl.errors import UserError
 from verl.models import adapters
 
@@ -153,18 +153,13 @@ def start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = directory / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{directory}: no {ADAPTER_WEIGHTS} here; is it a peft adapter?")
-    try:
+    with reading(file, "adapter"):
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file} is damaged or cut short ({error}); fetch or copy the adapter again"
-        ) from error
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
             where = "lacks" if name not in found else "holds"
