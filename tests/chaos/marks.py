@@ -46,7 +46,7 @@ def watch() -> None:
 
     after(FSDPEngine, "save_weights", "half written")
     after(write, "write_manifest", "sealed")
-    after(write, "_publish", "published")
+    after(write.CheckpointWriter, "_publish", "published")
     after(write, "retire", "retired")
     enter, log = Phases.__call__, Tracking.log
 

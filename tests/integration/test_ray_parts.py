@@ -423,18 +423,13 @@ def test_when_training_died_nothing_is_sampled_any_more(pool) -> None:
 # -- nodes ------------------------------------------------------------------------------------------------------
 
 
-def test_every_difference_between_nodes_is_named(cluster, tmp_path) -> None:
-    from verl.workers.ray.nodes import Agents, differences
+def test_nodes_that_do_not_fit_are_named(cluster, tmp_path) -> None:
+    from verl.workers.compare_nodes import NodeNeeds
+    from verl.workers.ray.nodes import Agents
 
-    mine = {"torch": "2.13.0", "model /m": "abc", "run folder /r": "shared"}
-    theirs = {"torch": "2.12.0", "model /m": "not there", "run folder /r": "shared"}
-    assert differences(mine, theirs) == [
-        "model /m: not there, the driver has: abc",
-        "torch: 2.12.0, the driver has: 2.13.0",
-    ]
     agents = Agents(joined("cpu").nodes())
-    agents.check(str(tmp_path), tmp_path, files=8)
+    assert agents.check(NodeNeeds(files=8), tmp_path) == []
     assert not list(tmp_path.iterdir()), "the token of the run folder is gone again"
-    with pytest.raises(UserError, match=r"open files \(ulimit -n\): \d+, needed: 999999999"):
-        agents.check(str(tmp_path), None, files=999999999)
+    with pytest.raises(UserError, match=r"open files \d+ .*; the run needs 999999999"):
+        agents.check(NodeNeeds(files=999999999), None)
     agents.release()

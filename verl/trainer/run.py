@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform import output
-from verl.platform.environment import prepare_process
+from verl.platform import processes
+from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_USER = 2
 EXIT_FAILED = 1
+EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
 
 
@@ -37,16 +38,25 @@ def run_ppo(config: Config) -> int:
 def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     """Call train(config, tracking) in an opened run folder and explain how it ended.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
+    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 4 done but the last checkpoint
+    could not be written (said last), 130 interrupted.
     """
     prepare_process()
-    output.spare()
+    processes.spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)
     except UserError as error:
         print(f"verl: {error}", file=sys.stderr, flush=True)
         return EXIT_USER
+    status = _run(config, tracking, train)
+    if tracking.unsaved:
+        print(f"verl: {tracking.unsaved}", file=sys.stderr, flush=True)
+    return status or (EXIT_UNSAVED if tracking.unsaved else 0)
+
+
+def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
+    """The exit status of `train`; says how it ended in the records and, if not well, on stderr."""
     with interrupt.handled():
         try:
             train(config, tracking)
@@ -122,10 +132,10 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.profiled import announce
 
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
@@ -159,7 +169,7 @@ def build_parts(
     before models."""
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
     from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager

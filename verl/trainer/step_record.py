@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.importance import parse_correction
 from verl.tracking.mfu import step_mfu
+from verl.tracking.profiler import profiled
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
 from verl.tracking.timeline import Timeline, step_times
-from verl.trainer.profiled import profiled
 from verl.trainer.refused import RefusedSteps
 from verl.weight_sync.base import SyncResult
 

@@ -18,7 +18,7 @@ from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
-    from verl.profiling.profiler import Profiler
+    from verl.tracking.profiler import Profiler
     from verl.weight_sync.base import WeightSync
 
 Outcome = tuple[MiniBatch, StepResult | None]

@@ -19,7 +19,7 @@ from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.profiling.profiler import Profiled, open_profiler
+from verl.tracking.profiler import Profiled, open_profiler
 from verl.workers import codec
 from verl.workers.codec import Payload
 
@@ -54,7 +54,7 @@ class RolloutWorker(Profiled):
         """
         from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
-        from verl.platform.allocator import tune_allocator
+        from verl.platform.host import tune_allocator
         from verl.workers import build
         from verl.workers.worker import quiet_libraries
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config.devices import ray_address
 from verl.errors import UserError
 from verl.platform.network import check_reachable
-from verl.profiling.profiler import open_profiler
 from verl.tracking.hooks import RunHooks
+from verl.tracking.profiler import open_profiler
 from verl.weight_sync.in_process import InProcessSync
 from verl.weight_sync.streamed import StreamedSync
 from verl.workers import build

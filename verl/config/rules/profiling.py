@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from verl.config.rules.context import Check
-from verl.profiling.options import check_options
-from verl.profiling.plan import ROLES
+
+ROLES = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "rollout": "actor_rollout_ref.rollout.profiler",
+    "critic": "critic.profiler",
+    "sft": "profiler",
+}
+"""Role → where its profiler group stands."""
+CONTENTS = ("cpu", "cuda", "npu", "memory", "shapes", "stack")
+KNOWN: dict[str, tuple[str, ...]] = {
+    "torch": ("contents", "discrete"),
+    "torch_memory": ("trace_alloc_max_entries", "stack_depth"),
+    "npu": ("contents", "level", "analysis", "discrete"),
+}
+"""Tool → its arguments; nsys takes any."""
 
 
 def check(c: Check) -> None:
@@ -34,3 +51,19 @@ def check(c: Check) -> None:
     for path, group in roles.items():
         if problem := check_options(profiler.tool, group.tool_config.get(profiler.tool) or {}):
             c.refuse(path, problem)
+
+
+def check_options(tool: str, options: Mapping[str, Any]) -> str:
+    """What is wrong with a tool's arguments, "" if nothing is."""
+    known = KNOWN.get(tool, tuple(options))
+    key = f"profiler.tool_config.{tool}"
+    for name in options:
+        if name not in known:
+            return f"{key}.{name} is not known: {', '.join(known)}"
+    if tool in KNOWN and options.get("discrete"):
+        whole = "a profile here is of whole steps, in which every phase is a named range"
+        return f"{key}.discrete=True: {whole}; leave it False"
+    wrong = [name for name in options.get("contents") or [] if name not in CONTENTS]
+    if wrong and tool == "torch":
+        return f"{key}.contents: {wrong[0]} is not known: {', '.join(CONTENTS)}"
+    return ""

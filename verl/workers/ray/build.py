@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms.needs import needs_reference
 from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
-from verl.platform import stacks
+from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
+from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.actors import RolloutActor, WorkerActor
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.daemons import ClusterLost
-from verl.workers.ray.nodes import Agents, packages_of, room_of
+from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import Pool, share_cores
 from verl.workers.ray.profiling import under_nsys, worker_profiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
@@ -119,17 +120,11 @@ class _Builder:
         self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
         saves = self.config.trainer.save_freq > 0
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
-        files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         arr = self.plain["actor_rollout_ref"]
-        other = arr["ref"]["model"].get("path") if needs_reference(self.config) else None
-        unsaid = self.agents.check(
-            arr["model"]["path"],
-            folder,
-            files,
-            others=[other] if other else [],
-            packages=packages_of(self.config),
-            room=room_of(self.config),
-        )
+        models = dict.fromkeys([arr["model"]["path"]])
+        if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
+            models[other] = None
+        unsaid = self.agents.check(needs_of(self.config, *models), folder)
         for text in unsaid:
             self.hooks.notice(text)
 
@@ -300,7 +295,7 @@ class _Starter:
 def _take_turns(kind: str, own: bool) -> bool:
     """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
     by how the free memory changes while it starts, and vLLM gives up when some comes free."""
-    return kind != "cpu" and not own
+    return not platform_of(kind).on_host and not own
 
 
 def device_kind(config: Config) -> str:

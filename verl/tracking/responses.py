@@ -1,16 +1,21 @@
-"""Sampled answers as rows of JSON: for the report (with tokens) and for the dumps of all answers."""
+"""Sampled responses as rows of JSON, for the report (with tokens) and for the dumps of all, and the thread that writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 import numpy as np
 
+from verl.tracking.jsonl import write_lines
 from verl.trajectory import Trajectory
 
-SAMPLED_ANSWERS = 64
+SAMPLED = 64
 _DIGITS = 6
+_BACKLOG = 8
 
 
 class TokenTexts:
@@ -41,8 +46,8 @@ def prompt_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
     return "\n".join(str(content) for content in found)
 
 
-def answer_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
-    """The answer as text."""
+def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
+    """The response as text."""
     if trajectory.text is not None:
         return trajectory.text
     if tokenizer is None:
@@ -51,7 +56,7 @@ def answer_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
 
 
 def by_group(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Answers by prompt, prompts in the order they first come."""
+    """Responses by prompt, prompts in the order they first come."""
     found: dict[str, list[Trajectory]] = {}
     for t in trajectories:
         found.setdefault(t.uid, []).append(t)
@@ -59,9 +64,9 @@ def by_group(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = None) -> list[dict[str, Any]]:
-    """One row per answer: input, output, gts, score, step, uid, then every key the reward function returned.
+    """One row per response: input, output, gts, score, step, uid, then every key the reward function returned.
 
-    Answers to one prompt are together. A key of the reward that has one of these names does not replace ours;
+    Responses to one prompt are together. A key of the reward that has one of these names does not replace ours;
     `score_error` is added where scoring failed.
     """
     rows = []
@@ -70,7 +75,7 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
         for t in group:
             row = {
                 "input": text,
-                "output": answer_text(t, tokenizer),
+                "output": response_text(t, tokenizer),
                 "gts": t.prompt.ground_truth,
                 "score": t.score,
                 "step": step,
@@ -78,12 +83,12 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
             }
             if t.score_error is not None:
                 row["score_error"] = t.score_error
-            rows.append({**row, **{k: v for k, v in t.score_parts.items() if k not in row}})
+            rows.append({**row, **{k: v for k, v in (t.fields | t.score_parts).items() if k not in row}})
     return rows
 
 
-def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED_ANSWERS) -> list[Trajectory]:
-    """The first whole groups that fit into `limit` answers; of a first group that is larger, its first `limit`."""
+def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Trajectory]:
+    """The first whole groups that fit into `limit` responses; of a first group that is larger, its first `limit`."""
     out: list[Trajectory] = []
     for group in by_group(trajectories):
         if len(out) + len(group) > limit:
@@ -119,7 +124,7 @@ def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenize
         "index": t.index,
         "data_source": t.prompt.data_source,
         "input": text,
-        "output": answer_text(t, tokenizer),
+        "output": response_text(t, tokenizer),
         "gts": t.prompt.ground_truth,
         "score": t.score,
         "score_error": t.score_error,
@@ -143,3 +148,38 @@ def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float |
     if mask is None or mask.all():
         return numbers
     return [number if kept else None for number, kept in zip(numbers, mask.tolist(), strict=True)]
+
+
+class Dumper:
+    """Writes files of rows in a thread of its own. A few files wait in memory; then `submit` waits for the disk.
+
+    A write that fails is an event, not an end: `on_event(kind, **fields)` hears `dump_failed` with path and error.
+    """
+
+    def __init__(self, on_event: Callable[..., None]):
+        self._on_event = on_event
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-dumps")
+        self._room = BoundedSemaphore(_BACKLOG)
+
+    def submit(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the rows to `path` as JSON lines, later, in the thread; the file appears whole or not at all."""
+        self._room.acquire()
+        self._thread.submit(self._write, path, rows)
+
+    def _write(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            write_lines(path, rows)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            message = f"{path} could not be written ({what}); the run goes on"
+            self._on_event("dump_failed", path=str(path), error=what, message=message)
+        finally:
+            self._room.release()
+
+    def flush(self) -> None:
+        """Wait until everything submitted so far is written or reported."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write everything and end the thread. May be called twice."""
+        self._thread.shutdown()

@@ -18,11 +18,10 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from verl.platform import cores
-from verl.platform.memory import memory_limit as memory_limit
-
-GIB = 1 << 30
+from verl.platform import host
+from verl.platform.host import memory_limit as memory_limit
 
 
 @cache
@@ -145,7 +144,7 @@ def bf16_products() -> str | None:
 
 def memory() -> tuple[int | None, int | None]:
     """(total, available) bytes of the machine."""
-    text = cores.read(Path("/proc/meminfo"))
+    text = host.read(Path("/proc/meminfo"))
     found = {
         k: int(v) * 1024 for k, v in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
     }
@@ -154,28 +153,33 @@ def memory() -> tuple[int | None, int | None]:
     return found.get("MemTotal"), found.get("MemAvailable")
 
 
-def disk_free(path: Path) -> int:
-    """Free bytes where a path is or would be made."""
-    place = path.expanduser()
+def disk(path: str | Path) -> dict[str, Any]:
+    """{"path", "free", "total"} bytes of the file system where a path is or would be made."""
+    place = Path(path).expanduser()
     while not place.exists():
         place = place.parent
-    return shutil.disk_usage(place).free
+    usage = shutil.disk_usage(place)
+    return {"path": str(path), "free": usage.free, "total": usage.total}
 
 
-def shared_memory() -> int | None:
-    """Free bytes in /dev/shm, None without it."""
-    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
+def shared_memory() -> dict[str, Any] | None:
+    """The same of /dev/shm, None without it."""
+    return disk("/dev/shm") if os.path.isdir("/dev/shm") else None
 
 
-def limits() -> dict[str, int | None]:
-    """Soft limits by name; None is unlimited."""
+def limits() -> dict[str, tuple[int | None, int | None]]:
+    """(soft, hard) limits by name; None is unlimited."""
     names = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
-    found: dict[str, int | None] = {}
+    found = {}
     for name, constant in names.items():
         if hasattr(resource, constant):
-            soft, _ = resource.getrlimit(getattr(resource, constant))
-            found[name] = None if soft == resource.RLIM_INFINITY else soft
+            soft, hard = resource.getrlimit(getattr(resource, constant))
+            found[name] = _limit(soft), _limit(hard)
     return found
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
 
 
 def loopback() -> str | None:

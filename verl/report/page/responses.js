@@ -1,7 +1,7 @@
-// The table of sampled answers: step, filters, sorting; a row opens the token view.
+// The table of sampled responses: step, filters, sorting; a row opens the token view.
 "use strict";
 (() => {
-  const A = R.data.answers;
+  const A = R.data.responses;
   const PAGE = 24;
   const prompt = (row) => A.prompts[row.p];
   R.output = (row) => {
@@ -9,14 +9,14 @@
     return row.o;
   };
   R.prompt = prompt;
-  R.answerLink = (row, mode) => `#a=${row.s}/${encodeURIComponent(R.plain(row.u))}/${row.i}/${mode}`;
+  R.responseLink = (row, mode) => `#a=${row.s}/${encodeURIComponent(R.plain(row.u))}/${row.i}/${mode}`;
 
-  const view = Object.assign({ step: "newest", text: "", source: "", finish: "", low: "", high: "", sort: "", down: false }, R.state.answers);
+  const view = Object.assign({ step: "newest", text: "", source: "", finish: "", low: "", high: "", sort: "", down: false }, R.state.responses);
   let limit = PAGE;
-  R.visibleAnswers = [];
+  R.visibleResponses = [];
 
   const COLUMNS = [
-    ["s", "Step", (r) => r.s], ["p", "Prompt", (r) => prompt(r)], ["o", "Answer", (r) => R.output(r)],
+    ["s", "Step", (r) => r.s], ["p", "Prompt", (r) => prompt(r)], ["o", "Response", (r) => R.output(r)],
     ["sc", "Score", (r) => r.sc], ["x", "Parts", null], ["a", "Advantage", (r) => r.a], ["n", "Tokens", (r) => r.n], ["f", "End", (r) => r.f],
   ];
 
@@ -65,13 +65,13 @@
 
   const rowNode = (row, previous) => {
     const again = !view.sort && previous && previous.u === row.u && previous.s === row.s;
-    const open = () => R.openAnswer(A.rows.indexOf(row));
-    const answer = R.el("a", { class: "open", href: R.answerLink(row, "lp"), onclick: (e) => { e.preventDefault(); e.stopPropagation(); open(); } }, ...R.shown(clip(squeeze(R.output(row)), 260) || "(empty)"));
+    const open = () => R.openResponse(A.rows.indexOf(row));
+    const response = R.el("a", { class: "open", href: R.responseLink(row, "lp"), onclick: (e) => { e.preventDefault(); e.stopPropagation(); open(); } }, ...R.shown(clip(squeeze(R.output(row)), 260) || "(empty)"));
     const parts = R.partsText(row);
     return R.el("tr", { class: again ? "again" : "first", onclick: open },
       R.el("td", { class: "num c-step" }, `${row.s}`),
       R.el("td", { class: "text c-prompt" }, again ? R.el("span", { class: "muted ditto" }, "same prompt") : R.el("div", { class: "clamp" }, ...R.shown(clip(squeeze(prompt(row)), 300)))),
-      R.el("td", { class: "text c-answer" }, R.el("div", { class: "clamp" }, answer)),
+      R.el("td", { class: "text c-response" }, R.el("div", { class: "clamp" }, response)),
       R.el("td", { class: "num c-score", "data-label": "score" }, R.scoreCell(row)),
       R.el("td", { class: "parts c-parts" }, ...parts.slice(0, 4).map((p) => R.el("span", {}, clip(p, 28)))),
       R.el("td", { class: "num c-adv " + (row.a > 1e-9 ? "plus" : row.a < -1e-9 ? "minus" : ""), "data-label": "advantage" }, R.signed(row.a)),
@@ -81,7 +81,7 @@
 
   const heading = ([key, label, value]) => {
     const pressed = view.sort === key;
-    const th = R.el("th", { scope: "col", class: "c-" + { s: "step", p: "prompt", o: "answer", sc: "score", x: "parts", a: "adv", n: "len", f: "end" }[key],
+    const th = R.el("th", { scope: "col", class: "c-" + { s: "step", p: "prompt", o: "response", sc: "score", x: "parts", a: "adv", n: "len", f: "end" }[key],
       "aria-sort": pressed ? (view.down ? "descending" : "ascending") : null });
     if (!value) { th.append(label); return th; }
     th.append(R.el("button", { type: "button", "data-sort": key, onclick: () => {
@@ -98,23 +98,23 @@
     const scores = rows.map((r) => r.sc).filter((s) => s !== null);
     const mean = scores.length ? `, mean score ${R.num(scores.reduce((a, b) => a + b, 0) / scores.length)}` : "";
     const kept = A.stepsOnDisk > A.steps.length ? ` · ${A.steps.length} of ${A.stepsOnDisk} steps are in this page` : "";
-    R.byId("answers-note").textContent = `${rows.length} ${rows.length === 1 ? "answer" : "answers"}${mean}${kept}`;
+    R.byId("responses-note").textContent = `${rows.length} ${rows.length === 1 ? "response" : "responses"}${mean}${kept}`;
   };
 
   const render = () => {
-    R.save({ answers: view });
+    R.save({ responses: view });
     const rows = sorted(A.rows.filter(matches));
-    R.visibleAnswers = rows.map((row) => A.rows.indexOf(row));
+    R.visibleResponses = rows.map((row) => A.rows.indexOf(row));
     note(rows);
     if (!rows.length) {
-      R.replace(R.byId("answers-body"), R.empty("No answer matches", "Widen the filters, or pick another step."));
+      R.replace(R.byId("responses-body"), R.empty("No response matches", "Widen the filters, or pick another step."));
       return;
     }
     const body = R.el("tbody");
     rows.slice(0, limit).forEach((row, k) => body.append(rowNode(row, rows[k - 1])));
-    const table = R.el("table", { class: "answers" }, R.el("thead", {}, R.el("tr", {}, ...COLUMNS.map(heading))), body);
+    const table = R.el("table", { class: "responses" }, R.el("thead", {}, R.el("tr", {}, ...COLUMNS.map(heading))), body);
     const more = rows.length > limit && R.el("button", { type: "button", class: "more", onclick: () => { limit += 4 * PAGE; render(); } }, `Show more (${rows.length - limit} left)`);
-    R.replace(R.byId("answers-body"), R.el("div", { class: "table-box" }, table), more || "");
+    R.replace(R.byId("responses-body"), R.el("div", { class: "table-box" }, table), more || "");
   };
 
   const field = (label, node) => R.el("label", {}, R.el("span", {}, label), node);
@@ -135,9 +135,9 @@
 
   const distinct = (key) => [...new Set(A.rows.map((row) => row[key] || ""))].sort();
 
-  R.setUpAnswers = () => {
+  R.setUpResponses = () => {
     if (!A.rows.length) {
-      R.byId("answers-body").append(R.empty("No answers yet", "A few whole groups of each step are kept in trajectories/ as the run goes."));
+      R.byId("responses-body").append(R.empty("No responses yet", "A few whole groups of each step are kept in trajectories/ as the run goes."));
       return;
     }
     const form = R.byId("filters");
@@ -147,7 +147,7 @@
     const steps = [...A.steps].reverse();
     form.append(
       field("Step", select("step", [["newest", `newest (${steps[0]})`], ["all", "all in this page"], ...steps.map((s) => [String(s), String(s)])])),
-      field("Text", input("text", { type: "search", placeholder: "in prompt, answer or reference", spellcheck: "false" })),
+      field("Text", input("text", { type: "search", placeholder: "in prompt, response or reference", spellcheck: "false" })),
       field("Score from", input("low", { type: "number", step: "any", class: "short" })),
       field("to", input("high", { type: "number", step: "any", class: "short" })));
     if (sources.length > 1) form.append(field("Source", select("source", [["", "any"], ...sources.map((s) => [s, s || "(none)"])])));

@@ -1,45 +1,53 @@
-"""A process on a node that tells what the node has, who it can reach, and takes part in an all-reduce.
-
-For `verl doctor --cluster`. Arguments and results are JSON-like. Knows nothing of how it is called from afar.
-"""
+"""A process on a node that tells what the node has, who it can reach and where its processes stand, and takes part in an
+all-reduce. Arguments and results are JSON-like: the code on the other side may be another. Knows nothing of Ray."""
 
 from __future__ import annotations
 
 import socket
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from verl.platform import Platform
 
 _CONNECT_S = 5.0
-_REPEATS = 5
-_SMALL_REPEATS = 20
+_REPEATS = {"latency": 20, "seconds": 5}
 
 
-class ClusterProbe:
+class NodeProbe:
     """One for each node, and one for each rank of the all-reduce."""
 
     def __init__(self) -> None:
         self._server: socket.socket | None = None
         self._platform: Platform | None = None
 
-    def facts(self, address: str, temporary: str | None, model: str | None) -> dict[str, Any]:
+    def facts(self, models: Sequence[str]) -> dict[str, Any]:
         """See `verl.workers.node_facts.collect`."""
         from verl.workers.node_facts import collect
 
-        return collect(address, temporary, model)
+        return collect(models)
+
+    def surroundings(self, address: str, temporary: str | None) -> dict[str, Any]:
+        """See `verl.workers.node_facts.surroundings`."""
+        from verl.workers.node_facts import surroundings
+
+        return surroundings(address, temporary)
+
+    def stacks(self, pids: Sequence[int]) -> dict[int, str]:
+        """Stacks of processes of this node."""
+        from verl.platform import stacks
+
+        return {pid: stacks.ask(pid) for pid in pids}
 
     def now(self) -> float:
         """This node's clock, seconds."""
         return time.time()
-
-    def ready(self) -> bool:
-        """True: the process runs."""
-        return True
 
     def sees(self, path: str) -> bool:
         """Whether a file exists here."""
@@ -62,10 +70,10 @@ class ClusterProbe:
             return list(threads.map(_connect, targets))
 
     def free_port(self, address: str) -> int:
-        """A port nobody listens on at this address."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return int(probe.getsockname()[1])
+        """A port that is free at this address."""
+        port = self.listen(address)
+        self.close()
+        return port
 
     def join(self, rank: int, world: int, address: str, port: int, kind: str, timeout: float) -> None:
         """Meet the other ranks as training ranks do. UserError if they do not come."""
@@ -83,35 +91,39 @@ class ClusterProbe:
         RuntimeError when the sum is wrong.
         """
         import torch
-        import torch.distributed as dist
 
         platform = self._platform
-        if platform is None:
-            raise RuntimeError("join() comes before all_reduce()")
+        assert platform is not None, "join() comes before all_reduce()"
         places = [("gloo", torch.device("cpu"))]
         if platform.collectives != "gloo":
             places.append((platform.collectives, platform.device()))
-        world, rank = dist.get_world_size(), dist.get_rank()
         found = []
         for name, device in places:
-            large = torch.empty(max(1, count // 4), device=device)
-            small = torch.empty(1, device=device)
-            times = {}
-            for what, tensor, repeats in (("latency", small, _SMALL_REPEATS), ("seconds", large, _REPEATS)):
-                seconds = []
-                for _ in range(repeats + 1):
-                    tensor.fill_(rank + 1)
-                    dist.barrier()
-                    platform.synchronize()
-                    start = time.perf_counter()
-                    dist.all_reduce(tensor)
-                    platform.synchronize()
-                    seconds.append(time.perf_counter() - start)
-                times[what] = statistics.median(seconds[1:])
-                if not bool((tensor == world * (world + 1) / 2).all()):
-                    raise RuntimeError(f"all-reduce over {name}: rank {rank} got a wrong sum")
-            found.append({"over": name, "bytes": large.numel() * 4, **times})
+            sizes = {"latency": 1, "seconds": max(1, count // 4)}
+            times = {
+                what: self._time(torch.empty(size, device=device), _REPEATS[what], name)
+                for what, size in sizes.items()
+            }
+            found.append({"over": name, "bytes": sizes["seconds"] * 4, **times})
         return found
+
+    def _time(self, tensor: torch.Tensor, repeats: int, name: str) -> float:
+        """Median seconds of an all-reduce of this tensor."""
+        import torch.distributed as dist
+
+        assert self._platform is not None
+        world, rank, seconds = dist.get_world_size(), dist.get_rank(), []
+        for _ in range(repeats + 1):
+            tensor.fill_(rank + 1)
+            dist.barrier()
+            self._platform.synchronize()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            self._platform.synchronize()
+            seconds.append(time.perf_counter() - start)
+        if not bool((tensor == world * (world + 1) / 2).all()):
+            raise RuntimeError(f"all-reduce over {name}: rank {rank} got a wrong sum")
+        return statistics.median(seconds[1:])
 
     def leave(self) -> None:
         """Leave the group of ranks."""

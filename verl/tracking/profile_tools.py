@@ -13,26 +13,21 @@ from typing import Any
 import torch
 
 from verl.errors import UserError
-from verl.platform import detect
-from verl.platform.recording import DeviceRecording, recording
-from verl.profiling.options import check_options
+from verl.platform import Platform, platform_of
 
 
 def build(tool: str, device: str, options: dict[str, Any]) -> Any:
-    """The tool of that name for a device. UserError for one that cannot work here, or for unknown arguments."""
-    problem = check_options(tool, options)
-    if problem:
-        raise UserError(problem)
-    device_recording = recording(device)
+    """The tool of that name for a device. UserError for one that cannot work here."""
+    platform = platform_of(device)
     if tool == "torch":
         return TorchTrace(device, options)
     if tool == "torch_memory":
-        return DeviceMemory(device_recording, options) if device_recording.has_memory else HostMemory()
+        return DeviceMemory(platform, options) if platform.has_memory_history else HostMemory()
     if tool == "nsys":
-        device_recording.require_nsys()
-        return Captured(device_recording)
+        platform.require_nsys()
+        return Captured(platform)
     if tool == "npu":
-        return device_recording.own_tracer(options)
+        return platform.own_tracer(options)
     raise UserError(f"global_profiler.tool={tool} is not known: torch, torch_memory, nsys or npu")
 
 
@@ -45,13 +40,9 @@ class TorchTrace:
 
     def __init__(self, device: str, options: dict[str, Any]):
         contents = options.get("contents") or ["cpu", device]
-        known = torch.profiler.ProfilerActivity
         names = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
-        self._activities = [
-            getattr(known, names[name])
-            for name in dict.fromkeys(contents)
-            if name in names and _here(name, device)
-        ] or [known.CPU]
+        chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
+        self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
         self._flags = {
             "profile_memory": "memory" in contents,
             "record_shapes": "shapes" in contents,
@@ -90,14 +81,10 @@ class TorchTrace:
         return torch.profiler.record_function(name)
 
 
-def _here(name: str, device: str) -> bool:
-    return name in ("cpu", device)
-
-
 class DeviceMemory:
     """The device allocator's history: a snapshot for pytorch.org/memory_viz (written by torch, in torch's format)."""
 
-    def __init__(self, device: DeviceRecording, options: dict[str, Any]):
+    def __init__(self, device: Platform, options: dict[str, Any]):
         self._device = device
         self._entries = int(options.get("trace_alloc_max_entries", 100_000))
         self._depth = int(options.get("stack_depth", 32))
@@ -121,62 +108,57 @@ class HostMemory:
     """On a processor there is no allocator history: what lives, by kind of tensor, at the start and at the end of the
     profile, the process's memory then, its peak, and the allocations of each operator in between."""
 
-    _MOST = 50
-
     def __init__(self) -> None:
         self._trace = TorchTrace("cpu", {"contents": ["cpu", "memory", "shapes"]})
         self._before: dict[str, Any] = {}
+        self.span = self._trace.span
 
     def start(self) -> None:
         """Look at what lives, then record."""
-        self._before = self._living()
+        self._before = _living()
         self._trace.start()
 
     def stop(self, base: Path) -> list[Path]:
         """Write the trace, its table, and what lived before and after as JSON."""
         files = self._trace.stop(base)
         summary = Path(f"{base}.tensors.json")
-        found = {"before": self._before, "after": self._living()}
+        found = {"before": self._before, "after": _living()}
         summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return [summary, *files]
 
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """A range of that name in the trace."""
-        return self._trace.span(name)
 
-    def _living(self) -> dict[str, Any]:
-        import psutil
+def _living(most: int = 50) -> dict[str, Any]:
+    """Bytes of this process and of its tensors, and the largest kinds of tensors."""
+    import psutil
 
-        kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        storages: dict[int, int] = {}
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided:
-                continue
-            kinds[(str(thing.dtype).removeprefix("torch."), tuple(thing.shape))] += 1
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        rows = [
-            {"dtype": dtype, "shape": list(shape), "count": count, "bytes": count * _bytes(dtype, shape)}
-            for (dtype, shape), count in kinds.items()
-        ]
-        rows.sort(key=lambda row: -int(row["bytes"]))
-        return {
-            "resident_bytes": psutil.Process().memory_info().rss,
-            "peak_bytes": detect("cpu").peak_memory(),
-            "tensor_bytes": sum(storages.values()),
-            "tensors": sum(kinds.values()),
-            "largest": rows[: self._MOST],
+    kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+            kinds[thing.dtype, tuple(thing.shape)] += 1
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    rows = [
+        {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+            "count": count,
+            "bytes": count * torch.Size(shape).numel() * dtype.itemsize,
         }
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for (dtype, shape), count in kinds.items()
+    ]
+    return {
+        "resident_bytes": psutil.Process().memory_info().rss,
+        "peak_bytes": platform_of("cpu").peak_memory(),
+        "tensor_bytes": sum(storages.values()),
+        "tensors": sum(kinds.values()),
+        "largest": sorted(rows, key=lambda row: -row["bytes"])[:most],
+    }
 
 
 class Captured:
     """A stretch that a profiler outside the process records: nsys with `--capture-range=cudaProfilerApi`."""
 
-    def __init__(self, device: DeviceRecording):
+    def __init__(self, device: Platform):
         self._device = device
 
     def start(self) -> None:

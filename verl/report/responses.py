@@ -1,6 +1,6 @@
-"""Choose the sampled answers that go into the page and pack them small.
+"""Choose the sampled responses that go into the page and pack them small.
 
-A long run writes gigabytes of answers; the page carries a few megabytes. Steps are taken in an order
+A long run writes gigabytes of responses; the page carries a few megabytes. Steps are taken in an order
 that always has the newest and the first and then spreads evenly over the run, each step gives whole
 groups, and both what is read and what is kept is limited in bytes. Tokens are numbers into one shared
 list of strings, log-probs are integers in units of 1e-4.
@@ -25,8 +25,8 @@ class Limits:
     """What the page may hold. Bytes are of packed JSON, `read_bytes` of input."""
 
     steps: int = 24
-    answers_ends: int = 64
-    answers_between: int = 16
+    responses_ends: int = 64
+    responses_between: int = 16
     read_bytes: int = 12_000_000
     page_bytes: int = 5_000_000
     text: int = 20_000
@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Packed:
-    """Answers for the page: `rows` refer to `prompts` and `tokens` by number."""
+    """Responses for the page: `rows` refer to `prompts` and `tokens` by number."""
 
     rows: list[Record] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
@@ -64,8 +64,8 @@ def spread(steps: list[int], limit: int) -> list[int]:
     return [steps[-1], steps[0], *order][:limit]
 
 
-def pack_answers(files: dict[int, Path], unreadable: Counter[str], limits: Limits | None = None) -> Packed:
-    """Read and pack answers of some steps. `files`: path by step; unreadable lines are counted."""
+def pack_responses(files: dict[int, Path], unreadable: Counter[str], limits: Limits | None = None) -> Packed:
+    """Read and pack responses of some steps. `files`: path by step; unreadable lines are counted."""
     limits = limits or Limits()
     packer = _Packer(limits)
     left = limits.read_bytes
@@ -73,7 +73,7 @@ def pack_answers(files: dict[int, Path], unreadable: Counter[str], limits: Limit
         if left <= 0 or packer.packed.bytes >= limits.page_bytes:
             break
         ends = step in (next(iter(files)), next(reversed(files)))
-        most = limits.answers_ends if ends else limits.answers_between
+        most = limits.responses_ends if ends else limits.responses_between
         left -= packer.add_step(step, files[step], most, left, unreadable)
     packed = packer.packed
     packed.steps_on_disk = len(files)
@@ -92,7 +92,7 @@ class _Packer:
         self._token_at: dict[str, int] = {}
 
     def add_step(self, step: int, path: Path, most: int, read_limit: int, unreadable: Counter[str]) -> int:
-        """Pack up to about `most` answers of one file, whole groups; returns the bytes read."""
+        """Pack up to about `most` responses of one file, whole groups; returns the bytes read."""
         taken, group = 0, None
         try:
             size = path.stat().st_size
@@ -125,7 +125,7 @@ class _Packer:
         self.packed.bytes += len(json.dumps(row, ensure_ascii=False, default=str))
 
     def _drop_repeated_text(self, row: Record) -> None:
-        """Leave the answer's text out where it is its tokens joined, but for up to `z` special ones at the end."""
+        """Leave the response's text out where it is its tokens joined, but for up to `z` special ones at the end."""
         texts = [self.packed.tokens[i] for i in row["t"]]
         joined, text = "".join(texts), row["o"]
         for cut in range(min(3, len(texts) - 1) + 1):
