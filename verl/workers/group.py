@@ -26,7 +26,7 @@ class Calls(Protocol):
     """How `workers` are called. shares_rows: they work on the caller's segments."""
 
     shares_rows: bool
-    workers: Sequence[Any]
+    workers: list[Any]
 
     def call(
         self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
