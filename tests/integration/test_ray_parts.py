@@ -122,8 +122,9 @@ def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text)
 
 
 def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
-    from verl.workers.plan import UpdatePlan
     from verl.workers.ray.training import ActorGroup, Training
+
+    from verl.workers.plan import UpdatePlan
 
     rng = np.random.default_rng(0)
     rows = []
@@ -142,9 +143,8 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
-    from verl.workers.ray.watch import Watch
-
     from verl.workers.ray.calls import Group, Worker
+    from verl.workers.ray.watch import Watch
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
@@ -165,8 +165,8 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
-    from verl.workers.ray.replicas import Replica, ReplicaPool
     from verl.workers.ray.calls import Worker
+    from verl.workers.ray.replicas import Replica, ReplicaPool
 
     made: list[ReplicaPool] = []
 

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from verl.cli import doctor, rules
 from verl.cli.doctor import BAD, OK, WARN, Finding
-from verl.platform import cores, probe
+from verl.platform import host, probe
 
 numbers = st.lists(st.integers(0, 30), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
 clause = st.tuples(st.sampled_from([">=", "<=", "==", "!=", "<", ">"]), numbers).map("".join)
@@ -245,14 +245,14 @@ def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         (place / "memory.max").write_text(limit + "\n")
         (place / "memory.current").write_text(used + "\n")
-    monkeypatch.setattr(cores, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
+    monkeypatch.setattr(host, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
     assert probe.memory_limit() == (1000, 400)
 
 
 def test_machine_facts_are_plausible() -> None:
     total, available = probe.memory()
     assert total is not None and total > 1 << 28 and (available is None or available <= total)
-    assert probe.cpu()[0] and cores.cores()[0] >= 1
+    assert probe.cpu()[0] and host.cores()[0] >= 1
     assert probe.disk("/no/such/folder/yet")["free"] >= 0
     assert probe.loopback() is None
     assert set(probe.limits()) <= {"open files", "processes", "locked memory"}

@@ -6,18 +6,21 @@ A processor has no second memory, so places are written down by a stand-in for t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from verl.workers.local import build_roles
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engine_cases import rows_of
+from verl.algorithms.objective import count_denominators
 from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.trajectory import Batch, Trajectory
+from verl.trajectory import Batch, Trajectory, segments_of
 from verl.workers import codec
+from verl.workers.roles import WorkerSet
+from verl.workers.start import start_here
 from verl.workers.worker import Worker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -95,24 +98,29 @@ def configured(folder: Path, *words: str) -> Any:
     )
 
 
-def answers() -> list[Trajectory]:
+PARTS = [(step, part) for step in ("save", "load") for part in ("weights", "optimizer")]
+
+
+def responses() -> list[Trajectory]:
     rows = rows_of([(5, [3, 4]), (7, [2, 6])])
     for row in rows:
         row.loss_mask = row.response_mask
     return rows
 
 
-def train_step(roles: Any, folder: Path) -> None:
+def train_step(workers: WorkerSet, folder: Path) -> None:
     """What the loop asks of the roles in a step."""
-    batch = Batch(answers())
-    roles.actor.old_log_probs(batch)
-    if roles.reference is not None:
-        roles.reference.log_probs(batch)
-    assert not roles.actor.update(batch, step=1).refused
-    roles.actor.save(folder)
-    roles.actor.save_optimizer(folder)
-    roles.actor.load(folder)
-    roles.actor.load_optimizer(folder)
+    batch = Batch(responses())
+    workers.policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs"})
+    if "ref" in workers.roles:
+        workers.roles["ref"].forward(batch, "ref", {"log_probs": "ref_log_probs"})
+    assert not workers.policy.update(batch, step=1).refused
+    for step, part in PARTS:
+        getattr(workers.policy, step)(part, folder)
+
+
+def engine_of(workers: WorkerSet, role: str = "actor") -> Any:
+    return workers.policy.group.calls.workers[0].engine(role)
 
 
 @pytest.fixture
@@ -134,10 +142,10 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     ]
-    roles = build_roles(with_vllm(configured(tmp_path, *BOTH, *reference)), tiny_tokenizer(), total_steps=1)
-    engines = [roles.actor.engine, roles.reference.engine]  # type: ignore[attr-defined]
+    workers = start_here(with_vllm(configured(tmp_path, *BOTH, *reference)), tiny_tokenizer(), total_steps=1)
+    engines = [engine_of(workers), engine_of(workers, "ref")]
     assert places.at(engines[0]) == AWAY and places.at(engines[1]) == {"optimizer"}  # which it does not have
-    train_step(roles, tmp_path / "saved")
+    train_step(workers, tmp_path / "saved")
     assert places.found == [
         ("actor forward", WEIGHTS),
         ("ref forward", ALL),
@@ -153,16 +161,16 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
 
 
 def test_a_sampler_on_the_trainers_tensors_keeps_them(tmp_path: Path, places: Places) -> None:
-    roles = build_roles(configured(tmp_path, *BOTH), tiny_tokenizer(), total_steps=1)
-    assert places.at(roles.actor.engine) == WEIGHTS  # type: ignore[attr-defined]
-    train_step(roles, tmp_path / "saved")
+    workers = start_here(configured(tmp_path, *BOTH), tiny_tokenizer(), total_steps=1)
+    assert places.at(engine_of(workers)) == WEIGHTS
+    train_step(workers, tmp_path / "saved")
     assert places.found[1] == ("actor step", ALL)
-    assert places.at(roles.actor.engine) == WEIGHTS  # type: ignore[attr-defined]
+    assert places.at(engine_of(workers)) == WEIGHTS
 
 
 def test_a_pass_that_fails_leaves_the_device_free(tmp_path: Path, places: Places, separate: None) -> None:
-    roles = build_roles(with_vllm(configured(tmp_path, *BOTH)), tiny_tokenizer(), total_steps=1)
-    engine: Any = roles.actor.engine  # type: ignore[attr-defined]
+    workers = start_here(with_vllm(configured(tmp_path, *BOTH)), tiny_tokenizer(), total_steps=1)
+    engine = engine_of(workers)
     with pytest.raises(ZeroDivisionError), engine.on_device(optimizer=True):
         assert places.at(engine) == ALL
         raise ZeroDivisionError
@@ -173,19 +181,19 @@ def test_a_training_rank_does_the_same(
     tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_vllm(configured(tmp_path, *BOTH))
-    host = Worker(config.to_dict(), 0, 1)
-    host.join("127.0.0.1", 0)
-    host.build(total_steps=1)
-    rows = answers()
-    host.take_rows(codec.encode(rows, ["loss_mask"]))
-    host.old_log_probs(1.0)
-    host.log_probs_of([0, 2], 1.0)
-    advantages = [{"rows": [0, 1, 2, 3], "denominators": denominators(rows)}]
-    result = host.update(codec.collect(rows, ["advantages"]), advantages, 1.0)
+    worker = Worker(config)
+    worker.build(total_steps=1)
+    rows = segments_of(responses())
+    worker.receive_rows(codec.encode(rows, ["loss_mask"]))
+    worker.forward("old_log_prob", "actor", {"log_probs": "old_log_probs"})
+    worker.log_probs_of([0, 2])
+    counts = asdict(count_denominators(rows, 12.0))
+    mini = {"rows": [0, 1, 2, 3], "denominators": counts, "trajectory_tokens": None}
+    result = worker.update(codec.collect(rows, ["advantages"]), [mini])
     assert not result["results"][0]["refused"]
-    host.send_weights(None, [], 1, False)
-    for name in ("save_weights", "save_optimizer", "load_weights", "load_optimizer"):
-        getattr(host, name)(str(tmp_path / "saved"))
+    worker.send_weights(None, [], 1, False)
+    for step, part in PARTS:
+        getattr(worker, step)("actor", part, str(tmp_path / "saved"))
     assert places.found == [
         ("actor forward", WEIGHTS),
         ("actor forward", WEIGHTS),
@@ -196,12 +204,4 @@ def test_a_training_rank_does_the_same(
         ("actor load_weights", AWAY),
         ("actor load_optimizer", AWAY),
     ]
-    assert places.at(host.actor) == AWAY
-
-
-def denominators(rows: list[Trajectory]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from verl.algorithms.objective import count_denominators
-
-    return asdict(count_denominators(rows, 12.0))
+    assert places.at(worker.engine()) == AWAY

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from verl.engine.rollout.native.memory import default_cache_tokens
+from verl.engine.rollout.native.cache import default_cache_tokens
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import EngineSettings
-from verl.platform import cores, memory
+from verl.platform import host
 
 GIB = 1 << 30
 TEXT = """Node {n} MemTotal:       {total} kB
@@ -30,8 +30,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """64 GiB, 48 of them available, two memory nodes of four cores; no container."""
     state = SimpleNamespace(total=64 * GIB, available=48 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: state)
-    monkeypatch.setattr(cores, "cgroups", lambda controller: [tmp_path])
-    monkeypatch.setattr(memory, "_NODES", tmp_path)
+    monkeypatch.setattr(host, "cgroups", lambda controller: [tmp_path])
+    monkeypatch.setattr(host, "_NODES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     for number, free in ((0, 24 << 20), (1, 20 << 20)):
         node = tmp_path / f"node{number}"
@@ -43,18 +43,18 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_fullest_node_that_we_may_run_on_counts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM allocates on the node of its cores, and refuses a cache for which that one has no room."""
-    assert memory.available_memory() == (20 << 30) + 123 * 1024
+    assert host.available_memory() == (20 << 30) + 123 * 1024
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
-    assert memory.available_memory() == (24 << 30) + 123 * 1024
+    assert host.available_memory() == (24 << 30) + 123 * 1024
     for node in machine.glob("node*"):
         (node / "meminfo").unlink()
-    assert memory.available_memory() == 48 * GIB and memory.total_memory() == 64 * GIB
+    assert host.available_memory() == 48 * GIB and host.total_memory() == 64 * GIB
 
 
 def test_a_container_has_what_its_limit_leaves(machine: Path) -> None:
     (machine / "memory.max").write_text(f"{8 * GIB}\n")
     (machine / "memory.current").write_text(f"{2 * GIB}\n")
-    assert memory.available_memory() == 6 * GIB and memory.total_memory() == 8 * GIB
+    assert host.available_memory() == 6 * GIB and host.total_memory() == 8 * GIB
 
 
 def test_samplers_plan_with_it(machine: Path) -> None:

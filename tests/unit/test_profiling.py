@@ -15,7 +15,7 @@ import torch
 from verl.config import Map
 from verl.config.rules.profiling import check_options
 from verl.errors import UserError
-from verl.platform.recording import recording
+from verl.platform import platform_of
 from verl.tracking.profiler import ProfilePlan, StepProfiler, nsight_options, open_profiler, plan_for
 from verl.tracking.timer import Phases
 
@@ -198,7 +198,7 @@ def test_what_cannot_work_here_says_what_to_do(tool: str, words: str) -> None:
 
 def test_nsys_must_have_started_the_process() -> None:
     with pytest.raises(UserError, match=r"does not run under nsys\. Start the command as `nsys profile"):
-        recording("cuda").require_nsys()
+        platform_of("cuda").require_nsys()
 
 
 def test_options_for_workers_under_nsys() -> None:

@@ -224,9 +224,7 @@ def test_a_death_while_answers_are_waited_for_ends_the_wait(byte_tokenizer: Any)
         waiting = asyncio.create_task(host.results(30.0))
         await asyncio.sleep(0.05)
         await host.submit(
-            codec.encode_requests(
-                [codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))]
-            )
+            codec.encode_requests([codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))])
         )
         with pytest.raises(EngineDead, match="core stopped"):
             await asyncio.wait_for(waiting, 5)
@@ -300,9 +298,7 @@ def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> N
     host = _host(byte_tokenizer, Slow(ids))
 
     async def go() -> list[int]:
-        asks = [
-            codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids
-        ]
+        asks = [codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
         await host.submit(codec.encode_requests(asks))
         sizes: list[int] = []
         while sum(sizes) < 400:

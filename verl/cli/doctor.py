@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
 from verl.platform import probe
-from verl.platform.cores import cores
+from verl.platform.host import cores
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
 
 

@@ -78,28 +78,6 @@ def allow_training(module: PreTrainedModel, trainable: bool) -> None:
             own[name].requires_grad_(False)
 
 
-def saved_tensors(module: PreTrainedModel, directory: str | Path) -> dict[str, torch.Tensor]:
-    """What `save_model` wrote of this very model, under the names of its `state_dict`.
-
-    The model's own class and configuration read it, so nothing in the directory is trusted or guessed again.
-    UserError if a file cannot be read or a weight is missing.
-    """
-    from safetensors import SafetensorError
-
-    kind: Any = type(module)
-    try:
-        loaded, report = kind.from_pretrained(
-            directory, config=copy.deepcopy(module.config), dtype=module.dtype, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{directory}: cannot be loaded into the model of this run: {error}{_damaged(str(directory))}"
-        ) from error
-    if report["missing_keys"]:
-        raise UserError(f"{directory}: weights are missing, for example {min(report['missing_keys'])}")
-    return dict(loaded.state_dict())
-
-
 def _damaged(where: str) -> str:
     """Which weight files of a directory cannot be opened, as an addition to a message."""
     from safetensors import SafetensorError, safe_open

@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from verl.platform import cores
-from verl.platform.memory import memory_limit as memory_limit
+from verl.platform import host
+from verl.platform.host import memory_limit as memory_limit
 
 
 @cache
@@ -144,7 +144,7 @@ def bf16_products() -> str | None:
 
 def memory() -> tuple[int | None, int | None]:
     """(total, available) bytes of the machine."""
-    text = cores.read(Path("/proc/meminfo"))
+    text = host.read(Path("/proc/meminfo"))
     found = {
         k: int(v) * 1024 for k, v in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
     }

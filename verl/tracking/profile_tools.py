@@ -13,22 +13,21 @@ from typing import Any
 import torch
 
 from verl.errors import UserError
-from verl.platform import detect
-from verl.platform.recording import DeviceRecording, recording
+from verl.platform import Platform, platform_of
 
 
 def build(tool: str, device: str, options: dict[str, Any]) -> Any:
     """The tool of that name for a device. UserError for one that cannot work here."""
-    device_recording = recording(device)
+    platform = platform_of(device)
     if tool == "torch":
         return TorchTrace(device, options)
     if tool == "torch_memory":
-        return DeviceMemory(device_recording, options) if device_recording.has_memory else HostMemory()
+        return DeviceMemory(platform, options) if platform.has_memory_history else HostMemory()
     if tool == "nsys":
-        device_recording.require_nsys()
-        return Captured(device_recording)
+        platform.require_nsys()
+        return Captured(platform)
     if tool == "npu":
-        return device_recording.own_tracer(options)
+        return platform.own_tracer(options)
     raise UserError(f"global_profiler.tool={tool} is not known: torch, torch_memory, nsys or npu")
 
 
@@ -85,7 +84,7 @@ class TorchTrace:
 class DeviceMemory:
     """The device allocator's history: a snapshot for pytorch.org/memory_viz (written by torch, in torch's format)."""
 
-    def __init__(self, device: DeviceRecording, options: dict[str, Any]):
+    def __init__(self, device: Platform, options: dict[str, Any]):
         self._device = device
         self._entries = int(options.get("trace_alloc_max_entries", 100_000))
         self._depth = int(options.get("stack_depth", 32))
@@ -149,7 +148,7 @@ def _living(most: int = 50) -> dict[str, Any]:
     ]
     return {
         "resident_bytes": psutil.Process().memory_info().rss,
-        "peak_bytes": detect("cpu").peak_memory(),
+        "peak_bytes": platform_of("cpu").peak_memory(),
         "tensor_bytes": sum(storages.values()),
         "tensors": sum(kinds.values()),
         "largest": sorted(rows, key=lambda row: -row["bytes"])[:most],
@@ -159,7 +158,7 @@ def _living(most: int = 50) -> dict[str, Any]:
 class Captured:
     """A stretch that a profiler outside the process records: nsys with `--capture-range=cudaProfilerApi`."""
 
-    def __init__(self, device: DeviceRecording):
+    def __init__(self, device: Platform):
         self._device = device
 
     def start(self) -> None:

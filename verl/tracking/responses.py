@@ -83,7 +83,7 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
             }
             if t.score_error is not None:
                 row["score_error"] = t.score_error
-            rows.append({**row, **{k: v for k, v in t.score_parts.items() if k not in row}})
+            rows.append({**row, **{k: v for k, v in (t.fields | t.score_parts).items() if k not in row}})
     return rows
 
 

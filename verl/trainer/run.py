@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform import output
-from verl.platform.environment import prepare_process
+from verl.platform import processes
+from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     could not be written (said last), 130 interrupted.
     """
     prepare_process()
-    output.spare()
+    processes.spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)
@@ -169,7 +169,7 @@ def build_parts(
     before models."""
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
     from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager

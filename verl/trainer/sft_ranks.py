@@ -129,12 +129,12 @@ class CountedRefusals(RefusedSteps):
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
     """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
-    from verl.platform import output
-    from verl.platform.environment import prepare_process
+    from verl.platform import processes
+    from verl.platform.host import prepare_process
     from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
 
     prepare_process()
-    output.spare()
+    processes.spare()
     try:
         import_plugins(config)
         train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))

@@ -73,7 +73,7 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
     from verl.platform import detect
 
     platform = detect(config.trainer.device, ranks.local + 1)
-    index = 0 if platform.name == "cpu" else ranks.local
+    index = 0 if platform.on_host else ranks.local
     platform.select(index)
     init_from_environment(platform)
     return engine(config.model.path, device=platform, device_index=index, **settings)

@@ -264,7 +264,7 @@ class SFTTrainer:
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
     from verl.data.tokenizer import load_tokenizer
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
     from verl.trainer.run import quiet_libraries
 
     ranks = Ranks.of_environment()

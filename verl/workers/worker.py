@@ -51,7 +51,7 @@ class Worker(Profiled):
 
     def prepare(self) -> dict[str, Any]:
         """Make a fresh process ready: stacks for the watchdog, allocator, quiet libraries, plug-ins. Returns its id."""
-        from verl.platform.allocator import tune_allocator
+        from verl.platform.host import tune_allocator
 
         stacks.register()
         tune_allocator()
@@ -79,7 +79,6 @@ class Worker(Profiled):
         shared: a sampler of this process works on the policy's tensors.
         """
         from verl.algorithms.needs import needs_reference
-        from verl.platform.handles import device_id
 
         config, platform = self.config, self.platform
         actor = build.actor_engine(config, total_steps, platform=platform, shared=shared)
@@ -90,7 +89,7 @@ class Worker(Profiled):
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
             "device": self.platform.describe(),
-            "device_id": device_id(self.platform.device()),
+            "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
         }
 
@@ -268,7 +267,7 @@ class Worker(Profiled):
 
     def peak_memory(self) -> float | None:
         """Most device memory in use, GiB; None on a CPU."""
-        return None if self.platform.name == "cpu" else self.platform.peak_memory() / 2**30
+        return None if self.platform.on_host else self.platform.peak_memory() / 2**30
 
     def cost(self) -> dict[str, Any] | None:
         """`TrainingEngine.cost` of the policy as plain data."""

@@ -127,6 +127,7 @@ class VLLMEngine(RolloutEngine):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Coroutine[Any, Any, Completion]: ...
 

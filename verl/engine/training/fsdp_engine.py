@@ -456,7 +456,7 @@ class FSDPEngine(TrainingEngine):
 
     def release_cached_memory(self) -> None:
         """See `TrainingEngine.release_cached_memory`. A processor's heap is kept: new pages cost more than they are worth to others."""
-        if self.platform.name != "cpu":
+        if not self.platform.on_host:
             self.platform.empty_cache()
 
     # -- weights and state -----------------------------------------------------------------------------------

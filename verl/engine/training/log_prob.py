@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from verl.models.attention import product_dtype
+from verl.platform import platform_of
 
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
@@ -82,7 +83,7 @@ def outputs_of_logits(
 
 def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Block size (rows, columns): at most so many scores, columns first as far as they stay useful."""
-    small = device.type == "cpu"
+    small = platform_of(device).on_host
     scores, widest = (BLOCK_SCORES, BLOCK_COLUMNS) if small else (DEVICE_BLOCK_SCORES, DEVICE_BLOCK_COLUMNS)
     width = min(columns, widest)
     return max(1, min(rows, scores // max(1, width))), max(1, width)

@@ -109,7 +109,7 @@ class Adapter:
         state = view.state()
         tied = set(getattr(self._module, "all_tied_weights_keys", None) or {})
         kept = {name: tensor for name, tensor in state.items() if name not in tied}
-        if not source.covers(kept):
+        if source.missing(kept):
             return
         for name, tensor in kept.items():
             ours = view.merged(name, tensor, whole).cpu()

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from verl.engine.training.process_group import waiting
 from verl.engine.training.settings import named_dtype, read
 from verl.models import load as models
+from verl.platform import platform_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -52,7 +53,7 @@ class Policy:
         where = "fsdp_config.mixed_precision."
         reduce = named_dtype(read(cfg, "mixed_precision.reduce_dtype", "float32"), where + "reduce_dtype")
         buffers = read(cfg, "mixed_precision.buffer_dtype")
-        pinned = device.type != "cpu"
+        pinned = not platform_of(device).on_host
         return cls(
             MixedPrecisionPolicy(
                 param_dtype=None if compute == torch.float32 else compute, reduce_dtype=reduce

@@ -9,14 +9,14 @@ sees the whole pack for its share of the heads: packing, shared prompts and wind
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl.engine.training.packing import Pack
-from verl.models.attention import AttentionPlan, product_dtype
+from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
@@ -80,9 +80,7 @@ class UlyssesPlan:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        sinks: torch.Tensor | None,
-        **options: Any,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
@@ -91,9 +89,9 @@ class UlyssesPlan:
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         query, key, value = (self._gather_tokens(x) for x in (query, key, value))
-        if sinks is not None:
-            sinks = sinks.view(self._size, -1)[self._rank]
-        return self._gather_heads(self._whole.attend(module, query, key, value, sinks=sinks, **options))
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.view(self._size, -1)[self._rank])
+        return self._gather_heads(self._whole.attend(module, query, key, value, options))
 
     def _gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, S/n, D] → [1, H/n, S, D]."""

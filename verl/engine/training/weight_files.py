@@ -19,9 +19,8 @@ from verl.config.model_facts import ADAPTER_FOLDER
 from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.lora import Adapter, refuse_adapter_checkpoint
 from verl.engine.training.sharding import local, take_share, whole
-from verl.engine.training.weight_source import open_source
+from verl.engine.training.weight_source import FileSource
 from verl.errors import UserError
-from verl.models import load as models
 from verl.models.adapters import PlainView
 
 if TYPE_CHECKING:
@@ -33,11 +32,12 @@ FILE_BYTES = 4 << 30
 @torch.no_grad()
 def load_weights(module: PreTrainedModel, directory: Path) -> None:
     """Read what `save_weights` wrote, in place. Collective."""
-    on_all_ranks(lambda: refuse_adapter_checkpoint(directory))
-    state = untied(module)
-    source = open_source(directory, module, state, lambda: models.saved_tensors(module, directory))
 
     def load() -> None:
+        refuse_adapter_checkpoint(directory)
+        state, source = untied(module), FileSource(directory, module)
+        if missing := source.missing(state):
+            raise UserError(f"{directory}: weights are missing, for example {missing[0]}")
         for name, tensor in state.items():
             take_share(tensor, source.read(name, tensor))
 

@@ -39,11 +39,10 @@ class FileSource(WeightSource):
         self._files = _names_in(directory)
         self._open: dict[Path, Any] = {}
 
-    def covers(self, wanted: Mapping[str, torch.Tensor]) -> bool:
-        """True if all these tensors, by name, can be made of what is in the files."""
-        return bool(self._files) and all(
-            part in self._files for name, like in wanted.items() for part in self._parts(name, like)
-        )
+    def missing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+        """What the files lack of the parts that these tensors, by name, are made of."""
+        parts = (part for name, like in wanted.items() for part in self._parts(name, like))
+        return [part for part in parts if part not in self._files]
 
     def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -113,7 +112,7 @@ def open_source(
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
     here = Path(directory)
     files = on_all_ranks(lambda: FileSource(here, module) if here.is_dir() else None)
-    if all(all_gather_json(files is not None and files.covers(wanted))):
+    if all(all_gather_json(files is not None and not files.missing(wanted))):
         assert files is not None
         return files
     return RankZeroSource(load)

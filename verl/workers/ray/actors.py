@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from verl.config import Map
-from verl.platform.limits import raise_open_files
+from verl.platform.host import raise_open_files
 from verl.tracking.profiler import open_profiler
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.worker import Worker

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms.needs import needs_reference
 from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
-from verl.platform import stacks
+from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
@@ -295,7 +295,7 @@ class _Starter:
 def _take_turns(kind: str, own: bool) -> bool:
     """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
     by how the free memory changes while it starts, and vLLM gives up when some comes free."""
-    return kind != "cpu" and not own
+    return not platform_of(kind).on_host and not own
 
 
 def device_kind(config: Config) -> str:

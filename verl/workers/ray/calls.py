@@ -224,7 +224,7 @@ def reason(error: BaseException) -> str:
         return "its node is lost"
     if isinstance(error, faults.OutOfMemoryError) or "running low on memory" in text:
         return f"the node ran out of memory and Ray ended it: {text[:300]}"
-    detail = re.search(r"WorkerHandle exit detail: (.*?)(?:\. There are|\s*$)", text)
+    detail = re.search(r"Worker exit detail: (.*?)(?:\. There are|\s*$)", text)
     if "ray.kill" in text:
         return "it was ended by ray.kill"
     if detail and "connection error code 2" in detail[1]:

@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
+from verl.platform import platform_of
 from verl.workers.compare_nodes import Finding
-from verl.workers.ray.cluster import RESOURCE, Cluster
+from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask, ask_all, blind, start_probe
 from verl.workers.resources import ResourceRequest, placeable
 
@@ -113,7 +114,7 @@ def _members(cluster: Cluster) -> list[_Node]:
     nodes = cluster.nodes()
     shared = {n.address for n in nodes if sum(m.address == n.address for m in nodes) > 1}
     # A Ray of our own is told of as many cores as the run has processes.
-    inflated = cluster.own and cluster.kind == "cpu"
+    inflated = cluster.own and platform_of(cluster.kind).on_host
     out = []
     for place, node in enumerate(nodes):
         name = f"{node.address}#{node.id[:6]}" if node.address in shared else node.address
@@ -195,8 +196,8 @@ def _sums(
     say: Callable[[str], None],
 ) -> None:
     """An all-reduce over the ranks, on devices where their nodes have free ones."""
-    resource = RESOURCE.get(cluster.kind)
-    if resource is not None and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
+    resource = platform_of(cluster.kind).ray_resource
+    if resource and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
         say(f"all-reduce over {len(ranks)} ranks with a {cluster.kind} device each …")
         options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
         results = _sum(ranks, cluster.kind, count, timeout, options)

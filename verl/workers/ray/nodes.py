@@ -14,7 +14,7 @@ from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.errors import UserError
-from verl.platform import limits, stacks
+from verl.platform import host, stacks
 from verl.workers import node_facts
 from verl.workers.compare_nodes import BAD, NOTE, Finding, NodeNeeds, bad, compare
 from verl.workers.node_probe import NodeProbe
@@ -86,7 +86,7 @@ class Agents:
         """
         if not self._probes:  # nothing to compare, but this machine may be too small
             needs = NodeNeeds(files=needs.files, room=needs.room)
-        limits.raise_open_files(needs.files)
+        host.raise_open_files(needs.files)
         mine = node_facts.collect(needs.models)
         nodes = [mine | {"name": "this machine (driver)"}] if self._works_here else []
         named = {self._nodes[id].address: probe for id, probe in self._probes.items()}

@@ -42,6 +42,7 @@ _OTHERS_S = 35.0
 _PING_S = 5.0
 _CLOSE_S = 10.0
 _TOGETHER = ("busy_s", "cache_peak")
+_SESSIONS = 1 << 16  # the last so many are remembered
 MAX_RESTARTS = 3
 """Deaths of one host between two weight transfers after which the run ends."""
 
@@ -124,6 +125,7 @@ class ReplicaPool(RolloutEngine):
         self.refill: Callable[[Replica], str | None] | None = None
         self.event = event
         self._homes: dict[str, Replica] = {}
+        self._sessions: dict[str, Replica] = {}
         self._flushing = False
         self._version = 0
         self._closed = False
@@ -139,6 +141,7 @@ class ReplicaPool(RolloutEngine):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
@@ -147,7 +150,9 @@ class ReplicaPool(RolloutEngine):
         if self._ended is not None:
             raise self._ended
         ask = codec.GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
-        host = self._host_for(ask)
+        host = self._sessions.get(session or "") or self._host_for(ask)
+        if session is None:
+            self._remember(request_id, host)
         if request_id in host.requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
@@ -165,6 +170,12 @@ class ReplicaPool(RolloutEngine):
         finally:
             if host.settled(request) and group is not None:
                 self._homes.pop(group, None)
+
+    def _remember(self, session: str, host: Replica) -> None:
+        """Later calls of this session find its prefix there."""
+        self._sessions[session] = host
+        if len(self._sessions) > _SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
 
     def _host_for(self, ask: codec.GenerateRequest) -> Replica:
         home = self._homes.get(ask.group) if ask.group is not None else None

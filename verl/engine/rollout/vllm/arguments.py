@@ -219,14 +219,15 @@ def cpu_binding(ranks: int, allowed: Iterable[int]) -> str:
     return "|".join(",".join(map(str, cpus[rank * share : (rank + 1) * share])) for rank in range(ranks))
 
 
-def request_seed(seed: int, start: int) -> int:
-    """A request's seed. vLLM's generator begins anew with each request, so `start` (tokens written already) is mixed
-    in: a response that goes on does not repeat the draws it began with."""
-    if not start:
-        return seed & 0x7FFFFFFFFFFFFFFF
+def request_seed(sampling: SamplingParams) -> int:
+    """A request's seed. vLLM's generator begins anew with each request, so `start` (tokens written already) and the
+    number of the call are mixed in: neither a response that goes on nor a later call repeats draws."""
+    if not sampling.start and not sampling.call:
+        return sampling.seed & 0x7FFFFFFFFFFFFFFF
     import hashlib
 
-    digest = hashlib.blake2b(f"{seed}+{start}".encode(), digest_size=8).digest()
+    call = f"/{sampling.call}" if sampling.call else ""
+    digest = hashlib.blake2b(f"{sampling.seed}+{sampling.start}{call}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -265,7 +266,7 @@ def request_arguments(
     if "flat_logprobs" in known:  # a fifth of the time of one dict and one object per token
         arguments["flat_logprobs"] = True
     if not greedy:
-        arguments["seed"] = request_seed(sampling.seed, sampling.start)
+        arguments["seed"] = request_seed(sampling)
     return arguments
 
 

@@ -18,8 +18,7 @@ from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cac
 from verl.engine.rollout.vllm.worker import start_time
 from verl.errors import UserError
 from verl.models.layers import layer_configs
-from verl.platform.cores import thread_limit
-from verl.platform.memory import available_memory
+from verl.platform.host import available_memory, thread_limit
 
 Process = tuple[int, str]
 """A process: its id and when it started."""

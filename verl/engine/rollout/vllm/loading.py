@@ -100,10 +100,10 @@ class Loading:
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
-        from verl.platform.handles import device_id
+        from verl.platform import platform_of
         from verl.weight_sync.trial import offer
 
-        found = device_id(device)
+        found = platform_of(device).memory_id(device)
         if not found or set(self.devices) != {found}:
             return None
         if self._by_device is None:

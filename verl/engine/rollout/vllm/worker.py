@@ -31,7 +31,7 @@ class WeightReceiver:
     def verl_begin(self, driver: int, started: str) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
         its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
-        from verl.platform.handles import device_id
+        from verl.platform import platform_of
 
         worker: Any = self
         threading.Thread(
@@ -39,7 +39,7 @@ class WeightReceiver:
         ).start()
         return {
             "processes": [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())],
-            "device": device_id(worker.device),
+            "device": platform_of(worker.device).memory_id(worker.device),
             "shared": _shared(),
         }
 
@@ -108,8 +108,10 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    from verl.platform import platform_of
+
     runner, model = worker.model_runner, worker.model_runner.get_model()
-    for module in model.modules() if worker.device.type == "cpu" else ():
+    for module in model.modules() if platform_of(worker.device).on_host else ():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

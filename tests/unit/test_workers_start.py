@@ -8,13 +8,13 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
 from verl.config.dtypes import sampler_dtype
 from verl.errors import UserError
-from verl.workers.local import build_roles
+from verl.workers.start import start_here
 
 
 @pytest.mark.parametrize(
     ("words", "max_response_length"), [([], 12), (["actor_rollout_ref.actor.loss_scale_factor=0.5"], 0.5)]
 )
-def test_the_horizon_is_the_number_that_was_given(tmp_path, words, max_response_length):
+def test_h_of_the_loss_is_the_number_that_was_given(tmp_path, words, max_response_length):
     config = load(
         [
             "algorithm.adv_estimator=grpo",
@@ -26,10 +26,8 @@ def test_the_horizon_is_the_number_that_was_given(tmp_path, words, max_response_
             *words,
         ]
     )
-    assert (
-        build_roles(config, tiny_tokenizer(), total_steps=1).actor.plan.max_response_length
-        == max_response_length
-    )
+    workers = start_here(config, tiny_tokenizer(), total_steps=1)
+    assert workers.policy.group.plan.max_response_length == max_response_length
 
 
 @pytest.mark.parametrize(
