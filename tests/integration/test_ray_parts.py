@@ -1,4 +1,4 @@
-"""The Ray controller's parts on a simulated cluster of four nodes, with hosts that have no model."""
+"""The parts on Ray on a simulated cluster of four nodes, with hosts that have no model."""
 
 from __future__ import annotations
 
