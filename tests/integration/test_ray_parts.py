@@ -325,7 +325,7 @@ def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch)
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 20)
 
-    with pytest.raises(Exception, match=r"^sampler 0 \(node here\): KeyError: 'lengths'$"):
+    with pytest.raises(Exception, match=r"^sampler 0 \(node here\): KeyError: 'prompt_ids'$"):
         asyncio.run(run())
 
 

@@ -211,8 +211,8 @@ def test_slowest_response():
 def test_staleness():
     batch = batch_of()
     for t in batch:
-        t.versions = (3,)
-    batch[0].versions = (1, 2)
+        t.segments[0].versions = (3,)
+    batch[0].segments[0].versions = (1, 2)
     found = staleness_metrics(batch, 4)
     assert found["training/weight_version"] == 4
     base = "training/off_policy/trajectory"
