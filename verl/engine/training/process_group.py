@@ -149,7 +149,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     if not dist.is_initialized():
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    with waiting("an all_gather_json of what all ranks must agree on"):
+    with waiting("a gather of what all ranks must agree on"):
         parts = _all_bytes(mine, group)
     return [json.loads(part.numpy().tobytes()) for part in parts]
 
