@@ -19,7 +19,7 @@ from verl.config import Map, load
 from verl.engine.training.local_engine import LocalEngine
 from verl.engine.training.offload import Offloading
 from verl.trajectory import Batch, Trajectory
-from verl.workers import codec
+from verl.workers import build, codec
 from verl.workers.local import build_roles
 from verl.workers.train_worker import TrainWorker
 
@@ -121,7 +121,7 @@ def train_step(roles: Any, folder: Path) -> None:
 @pytest.fixture
 def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A sampler with weights of its own, in place of vLLM."""
-    monkeypatch.setattr("verl.workers.build.vllm_sampler", lambda *_: object())
+    monkeypatch.setitem(build._OWN_SAMPLERS, "vllm", lambda *_: object())
     yield
 
 

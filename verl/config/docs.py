@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from verl.config import release, tables
 from verl.config.fields import Field, fields_of, type_name
 from verl.config.reference import allowed, default_text, help_of
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
 
@@ -146,7 +147,7 @@ def _release() -> str:
     rows = [f"| {feature.key} | {feature.what} | {feature.instead} |" for feature in release.FEATURES]
     here = (
         f"Estimators: {', '.join(release.ESTIMATORS)}; policy losses: {', '.join(release.POLICY_LOSSES)} (and registered "
-        f"ones); engines: {', '.join(release.ENGINES)}; strategies: {', '.join(release.STRATEGIES)}."
+        f"ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(release.STRATEGIES)}."
     )
     return (
         f"## Not in this release\n\n{here}\n\n| key | what it is | until then |\n|---|---|---|\n"

@@ -14,7 +14,7 @@ from verl.config.coerce import CoerceError, expand
 from verl.config.fields import fields_of, locate
 from verl.config.grammar import Value
 from verl.config.problems import Problem
-from verl.config.release import ENGINES
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Group, Root, select
 
 _MISSING = object()
@@ -256,7 +256,7 @@ def _ppo(root: Any, builder: Builder | None) -> None:
 def _rollout(rollout: Any) -> None:
     """The engine of this release, and the longest sequence."""
     if rollout.name == "auto":
-        rollout.name = ENGINES[0]
+        rollout.name = RELEASED[0]
     if rollout.max_model_len is None:
         rollout.max_model_len = rollout.prompt_length + rollout.response_length
 

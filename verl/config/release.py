@@ -13,7 +13,6 @@ from typing import Any
 
 ESTIMATORS = ("grpo", "grpo_vectorized")
 POLICY_LOSSES = ("vanilla",)
-ENGINES = ("native", "vllm")
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 VISION = False

@@ -314,3 +314,33 @@ def _published(segment: SharedMemoryBlock, number: int, channel: str, reader: in
     if segment.status == FAILED:
         raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {segment.reason}")
     return segment.produced > number
+
+
+_TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
+
+
+def offer(
+    channel: str,
+    readers: int,
+    device: torch.device | None,
+    timeout: float,
+    expected: Sequence[Identity] = (),
+) -> str:
+    """The sender's side of a first, small transfer: what went wrong, "" for nothing. Handles of device memory depend on
+    drivers, containers and which devices a process sees; a trial finds out before a model's weights are half loaded."""
+    try:
+        sender = BucketSender(channel, readers, 4096, timeout=timeout, expected=expected, device=device)
+        sender.send([_TRIAL], 0)
+    except Exception as error:  # whatever it is, this way does not work here: the caller takes another
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempt(channel: str, reader: int, timeout: float) -> str:
+    """A reader's side of `offer`: what went wrong, "" for nothing."""
+    try:
+        found = [(name, tensor.cpu().clone()) for name, tensor in receive(channel, reader, timeout=timeout)]
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {error}"
+    same = len(found) == 1 and found[0][0] == _TRIAL[0] and torch.equal(found[0][1], _TRIAL[1])
+    return "" if same else "other bytes came than were sent"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verl.config.rollout_engines import CAPABILITIES
 from verl.engine.training.local_engine import LocalEngine
 from verl.profiling.profiler import open_profiler
-from verl.weight_sync.in_process import InProcessSync
-from verl.weight_sync.streamed import StreamedSync
+from verl.weight_sync.sender import InProcessSync, StreamedSync
 from verl.workers import build
 from verl.workers.actor import Actor
-from verl.workers.build import end_token_ids
 from verl.workers.reference import Reference
 from verl.workers.roles import Roles
 
@@ -22,13 +21,12 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.weight_sync.base import WeightSync
 
-__all__ = ["Roles", "build_roles", "end_token_ids"]
-
 
 def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
     arr = config.actor_rollout_ref
-    engine = build.actor_engine(config, total_steps, shared=arr.rollout.name != "vllm")
+    in_place = CAPABILITIES[arr.rollout.name].in_place_weights
+    engine = build.actor_engine(config, total_steps, shared=in_place)
     assert isinstance(engine, LocalEngine)
     actor = Actor(
         engine,
@@ -43,12 +41,12 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int) -> Roles:
         reference = Reference(build.reference_engine(config, engine), temperature=arr.rollout.temperature)
     sampler: Any
     sync: WeightSync
-    if arr.rollout.name == "vllm":
-        sampler = build.vllm_sampler(config, tokenizer, engine.platform)
-        sync = StreamedSync(engine, sampler)
-    else:
+    if in_place:
         sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
         sync = InProcessSync(engine, sampler)
+    else:
+        sampler = build.own_sampler(config, tokenizer, engine.platform)
+        sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
     played = ("actor", "ref", "rollout") if reference is not None else ("actor", "rollout")
     profiler = open_profiler(config, roles=played, rank=0, device=engine.platform.name)
     return Roles(actor, reference, sampler, sync, profiler=profiler)

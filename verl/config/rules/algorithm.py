@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from verl.config.devices import ray_address
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
 
@@ -156,7 +157,7 @@ def _staleness(c: Check) -> None:
     address = ray_address(c.cfg)
     if c.rollout.nnodes > 0:
         return
-    if c.world == 1 and not address and c.rollout.name == "native":
+    if c.world == 1 and not address and CAPABILITIES[c.rollout.name].in_place_weights:
         c.refuse(
             key,
             f"sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from verl.config.adapter_files import ADAPTER_CONFIG, adapter_directory, read_adapter_config
-from verl.config.engine_kwargs import LORA_RANKS
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.errors import UserError
 
@@ -38,8 +38,8 @@ def check(c: Check) -> None:
     parallel: Any = c.cfg.select(key)
     if parallel is not None and (cut := parallel.get("tensor_parallel_size") or 1) > 1:
         c.refuse(f"{key}.tensor_parallel_size={cut}", "adapters are not cut so; with LoRA set it to 1")
-    if c.rollout is not None and c.rollout.name == "vllm":
-        _vllm(c, rank)
+    if c.rollout is not None:
+        _sampler(c, rank)
     if c.ppo:
         _reference(c)
 
@@ -114,19 +114,21 @@ def _patterns(c: Check) -> None:
         c.notice(f"{c.model_key}.target_modules: {', '.join(missing)} matches no module of the model")
 
 
-def _vllm(c: Check, rank: int) -> None:
-    if rank > LORA_RANKS[-1]:
-        c.refuse(f"{c.model_key}.lora_rank={rank}", f"vllm takes at most {LORA_RANKS[-1]}")
+def _sampler(c: Check, rank: int) -> None:
+    name = c.rollout.name
+    engine = CAPABILITIES[name]
+    if engine.lora_ranks and rank > engine.lora_ranks[-1]:
+        c.refuse(f"{c.model_key}.lora_rank={rank}", f"{name} takes at most {engine.lora_ranks[-1]}")
         return
-    if c.rollout.engine_kwargs.vllm.get("enable_lora") is False:
+    if engine.takes_arguments and c.rollout.engine_kwargs[name].get("enable_lora") is False:
         return
-    if c.facts is not None and c.facts.experts:
-        c.notice("vllm cannot add adapters of experts itself: each weight sync sends the merged weights")
+    if c.facts is not None and c.facts.experts and not engine.lora_experts:
+        c.notice(f"{name} cannot add adapters of experts itself: each weight sync sends the merged weights")
         return
-    room = next((known for known in LORA_RANKS if known >= rank), rank)
+    room = next((known for known in engine.lora_ranks if known >= rank), rank)
     if room != rank:
         c.notice(
-            f"{c.model_key}.lora_rank={rank}: vllm sets room aside for rank {room}, results are the same"
+            f"{c.model_key}.lora_rank={rank}: {name} sets room aside for rank {room}, results are the same"
         )
 
 

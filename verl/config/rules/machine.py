@@ -11,6 +11,7 @@ from verl.config import release
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
+from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.rules.context import Check
 
 
@@ -125,13 +126,14 @@ def _open_files(c: Check) -> None:
 
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    if name == "vllm":
-        _vllm(c)
-    elif name == "sglang":
+    engine, others = CAPABILITIES[name], c.rollout.engine_kwargs
+    if not engine.released:
         installed = importlib.util.find_spec(name) is not None
         where = "installed here, but " if installed else "not installed here, and "
-        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}=native or vllm")
-    elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
+        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}={' or '.join(RELEASED)}")
+    elif name in _ARGUMENT_CHECKS:
+        _ARGUMENT_CHECKS[name](c)
+    elif others.vllm or others.sglang:
         c.notice(
             f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, the engine is {name}"
         )
@@ -215,3 +217,6 @@ def _resume(c: Check) -> None:
         c.refuse(
             f"trainer.resume_from_path={given}", "holds no checkpoint (no manifest.json, no global_step_N)"
         )
+
+
+_ARGUMENT_CHECKS = {"vllm": _vllm}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -53,6 +54,7 @@ def _lengths(c: Check) -> None:
 def _engine_layout(c: Check) -> None:
     """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
+    engine = CAPABILITIES[rollout.name]
     tensor = rollout.tensor_model_parallel_size or 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     separate = c.ppo and rollout.nnodes > 0
@@ -68,9 +70,9 @@ def _engine_layout(c: Check) -> None:
         message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
         message += "" if nodes == 1 else ": an engine stays on one node"
         c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
-    elif rollout.name == "native" and tensor > 1 and c.ppo:
+    elif not engine.tensor_parallel and tensor > 1 and c.ppo:
         c.notice(
-            f"{key}.tensor_model_parallel_size={tensor}: a native engine runs on one device; there are more engines"
+            f"{key}.tensor_model_parallel_size={tensor}: a {rollout.name} engine runs on one device; there are more engines"
         )
     elif pool % size or per_node % size:
         message = (
@@ -84,7 +86,7 @@ def _engine_layout(c: Check) -> None:
         elif expert != tensor * rollout.data_parallel_size:
             message = f"must be tensor × data parallel = {tensor * rollout.data_parallel_size}, or 1"
             c.refuse(f"{key}.expert_parallel_size={expert}", message)
-    if rollout.pipeline_model_parallel_size > 1 and rollout.name in ("vllm", "sglang"):
+    if rollout.pipeline_model_parallel_size > 1 and engine.tensor_parallel:
         message = f"{rollout.name} is not run in pipeline; set 1 and raise tensor_model_parallel_size"
         c.refuse(f"{key}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size}", message)
 

