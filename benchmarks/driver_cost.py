@@ -41,8 +41,8 @@ class Step:
 
     def __init__(self, given: argparse.Namespace, folder: Path):
         from verl.data.tokenizer import load_tokenizer
-        from verl.reward import RewardRunner
         from verl.reward.pool import FunctionSpec
+        from verl.reward.runner import RewardRunner
         from verl.reward.settings import RewardSettings
         from verl.workers.ray.training import ActorGroup, ReferenceGroup
 

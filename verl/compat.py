@@ -40,9 +40,7 @@ SERVED: dict[str, str | dict[str, str]] = {
         "RLHFDataset": "verl.data.plugins:RLHFDataset",
         "collate_fn": "verl.data.plugins:collate_fn",
     },
-    "verl.utils.dataset.multiturn_sft_dataset": {
-        "MultiTurnSFTDataset": "verl.data.plugins:MultiTurnSFTDataset"
-    },
+    "verl.utils.dataset.multiturn_sft_dataset": {"MultiTurnSFTDataset": "verl.data.sft:SFTDataset"},
     "verl.experimental.dataset.sampler": {
         "AbstractSampler": "verl.data.plugins:AbstractSampler",
         "AbstractCurriculumSampler": "verl.data.plugins:AbstractCurriculumSampler",

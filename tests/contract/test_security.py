@@ -18,7 +18,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("unpickling", "verl/engine/training/checkpoint_reader.py"): (
         "an Unpickler that can name nothing but torch's own list-of-tensors classes; in place of torch's pickle.load"
     ),
-    ("process-pickle", "verl/data/scan.py"): (
+    ("process-pickle", "verl/data/dataset.py"): (
         "a process pool of the standard library: children of this process, on pipes that nobody else can open"
     ),
     ("process-pickle", "verl/engine/rollout/vllm/launch.py"): (

@@ -261,7 +261,7 @@ def test_failed_scores_above_the_limit_stop_the_run(tiny, fork_server, tmp_path)
     assert run.status == CONFIGURATION, run.stderr
     message = errors(run)[-1]
     for said in (
-        "12 of 12 answers",
+        "12 of 12 responses",
         "reward_model.max_error_ratio",
         "The most frequent error (12 times)",
         "ValueError: odd answer",

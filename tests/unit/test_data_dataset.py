@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from tests.tiny import tiny_tokenizer
 from verl.config import load
-from verl.data import scan
-from verl.data.dataset import PromptDataset, epoch_order, truncate, write_data_report
-from verl.data.files import DataError
+from verl.data import dataset
+from verl.data.checked import epoch_order
+from verl.data.dataset import PromptDataset, truncate
+from verl.data.files import DataError, open_file
+from verl.data.rows import RowRules, check_plain_truth
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -130,12 +132,10 @@ def test_plain_format_with_own_function_keeps_whole_response(tmp_path: Path, tok
 
 
 @pytest.mark.parametrize("response", [None, "", "no number here"])
-def test_plain_format_without_ground_truth_is_refused(
-    tmp_path: Path, tokenizer: Any, response: str | None
-) -> None:
-    rows = [{"prompt": "p", "response": response, "reward": 1.0}] * 3
+def test_plain_format_without_ground_truth_is_refused(tmp_path: Path, response: str | None) -> None:
+    file = open_file(save(tmp_path / "x.jsonl", [{"prompt": "p", "response": response, "reward": 1.0}] * 3))
     with pytest.raises(DataError) as caught:
-        open_rows(tmp_path, rows, tokenizer)
+        check_plain_truth(file.path, (row["response"] for row in file.rows(0, 3)), RowRules())
     text = str(caught.value)
     for word in (
         "3 rows",
@@ -233,10 +233,6 @@ def test_bad_rows_are_left_out_counted_and_named(
     assert (record["row"], record["problem"]) == (1, problem)
     assert record["file"].endswith("x.jsonl") and record["detail"]
     assert any(f"1 × {problem}" in line for line in data.describe())
-    write_data_report(tmp_path / "run" / "data_report.jsonl", data)
-    assert [json.loads(s) for s in (tmp_path / "run" / "data_report.jsonl").read_text().splitlines()] == [
-        record
-    ]
 
 
 def test_too_many_bad_rows_refuse_the_run(tmp_path: Path, tokenizer: Any) -> None:
@@ -314,8 +310,8 @@ def test_scan_in_processes_equals_scan_here(
 ) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
-    monkeypatch.setattr(scan, "WORTH_PROCESSES", 1)
-    monkeypatch.setattr(scan, "CHUNK", 16)
+    monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(dataset, "CHUNK", 16)
     more = ("data.max_bad_row_ratio=0.5", "data.filter_overlong_prompts_workers=2")
     there = open_rows(tmp_path, rows, tokenizer, *more, name="x.parquet")
     assert there.report == here.report and there.bad_rows == here.bad_rows

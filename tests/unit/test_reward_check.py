@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl.reward.check import main, reward_check
-from verl.reward.reference import reference_answers
+from verl.reward.precheck import reference_responses
 
 
 def rows(count: int = 12, source: str = "openai/gsm8k", truth: Any = None) -> list[dict[str, Any]]:
@@ -84,10 +84,10 @@ def test_parquet_and_the_plain_format(tmp_path: Path, data: Any) -> None:
     [
         ("return float(f'#### {ground_truth}' in solution_str)", "^ok$"),
         ("return float(solution_str == ground_truth)", "^ok$"),
-        ("return 0.0", "the reference answer scores low on 6 of 6 rows"),
-        ("return 1.0", "a wrong answer scores high on 6 rows: 'empty'"),
-        ("return float(not solution_str or ground_truth in solution_str)", "a wrong answer scores high on 6 rows: 'empty'"),
-        ("return float(solution_str.strip() != '' and len(solution_str) < 30)", "wrong answer scores high.*another row"),
+        ("return 0.0", "the reference scores low on 6 of 6 rows"),
+        ("return 1.0", "a wrong response scores high on 6 rows: 'empty'"),
+        ("return float(not solution_str or ground_truth in solution_str)", "a wrong response scores high on 6 rows: 'empty'"),
+        ("return float(solution_str.strip() != '' and len(solution_str) < 30)", "wrong response scores high.*another row"),
         ("return float(solution_str == ground_truth) if solution_str else None", "6 of 6 calls on 'empty' failed.*None"),
         ("return {'banana': 1/0}.get(solution_str, 0) if solution_str == 'banana' else float(solution_str == ground_truth)",
          "calls on 'one word' failed; row 0: it raised ZeroDivisionError.*reward.py.*line 3"),
@@ -119,16 +119,16 @@ def test_a_source_without_a_rule_and_bad_rows_are_said(data: Any) -> None:
     assert all(t.prompt.data_source == "openai/gsm8k" for t in report.trials)
 
 
-def test_reference_answers_are_in_the_form_the_rule_wants() -> None:
-    assert reference_answers("openai/gsm8k", 72, {"answer": "x #### 72"}) == [
+def test_references_are_in_the_form_the_rule_wants() -> None:
+    assert reference_responses("openai/gsm8k", 72, {"answer": "x #### 72"}) == [
         ("ground truth", "#### 72"),
         ("extra_info.answer", "x #### 72"),
     ]
-    custom = reference_answers("openai/gsm8k", 72, None, built_in=False)
+    custom = reference_responses("openai/gsm8k", 72, None, built_in=False)
     assert custom == [("ground truth", "72"), ("ground truth, as '#### …'", "#### 72")]
-    assert reference_answers("mine", "{x}", None) == [("ground truth", "{x}")]
-    assert reference_answers("lighteval/MATH", "{x}", {}) == [("ground truth", r"\boxed{{x}}")]
-    assert reference_answers("searchR1_nq", {"target": ["a", "b"]}, {})[0][1] == "<answer>a</answer>"
+    assert reference_responses("mine", "{x}", None) == [("ground truth", "{x}")]
+    assert reference_responses("lighteval/MATH", "{x}", {}) == [("ground truth", r"\boxed{{x}}")]
+    assert reference_responses("searchR1_nq", {"target": ["a", "b"]}, {})[0][1] == "<answer>a</answer>"
 
 
 def test_command_line(data: Any, reward: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_command_line(data: Any, reward: Any, capsys: pytest.CaptureFixture[str]
     assert "nothing looks wrong" in capsys.readouterr().out
     assert main([reward(good), path]) == 0
     assert main(["check", path, reward(bad)]) == 1
-    assert "wrong answer scores high" in capsys.readouterr().out
+    assert "wrong response scores high" in capsys.readouterr().out
     assert main(["--data", path, "--kwargs", '{"method": "flexible"}']) == 0
     capsys.readouterr()
 

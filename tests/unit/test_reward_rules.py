@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.reward import default_compute_score, gsm8k, known_sources
-from verl.reward import math as math_rule
-from verl.reward.boxed import last_boxed
+from verl.reward import default_compute_score, known_sources
 from verl.reward.errors import RewardLoadError, UnknownSource
-from verl.reward.registry import check_kwargs, rule_for, unsupported
+from verl.reward.rules import check_kwargs, gsm8k, rule_for, unsupported
+from verl.reward.rules import math as math_rule
+from verl.reward.rules.math import last_boxed
 
 GSM8K = Path(__file__).parents[2].parent / "shared/data/gsm8k/test.jsonl"
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.reward import default_compute_score, guard, verify
+from verl.reward import default_compute_score, worker
 from verl.reward.errors import VerifyFailed
+from verl.reward.rules import verify
 
 MATH = "lighteval/MATH"
 
@@ -83,7 +84,7 @@ def test_over_the_limit_is_failed_and_not_zero_and_the_next_one_works() -> None:
 def test_a_broken_parser_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     import math_verify
 
-    monkeypatch.setattr(guard, "_announce", lambda seconds, what: None)
+    monkeypatch.setattr(worker, "_announce", lambda seconds, what: None)
     monkeypatch.setattr(verify, "_ready", False)
     monkeypatch.setattr(math_verify, "parse", lambda *a, **k: [])
     with pytest.raises(VerifyFailed, match="does not work in this environment"):
@@ -96,7 +97,7 @@ def test_an_error_inside_math_verify_is_raised(monkeypatch: pytest.MonkeyPatch) 
     def broken(*args: object, **kwargs: object) -> bool:
         raise TypeError("cannot compare")
 
-    monkeypatch.setattr(guard, "_announce", lambda seconds, what: None)
+    monkeypatch.setattr(worker, "_announce", lambda seconds, what: None)
     assert verify.equal("0.5", r"\frac12")
     monkeypatch.setattr(math_verify, "verify", broken)
     with pytest.raises(VerifyFailed, match="cannot compare"):
@@ -105,10 +106,10 @@ def test_an_error_inside_math_verify_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_section_is_announced_and_closed_and_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[float | None] = []
-    monkeypatch.setattr(guard, "_announce", lambda seconds, what: said.append(seconds))
+    monkeypatch.setattr(worker, "_announce", lambda seconds, what: said.append(seconds))
 
     def work() -> None:
-        with guard.section(3.0, "x"):
+        with worker.section(3.0, "x"):
             time.sleep(0.005)
 
     threads = [threading.Thread(target=work) for _ in range(5)]
@@ -117,11 +118,11 @@ def test_a_section_is_announced_and_closed_and_taken_in_turns(monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert said == [3.0, None] * 5
-    with pytest.raises(KeyError), guard.section(3.0, "x"):
+    with pytest.raises(KeyError), worker.section(3.0, "x"):
         raise KeyError
     assert said[-1] is None
-    monkeypatch.setattr(guard, "_announce", None)
-    with pytest.raises(RuntimeError), guard.section(1.0, "x"):
+    monkeypatch.setattr(worker, "_announce", None)
+    with pytest.raises(RuntimeError), worker.section(1.0, "x"):
         pass
 
 

@@ -15,7 +15,8 @@ import stat
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+# A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there.
 IN_MEMORY_BYTES = 256 * 2**20
-"""A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there."""
 
 
 class DataError(UserError):
@@ -71,7 +72,7 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
     in /dev/shm. Raises DataError for a missing file, a directory, or a protocol that cannot be read.
     """
     if is_remote(path):
-        local = _fetch(path, Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf")))
+        local = _fetch(path, cache_dir)
     else:
         local = Path(os.path.expandvars(path.removeprefix("file://"))).expanduser()
     if local.is_dir():
@@ -82,13 +83,16 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
         raise DataError(_missing(path, local))
     shm = Path("/dev/shm")
     if use_shm and shm.is_dir() and shm not in local.parents:
-        key = hashlib.sha256(str(local.resolve()).encode()).hexdigest()[:16]
-        local = _copy_once(local, _private(shm) / f"{key}-{local.name}")
+        copy = _cached(str(_private(shm)), str(local.resolve()), local.name)
+        if not copy.exists() or copy.stat().st_size != local.stat().st_size:
+            with written_whole(copy) as beside:
+                shutil.copyfile(local, beside)
+        return copy
     return local
 
 
 def _private(shared: Path) -> Path:
-    """This user's own folder in one that everybody may write to. DataError if somebody else has made it."""
+    """This user's own folder in one that all users may write to. DataError if it belongs to another user."""
     folder = shared / f"verl-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -100,46 +104,54 @@ def _private(shared: Path) -> Path:
 
 
 def _missing(path: str, local: Path) -> str:
-    folder = next((p for p in local.parents if p.is_dir()), Path("/"))
-    if folder != local.parent:
+    if not local.parent.is_dir():
         return (
             f"{path}: no such file (the folder {local.parent} does not exist); `verl prepare` makes data sets"
         )
-    names = [p.name for p in folder.iterdir() if p.suffix in _READERS]
-    close = difflib.get_close_matches(local.name, names, n=1, cutoff=0.4) or sorted(names)[:3]
-    return f"{path}: no such file" + (f"; in that folder: {', '.join(close)}" if close else "")
+    return f"{path}: no such file{files_beside(local, tuple(_READERS))}"
 
 
-def _copy_once(source: Path, target: Path) -> Path:
-    if not target.exists() or target.stat().st_size != source.stat().st_size:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        shutil.copyfile(source, beside)
+def files_beside(path: Path, suffixes: tuple[str, ...]) -> str:
+    """For messages about a file that is missing: the names like its own in its folder, else the first ones."""
+    names = sorted(p.name for p in path.parent.glob("*") if p.suffix in suffixes)
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
+    return f"; in that folder: {', '.join(close)}" if close else ""
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """A path beside `target`, which takes its place once the block has written it, and is removed if it fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield beside
         beside.replace(target)
-    return target
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def _fetch(url: str, cache: Path) -> Path:
+def _cached(cache_dir: str | None, key: str, name: str) -> Path:
+    cache = Path(os.path.expanduser(cache_dir or "~/.cache/verl/rlhf"))
+    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{name}"
+
+
+def _fetch(url: str, cache_dir: str | None) -> Path:
     import fsspec
 
-    protocol = url.split("://", 1)[0]
-    name = url.split("?", 1)[0].rsplit("/", 1)[-1]
-    target = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
+    protocol, rest = url.split("://", 1)
+    target = _cached(cache_dir, url, rest.split("?", 1)[0].rsplit("/", 1)[-1])
     try:
         system, remote = fsspec.core.url_to_fs(url)
         size = system.info(remote).get("size")
-        if target.exists() and size in (None, target.stat().st_size):
-            return target
-        cache.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        system.get_file(remote, str(beside))
-        beside.replace(target)
+        if not (target.exists() and size in (None, target.stat().st_size)):
+            with written_whole(target) as beside:
+                system.get_file(remote, str(beside))
     except ImportError as error:
         raise DataError(f"{url}: {protocol}:// cannot be read here: {error}") from error
     except FileNotFoundError as error:
         raise DataError(f"{url}: no such remote file") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{url}: copying it to {cache} (data.cache_dir) failed: {error}") from error
+        raise DataError(f"{url}: copying it to {target.parent} (data.cache_dir) failed: {error}") from error
     return target
 
 
@@ -230,90 +242,58 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        stat = self.local.stat()
-        key = hashlib.sha256(f"{self.local.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()
-        cache = Path(os.path.expanduser(self._cache_dir or "~/.cache/verl/rlhf"))
-        target = cache / f"{key[:16]}-{self.local.stem}.arrow"
+        facts = self.local.stat()
+        key = f"{self.local.resolve()}|{facts.st_size}|{facts.st_mtime_ns}"
+        target = _cached(self._cache_dir, key, f"{self.local.stem}.arrow")
         if not target.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
             source = pq.ParquetFile(self.local)
-            with pa.OSFile(str(beside), "wb") as sink, pa.ipc.new_file(sink, source.schema_arrow) as writer:
+            with (
+                written_whole(target) as beside,
+                pa.OSFile(str(beside), "wb") as sink,
+                pa.ipc.new_file(sink, source.schema_arrow) as writer,
+            ):
                 for batch in source.iter_batches(batch_size=1024):
                     writer.write_batch(batch)
-            beside.replace(target)
         return target
 
 
-class JsonLinesFile(RowFile):
-    """One JSON object per line; blank lines are not rows. The positions of the lines are kept, not the rows."""
+class JsonFile(RowFile):
+    """A JSON array of objects, or one JSON object per line (blank lines are not rows); held in memory as text."""
 
     def __init__(self, path: str, local: Path, cache_dir: str | None = None):
         super().__init__(path, local)
-        self._spans: list[tuple[int, int]] = []
-        self._strings: dict[str, bool] = {}
-        position = 0
-        with local.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    self._note(self._parse(line, number))
-                    self._spans.append((position, len(line)))
-                position += len(line)
-        self.columns = list(self._strings)
-
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{self.path}: line {number} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{self.path}: line {number} is a JSON {type(value).__name__}, not an object")
-        return value
-
-    def _note(self, value: dict[str, Any]) -> None:
-        for name, cell in value.items():
-            if cell is not None and not self._strings.get(name, False):
-                self._strings[name] = isinstance(cell, str)
-            self._strings.setdefault(name, False)
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def is_string(self, column: str) -> bool:
-        return self._strings.get(column, False)
-
-    def row(self, number: int) -> dict[str, Any]:
-        start, size = self._spans[number]
-        with self.local.open("rb") as file:
-            file.seek(start)
-            value = self._parse(file.read(size), number + 1)
-        return {name: value.get(name) for name in self.columns}
-
-
-class JsonArrayFile(RowFile):
-    """A JSON array of objects, held in memory. A .json file that does not start with `[` is read as lines."""
-
-    def __init__(self, path: str, local: Path, cache_dir: str | None = None):
-        super().__init__(path, local)
-        try:
-            values = json.loads(local.read_bytes())
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}") from error
-        for number, value in enumerate(values):
+        content = local.read_bytes()
+        if local.suffix.lower() == ".json" and content[:1024].lstrip()[:1] == b"[":
+            numbered = [
+                (f"element {i}", json.dumps(v).encode())
+                for i, v in enumerate(self._parse("the file", content))
+            ]
+        else:
+            numbered = [(f"line {i}", line) for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        self._rows = [text for _, text in numbered]
+        strings: dict[str, bool] = {}
+        for where, text in numbered:
+            value = self._parse(where, text)
             if not isinstance(value, dict):
-                raise DataError(f"{path}: element {number} is a JSON {type(value).__name__}, not an object")
-        self.columns = list(dict.fromkeys(name for value in values for name in value))
-        self._rows: list[dict[str, Any]] = values
+                raise DataError(f"{path}: {where} is a JSON {type(value).__name__}, not an object")
+            for name, cell in value.items():
+                strings[name] = strings.get(name, False) or isinstance(cell, str)
+        self.columns, self._strings = list(strings), strings
+
+    def _parse(self, where: str, text: str | bytes) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{self.path}: {where} is not JSON: {error}") from error
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def is_string(self, column: str) -> bool:
-        cells = (row.get(column) for row in self._rows)
-        return isinstance(next((c for c in cells if c is not None), None), str)
+        return self._strings.get(column, False)
 
     def row(self, number: int) -> dict[str, Any]:
-        value = json.loads(json.dumps(self._rows[number]))
+        value = json.loads(self._rows[number])
         return {name: value.get(name) for name in self.columns}
 
 
@@ -330,9 +310,9 @@ def _looks_like(local: Path) -> str:
 
 _READERS: dict[str, Any] = {
     ".parquet": ParquetFile,
-    ".jsonl": JsonLinesFile,
-    ".ndjson": JsonLinesFile,
-    ".json": JsonArrayFile,
+    ".jsonl": JsonFile,
+    ".ndjson": JsonFile,
+    ".json": JsonFile,
 }
 
 
@@ -344,12 +324,7 @@ def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False)
         raise DataError(f"{path}: unknown kind of file {suffix!r}; known: {', '.join(_READERS)}")
     if local.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty (0 bytes)")
-    reader = _READERS[suffix]
-    if suffix == ".json":
-        with local.open("rb") as file:
-            if file.read(1024).lstrip()[:1] != b"[":
-                reader = JsonLinesFile
-    found: RowFile = reader(path, local, cache_dir)
+    found: RowFile = _READERS[suffix](path, local, cache_dir)
     if len(found) == 0:
         raise DataError(f"{path}: the file has no rows")
     return found
@@ -369,6 +344,7 @@ class RowFiles:
         if not paths:
             raise DataError("no data file is named; set data.train_files (or data.val_files)")
         self.files = [open_file(str(path), cache_dir, use_shm=use_shm) for path in paths]
+        self.paths = [file.path for file in self.files]
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
         self._starts = [0]
         for file in self.files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl.data.files import DataError, nearest
+from verl.data.files import DataError, files_beside, nearest
 
 
 def load_module(module_path: str) -> ModuleType:
@@ -27,8 +26,11 @@ def load_module(module_path: str) -> ModuleType:
     path = Path(os.path.expandvars(module_path.removeprefix("file://"))).expanduser()
     if not path.exists() and path.suffix != ".py" and "/" not in module_path:
         return _import(module_path, module_path)
+    if path.is_dir():
+        raise DataError(f"{module_path}: a directory; name the file in it")
     if not path.is_file():
-        raise DataError(_no_file(module_path, path))
+        beside = files_beside(path, (".py",))
+        raise DataError(f"{module_path}: no such file (looked at {path.absolute()}){beside}")
     path = path.resolve()
     name = f"verl_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -46,14 +48,6 @@ def load_module(module_path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _no_file(written: str, path: Path) -> str:
-    if path.is_dir():
-        return f"{written}: a directory; name the file in it"
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
-    beside = f"; beside it: {', '.join(near)}" if near else ""
-    return f"{written}: no such file (looked at {path.absolute()}){beside}"
 
 
 def _import(name: str, written: str) -> ModuleType:

@@ -10,17 +10,7 @@ import numpy as np
 
 from verl.data.chat import BadRow, as_messages
 from verl.data.files import DataError, RowFiles
-from verl.data.sft import SFTDataset as MultiTurnSFTDataset
-
-__all__ = [
-    "AbstractCurriculumSampler",
-    "AbstractDataGenerator",
-    "AbstractSampler",
-    "CustomRows",
-    "MultiTurnSFTDataset",
-    "RLHFDataset",
-    "collate_fn",
-]
+from verl.data.load_object import load_extern_object
 
 
 class RLHFDataset:
@@ -124,13 +114,11 @@ class CustomRows:
 
     def __init__(self, dataset: Any, name: str):
         self.dataset = dataset
-        self.name = name
+        self.paths = [name]
 
     @classmethod
     def load(cls, files: str | Sequence[str], config: Any, tokenizer: Any, split: str) -> CustomRows:
         """Build `data.custom_cls` over the files of a split."""
-        from verl.data.load_object import load_extern_object
-
         data = config.data
         if not data.custom_cls.name:
             raise DataError(f"data.custom_cls.path={data.custom_cls.path} needs data.custom_cls.name=CLASS")
@@ -158,9 +146,10 @@ class CustomRows:
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows start..stop−1; a row that raised holds only `row_error`, which makes it a bad row."""
-        return [self._row(index) for index in range(start, stop)]
+        return [self.row(index) for index in range(start, stop)]
 
-    def _row(self, index: int) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`."""
         try:
             row = dict(self.dataset[index])
         except BadRow as bad:

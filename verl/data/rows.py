@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from verl.data.chat import BadRow
 from verl.data.files import DataError, RowFile, absent_column, nearest, notice
+from verl.trajectory import Prompt
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
@@ -59,6 +62,20 @@ class RowFields:
     extra_info: dict[str, Any]
     agent_name: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+
+    def prompt(self, uid: str, ids: np.ndarray, messages: Any, **place: Any) -> Prompt:
+        """The row as a Prompt; `place`: file, row, epoch."""
+        return Prompt(
+            uid=uid,
+            ids=ids,
+            messages=messages,
+            data_source=self.data_source,
+            ground_truth=self.ground_truth,
+            extra_info=self.extra_info,
+            agent_name=self.agent_name,
+            columns=self.columns,
+            **place,
+        )
 
 
 def is_plain(file: RowFile, rules: RowRules) -> bool:
@@ -131,6 +148,11 @@ def check_plain_truth(path: str, responses: Iterable[Any], rules: RowRules) -> N
         "`python3 examples/data_preprocess/gsm8k.py --local_dataset_path DIR` (data with answers), or "
         "custom_reward_function.path=FILE.py (your own scoring)"
     )
+
+
+def fields_of(row: Mapping[str, Any], number: int, plain: bool, rules: RowRules) -> RowFields:
+    """Row `number` of a file in its format. Raises BadRow."""
+    return plain_row(row, number, rules) if plain else chat_row(row, rules)
 
 
 def plain_row(row: Mapping[str, Any], number: int, rules: RowRules) -> RowFields:

@@ -7,31 +7,16 @@ Without a custom sampler the order is a function of (seed, epoch) alone, and a p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-import numpy as np
+from functools import lru_cache, partial
+from typing import Any
 
 from verl.data.chat import BadRow
 from verl.data.files import DataError, notice
 from verl.trajectory import Prompt
 
 
-class Prompts(Protocol):
-    """What a stream draws from: `PromptDataset`, or anything like it."""
-
-    def __len__(self) -> int: ...
-
-    def order(self, *, seed: int, shuffle: bool, epoch: int = 0) -> np.ndarray:
-        """Row numbers in the order of an epoch."""
-        ...
-
-    def prompt(self, row: int, epoch: int = 0) -> Prompt:
-        """Row number `row` as a Prompt; raises BadRow if it cannot be used after all."""
-        ...
-
-
 class PromptStream:
-    """Draws prompts epoch after epoch.
+    """Draws prompts of a dataset (`PromptDataset`, or anything with its `len`, `order` and `prompt`), epoch after epoch.
 
     A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
     asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
@@ -40,18 +25,17 @@ class PromptStream:
     it `learns` from the batches trained.
     """
 
-    def __init__(self, dataset: Prompts, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
+    def __init__(self, dataset: Any, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
         self.dataset = dataset
         self.batch_size = batch_size
-        self._source: _Seeded | _Sampled = (
+        self._order: _Seeded | _Sampled = (
             _Seeded(dataset, seed, shuffle) if sampler is None else _Sampled(sampler, len(dataset))
         )
+        self._sampler = sampler
         self.learns = hasattr(sampler, "update")
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []
-        if batch_size < 1:
-            raise DataError(f"data.train_batch_size={batch_size}: at least one prompt a step is needed")
         if self.rows_per_epoch < batch_size:
             raise DataError(
                 f"{self.rows_per_epoch} usable rows are fewer than data.train_batch_size={batch_size}: lower the "
@@ -61,7 +45,7 @@ class PromptStream:
     @property
     def rows_per_epoch(self) -> int:
         """Prompts that an epoch offers."""
-        return self._source.size
+        return len(self._sampler if hasattr(self._sampler, "__len__") else self.dataset)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,12 +62,12 @@ class PromptStream:
         n = self.batch_size if n is None else n
         if not cross and n > self.rows_per_epoch:
             raise DataError(f"{n} prompts are asked for at once, an epoch has {self.rows_per_epoch}")
-        if not cross and self._source.left(self.epoch, self.offset) < n:
+        if not cross and self.rows_per_epoch - self.offset < n:
             self._next_epoch()
         out: list[Prompt] = []
         failed = 0
         while len(out) < n:
-            row = self._source.at(self.epoch, self.offset)
+            row = self._order.at(self.epoch, self.offset)
             if row is None:
                 if self.offset == 0:
                     raise DataError("the custom sampler gives no row at all (data.sampler.class_path)")
@@ -96,7 +80,9 @@ class PromptStream:
                 failed += 1
                 self._skip(row, bad, failed)
                 continue
-            prompt.uid = self._source.uid(prompt.uid, self.offset - 1)
+            if self._sampler is not None:
+                # A sampler may give a row twice in an epoch; the place in the order keeps the groups apart.
+                prompt.uid = f"{prompt.uid}+{self.offset - 1}"
             out.append(prompt)
             failed = 0
         return out
@@ -114,51 +100,34 @@ class PromptStream:
 
     def update(self, batch: Any) -> None:
         """End of a training step: a curriculum sampler learns from the batch; nothing otherwise."""
-        self._source.update(batch)
+        if self.learns:
+            self._sampler.update(batch=batch)
 
     def state(self) -> dict[str, Any]:
         """The position: {"epoch", "offset"}; with a custom sampler also what it gave and its own state."""
-        return {"epoch": self.epoch, "offset": self.offset} | self._source.state()
+        return {"epoch": self.epoch, "offset": self.offset} | self._order.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a position that `state` gave."""
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
-        self._source.load(state)
+        self._order.load(state)
 
 
 class _Seeded:
     """Order of an epoch = f(seed, epoch)."""
 
-    def __init__(self, dataset: Prompts, seed: int, shuffle: bool):
-        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
-        self._order: tuple[int, np.ndarray] | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self._dataset)
-
-    def _of(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._dataset.order(seed=self._seed, shuffle=self._shuffle, epoch=epoch))
-        return self._order[1]
-
-    def left(self, epoch: int, offset: int) -> int:
-        return self.size - offset
+    def __init__(self, dataset: Any, seed: int, shuffle: bool):
+        self._of = lru_cache(1)(partial(dataset.order, seed=seed, shuffle=shuffle))
 
     def at(self, epoch: int, offset: int) -> int | None:
-        return int(self._of(epoch)[offset]) if offset < self.size else None
-
-    def update(self, batch: Any) -> None:
-        """A seeded order does not learn."""
-
-    def uid(self, uid: str, offset: int) -> str:
-        return uid
+        order = self._of(epoch=epoch)
+        return int(order[offset]) if offset < len(order) else None
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._order = None
+        """Nothing to restore: the position is all."""
 
 
 class _Sampled:
@@ -173,13 +142,6 @@ class _Sampled:
         self._rows = rows
         self._drawn: list[int] = []
         self._iterator: Iterator[Any] = iter(())
-
-    @property
-    def size(self) -> int:
-        return len(self._sampler) if hasattr(self._sampler, "__len__") else self._rows
-
-    def left(self, epoch: int, offset: int) -> int:
-        return self.size - offset
 
     def at(self, epoch: int, offset: int) -> int | None:
         if epoch >= len(self._drawn):
@@ -200,14 +162,6 @@ class _Sampled:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         self._iterator = iter(self._sampler)
-
-    def uid(self, uid: str, offset: int) -> str:
-        """A sampler may give a row twice in an epoch; the place in the order keeps the groups apart."""
-        return f"{uid}+{offset}"
-
-    def update(self, batch: Any) -> None:
-        if hasattr(self._sampler, "update"):
-            self._sampler.update(batch=batch)
 
     def state(self) -> dict[str, Any]:
         if hasattr(self._sampler, "state_dict"):

@@ -1,26 +1,35 @@
-"""`verl reward check`: does a reward function tell right answers from wrong ones on this data?
+"""`verl reward check`: does a reward function tell right responses from wrong ones on this data?
 
-On a sample of rows it scores the reference answers, an empty answer, another row's answer, garbage and hostile
-text, and says what looks wrong. Nothing here needs a model, and torch is not imported.
+On a sample of rows it scores the reference, an empty response, another row's reference, garbage and hostile text, and
+says what looks wrong. Nothing here needs a model, and torch is not imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from verl.errors import UserError
-from verl.reward.gsm8k import clean_number, same_number
 from verl.reward.outcome import Outcome
 from verl.reward.pool import FunctionSpec
-from verl.reward.reference import GARBAGE, HOSTILE, forms, reference_answers, rule_or_none, truth_text
-from verl.reward.registry import unsupported
+from verl.reward.precheck import (
+    GARBAGE,
+    HOSTILE,
+    forms,
+    reference_responses,
+    rule_or_none,
+    short,
+    truth_text,
+)
+from verl.reward.rules import unsupported
+from verl.reward.rules.gsm8k import clean_number, same_number
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Prompt
@@ -28,18 +37,23 @@ from verl.trajectory import Prompt
 HOSTILE_ROWS = 3
 SLOW = 1.0
 SLOW_HOSTILE = 5.0
-OTHER = "another row's answer"
+OTHER = "another row's reference"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One answer to one row. `kind`: reference, empty, other, garbage or hostile."""
+    """One response to one row. `kind`: reference, empty, other, garbage or hostile."""
 
     kind: str
     label: str
     prompt: Prompt
-    answer: str
+    response: str
     outcome: Outcome
+
+    @property
+    def score(self) -> float:
+        """Its score; 0 where scoring failed."""
+        return self.outcome.score or 0.0
 
 
 @dataclass(slots=True)
@@ -69,15 +83,13 @@ class Report:
         console.print(
             f"[bold]{escape(self.function)}[/] on {escape(self.data)}: {self.rows} of {self.total_rows} rows"
         )
-        table = Table("answer", "calls", "mean", "min", "max", "failed", "slowest", header_style="bold")
+        table = Table("response", "calls", "mean", "min", "max", "failed", "slowest", header_style="bold")
         for column in table.columns[1:]:
             column.justify = "right"
         for label, trials in _by_label(self.trials).items():
-            scores = [t.outcome.score for t in trials if t.outcome.score is not None]
+            scores = [t.score for t in trials if t.outcome.error is None]
             failed = len(trials) - len(scores)
-            numbers = (
-                [f"{x:.3g}" for x in (np.mean(scores), min(scores), max(scores))] if scores else ["–"] * 3
-            )
+            numbers = [f"{x:.3g}" for x in (np.mean(scores), min(scores), max(scores))] if scores else "–––"
             slowest = f"{max(t.outcome.seconds for t in trials):.3f} s"
             mark = f"[red]{failed}[/]" if failed else "0"
             table.add_row(escape(label), str(len(trials)), *numbers, mark, slowest)
@@ -101,7 +113,7 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
     from verl.data.chat import BadRow
     from verl.data.files import open_file
-    from verl.data.rows import RowRules, chat_row, check_columns, plain_row
+    from verl.data.rows import RowRules, check_columns, fields_of
 
     file = open_file(path)
     rules = RowRules(needs_truth=not custom)
@@ -110,24 +122,12 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     prompts, bad = [], []
     for number in numbers:
         try:
-            row = file.row(number)
-            fields = plain_row(row, number, rules) if plain else chat_row(row, rules)
+            fields = fields_of(file.row(number), number, plain, rules)
         except BadRow as error:
             bad.append(f"{path} row {number} cannot be used: {error}")
             continue
-        prompts.append(
-            Prompt(
-                uid=f"0:{number}@0",
-                ids=np.zeros(0, np.int64),
-                messages=fields.cell,
-                data_source=fields.data_source,
-                ground_truth=fields.ground_truth,
-                extra_info=fields.extra_info,
-                file=path,
-                row=number,
-                columns=fields.columns,
-            )
-        )
+        uid, no_ids = f"0:{number}@0", np.zeros(0, np.int64)
+        prompts.append(fields.prompt(uid, no_ids, fields.cell, file=path, row=number))
     return prompts, len(file), bad
 
 
@@ -162,27 +162,35 @@ def reward_check(
 
 async def _try_all(runner: RewardRunner, prompts: Sequence[Prompt]) -> list[Trial]:
     built_in = runner.settings.function.path is None
-    planned: list[tuple[str, str, Prompt, str]] = []
-    for i, prompt in enumerate(prompts):
-        references = reference_answers(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
-        for label, text in references:
-            planned.append(("reference", label, prompt, text))
-        planned.append(("empty", "empty", prompt, ""))
-        planned += [("other", OTHER + label, prompt, text) for label, text in _another(prompts, i, built_in)]
-        planned += [("garbage", label, prompt, text) for label, text in GARBAGE]
-        if i < HOSTILE_ROWS:
-            planned += [("hostile", label, prompt, text) for label, text in HOSTILE]
+    planned = [plan for i in range(len(prompts)) for plan in _plan(prompts, i, built_in)]
     outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for _, _, prompt, text in planned))
     return [Trial(*plan, outcome) for plan, outcome in zip(planned, outcomes, strict=True)]
 
 
+def _plan(prompts: Sequence[Prompt], i: int, built_in: bool) -> Iterator[tuple[str, str, Prompt, str]]:
+    """What to try on row i."""
+    prompt = prompts[i]
+    right = reference_responses(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
+    other = [(OTHER + label, text) for label, text in _another(prompts, i, built_in)]
+    hostile = HOSTILE if i < HOSTILE_ROWS else ()
+    kinds = (
+        ("reference", right),
+        ("empty", [("empty", "")]),
+        ("other", other),
+        ("garbage", GARBAGE),
+        ("hostile", hostile),
+    )
+    for kind, texts in kinds:
+        for label, text in texts:
+            yield kind, label, prompt, text
+
+
 def _another(prompts: Sequence[Prompt], i: int, built_in: bool) -> list[tuple[str, str]]:
-    """The right answer to another row of the same source whose truth differs, in each of its forms."""
-    mine = truth_text(prompts[i].ground_truth)
-    for k in range(1, len(prompts)):
-        prompt = prompts[(i + k) % len(prompts)]
+    """The reference of another row of the same source whose truth differs, in each of its forms."""
+    mine = clean_number(truth_text(prompts[i].ground_truth)).lower()
+    for prompt in [*prompts[i + 1 :], *prompts[:i]]:
         truth = truth_text(prompt.ground_truth)
-        different = truth and not same_number(clean_number(truth).lower(), clean_number(mine).lower())
+        different = truth and not same_number(clean_number(truth).lower(), mine)
         if prompt.data_source == prompts[i].data_source and different:
             return forms(prompt.data_source, truth, built_in)
     return []
@@ -197,113 +205,82 @@ def _judge(report: Report, built_in: bool) -> None:
         slow = [t for t in trials if t.outcome.error is None and t.outcome.seconds > limit]
         if slow:
             worst = max(slow, key=lambda t: t.outcome.seconds)
-            seconds = worst.outcome.seconds
             report.problems.append(
-                f"slow: {len(slow)} of {len(trials)} calls on {label!r} took over {limit:g} s (row {worst.prompt.row}: {seconds:.1f} s)"
+                f"slow: {len(slow)} of {len(trials)} calls on {label!r} took over {limit:g} s "
+                f"(row {worst.prompt.row}: {worst.outcome.seconds:.1f} s)"
             )
     _judge_scores(report, built_in)
+    if all(trial.kind != "reference" for trial in report.trials):
+        report.notes.append("no row has a reference: right responses could not be tried")
 
 
 def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
     first = failed[0]
-    frames = [
-        line.strip() for line in first.outcome.traceback.splitlines() if line.strip().startswith("File ")
-    ]
+    lines = [line.strip() for line in first.outcome.traceback.splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
     at = f" ({frames[-1]})" if frames else ""
     return f"{len(failed)} of {total} calls on {label!r} failed; row {first.prompt.row}: {first.outcome.error}{at}"
 
 
 def _judge_scores(report: Report, built_in: bool) -> None:
-    """Compare, row by row, what the reference earns with what every wrong answer earns."""
+    """Compare, row by row, what the reference earns with what every wrong response earns."""
     rows: dict[str, list[Trial]] = {}
     for trial in report.trials:
-        if trial.outcome.score is not None:
+        if trial.outcome.error is None:
             rows.setdefault(trial.prompt.uid, []).append(trial)
     low: list[tuple[Trial, float]] = []
     high: dict[str, list[tuple[Trial, float]]] = {}
     for trials in rows.values():
-        right = [t for t in trials if t.kind == "reference" and t.answer.strip()]
+        right = [t for t in trials if t.kind == "reference" and t.response.strip()]
         wrong = [t for t in trials if t.kind != "reference"]
         if not right or not wrong:
             continue
-        best = max(right, key=lambda t: _score(t))
-        bar = max(_score(t) for t in wrong)
-        expected = 1.0 if built_in else None
-        if (expected is not None and _score(best) < expected - 1e-9) or _score(best) <= min(bar, 0.0):
+        best = max(right, key=lambda t: t.score)
+        bar = max(t.score for t in wrong)
+        if best.score <= min(bar, 0.0) or (built_in and best.score < 1.0 - 1e-9):
             low.append((best, bar))
             continue
         for t in wrong:
-            if _score(t) >= _score(best):
-                high.setdefault(t.label, []).append((t, _score(best)))
+            if t.score >= best.score:
+                high.setdefault(t.label, []).append((t, best.score))
     if low:
         trial, bar = low[0]
         report.problems.append(
-            f"the reference answer scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
-            f"{trial.label} {_short(trial.answer)} earns {_score(trial):g}, the best wrong answer {bar:g}"
+            f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
+            f"{trial.label} {short(trial.response)} earns {trial.score:g}, the best wrong response {bar:g}"
         )
     for label, found in high.items():
         trial, score = found[0]
         report.problems.append(
-            f"a wrong answer scores high on {len(found)} rows: {label!r} {_short(trial.answer)} earns "
-            f"{_score(trial):g} on row {trial.prompt.row}, where the reference earns {score:g}"
+            f"a wrong response scores high on {len(found)} rows: {label!r} {short(trial.response)} earns "
+            f"{trial.score:g} on row {trial.prompt.row}, where the reference earns {score:g}"
         )
-    _note_references(report)
-
-
-def _note_references(report: Report) -> None:
-    labels = {k: v for k, v in _by_label(report.trials).items() if v[0].kind == "reference"}
-    means = {k: np.mean([t.outcome.score or 0.0 for t in v]) for k, v in labels.items()}
-    best = max(means.values(), default=0.0)
-    for label, mean in means.items():
-        if mean < best - 1e-9:
-            example = min(labels[label], key=lambda t: t.outcome.score or 0.0)
-            report.notes.append(
-                f"{label} earns {mean:.3g} on average, less than the best form of the reference ({best:.3g}); "
-                f"row {example.prompt.row}: {_short(example.answer[-60:])}"
-            )
-    if not labels:
-        report.notes.append("no row has a reference answer: right answers could not be tried")
-
-
-def _score(trial: Trial) -> float:
-    assert trial.outcome.score is not None
-    return trial.outcome.score
-
-
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return repr(flat if len(flat) <= 60 else flat[:57] + "...")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl reward check",
-        description="Try a reward function on rows of a data file: reference answers, empty, garbage, hostile text.",
+        description="Try a reward function on rows of a data file: the reference, empty, garbage, hostile text.",
     )
-    parser.add_argument(
-        "paths", nargs="*", metavar="FILE", help="reward file (.py or pkg://module) and data file"
-    )
-    parser.add_argument("--data", help="data file: parquet, json or jsonl")
-    parser.add_argument(
-        "--reward", help="file.py or pkg://module; without it the built-in rules by data_source"
-    )
-    parser.add_argument(
-        "--name", default="compute_score", help="name of the function (default: compute_score)"
-    )
-    parser.add_argument("--samples", type=int, default=32, help="rows to try (default: 32)")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
-    parser.add_argument("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="FILE", help="reward file (.py or pkg://module) and data file")
+    add("--data", help="data file: parquet, json or jsonl")
+    add("--reward", help="file.py or pkg://module; without it the built-in rules by data_source")
+    add("--name", default="compute_score", help="name of the function (default: compute_score)")
+    add("--samples", type=int, default=32, help="rows to try (default: 32)")
+    add("--timeout", type=float, default=30.0, help="seconds for one call (default: 30)")
+    add("--kwargs", default="{}", help="JSON object: custom_reward_function.reward_kwargs")
     return parser
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
-    args = parser.parse_args(list(argv)[1:] if list(argv)[:1] == ["check"] else list(argv))
+    args = parser.parse_args(argv[1:] if argv[:1] == ["check"] else argv)
     for path in args.paths:
-        is_reward = path.endswith(".py") or path.startswith("pkg://")
-        if getattr(args, "reward" if is_reward else "data"):
-            parser.error(f"two {'reward' if is_reward else 'data'} files are named: {path} is the second")
-        setattr(args, "reward" if is_reward else "data", path)
+        kind = "reward" if path.endswith(".py") or path.startswith("pkg://") else "data"
+        if getattr(args, kind):
+            parser.error(f"two {kind} files are named: {path} is the second")
+        setattr(args, kind, path)
     if not args.data:
         parser.error("name a data file: verl reward check --data train.parquet [--reward file.py]")
     if args.samples < 1:
@@ -313,9 +290,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`verl reward check …`: 0 nothing looks wrong, 1 something does, 2 it could not be tried."""
-    import json
-
-    args = _arguments(sys.argv[1:] if argv is None else argv)
+    args = _arguments(sys.argv[1:] if argv is None else list(argv))
     try:
         kwargs = json.loads(args.kwargs)
         if not isinstance(kwargs, dict):
@@ -323,11 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = reward_check(
             args.data, args.reward, args.name, args.samples, timeout=args.timeout, reward_kwargs=kwargs
         )
-    except json.JSONDecodeError as error:
-        print(f"verl reward check: --kwargs is not JSON: {error}", file=sys.stderr)
-        return 2
-    except UserError as error:
-        print(f"verl reward check: {error}", file=sys.stderr)
+    except (UserError, json.JSONDecodeError) as error:
+        what = f"--kwargs is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        print(f"verl reward check: {what}", file=sys.stderr)
         return 2
     report.show()
     return 0 if report.ok else 1

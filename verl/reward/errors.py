@@ -22,7 +22,7 @@ class UnknownSource(RewardError, ValueError):
 
 
 class VerifyFailed(RewardError, RuntimeError):
-    """math-verify could not decide (time limit, crash, an error of its own): the answer is failed, not wrong."""
+    """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
 
 
 class RewardPrecheckError(UserError, RewardError, ValueError):
@@ -30,11 +30,4 @@ class RewardPrecheckError(UserError, RewardError, ValueError):
 
 
 class RewardErrorLimit(RewardError, UserError, RuntimeError):
-    """More answers of a step failed to score than `reward_model.max_error_ratio` allows.
-
-    `metrics` are the step's reward metrics, for whoever still wants to log them.
-    """
-
-    def __init__(self, message: str, metrics: dict[str, float] | None = None):
-        super().__init__(message)
-        self.metrics = dict(metrics or {})
+    """More responses of a step failed to score than `reward_model.max_error_ratio` allows."""

@@ -7,36 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.data.files import DataError
-from verl.data.load_object import load_module
+from verl.data.load_object import load_extern_object
 from verl.reward.errors import RewardLoadError
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of the module at `path` (`file.py`, `pkg://module`), imported once per process.
+def load_object(key: str, path: str, name: str) -> Any:
+    """The object `name` of `path` (`file.py`, `pkg://module`), which the configuration's `key` names.
 
-    RewardLoadError if there is no such module, or lists the functions found in it. What the module itself raises while
-    it is imported passes through.
+    RewardLoadError if there is none. What the module itself raises while it is imported passes through.
     """
     try:
-        module = load_module(path)
+        return load_extern_object(path, name)
     except DataError as error:
-        raise RewardLoadError(f"custom_reward_function.path={error}") from error
-    if not hasattr(module, name):
-        found = [
-            key
-            for key, value in vars(module).items()
-            if callable(value)
-            and not key.startswith("_")
-            and getattr(value, "__module__", None) == module.__name__
-        ]
-        listed = ", ".join(found[:20]) or "none"
-        raise RewardLoadError(
-            f"custom_reward_function.name={name}: {path} defines no {name!r}; functions found there: {listed}"
-        )
-    function = getattr(module, name)
+        raise RewardLoadError(f"{key}={error}") from error
+
+
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """The callable `name` of the module at `path`, imported once per process. RewardLoadError as `load_object`."""
+    function = load_object("custom_reward_function.path", path, name)
     if not callable(function):
         raise RewardLoadError(
             f"custom_reward_function.name={name}: in {path} this is a {type(function).__name__}, not a function"
@@ -59,36 +50,34 @@ def calling_style(
 
     `kwargs` are `custom_reward_function.reward_kwargs`. RewardLoadError shows the signature and what it lacks.
     """
-    names: Sequence[str] = MANY if batch else ONE
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return "keyword"  # a builtin or C function shows no signature; the first call will tell
-    try:
-        signature.bind(**dict.fromkeys(names), **kwargs)
+    names, others = (MANY, ONE) if batch else (ONE, MANY)
+    problem = _problem(signature, (), {**dict.fromkeys(names), **kwargs})
+    if problem is None:
         return "keyword"
-    except TypeError as error:
-        reason = str(error)
     if positional:
-        try:
-            signature.bind(*names, **kwargs)
+        problem = _problem(signature, names, kwargs)
+        if problem is None:
             return "positional"
-        except TypeError as error:
-            reason = str(error)
-    label = getattr(function, "__name__", type(function).__name__)
-    wanted = f"{label}({', '.join(names)}, **kwargs)"
     hint = ""
-    if batch and _binds(signature, ONE, kwargs):
-        hint = "; it takes one answer at a time: use reward_model.reward_manager=naive"
-    elif not batch and _binds(signature, MANY, kwargs):
-        hint = "; it takes a whole batch: use reward_model.reward_manager=batch"
+    if _problem(signature, (), {**dict.fromkeys(others), **kwargs}) is None:
+        takes, manager = ("one response at a time", "naive") if batch else ("a whole batch", "batch")
+        hint = f"; it takes {takes}: use reward_model.reward_manager={manager}"
+    label = getattr(function, "__name__", type(function).__name__)
     given = f" with reward_kwargs {', '.join(kwargs)}" if kwargs else ""
-    raise RewardLoadError(f"{label}{signature} cannot be called as {wanted}{given}: {reason}{hint}")
+    raise RewardLoadError(
+        f"{label}{signature} cannot be called as {label}({', '.join(names)}, **kwargs){given}: {problem}{hint}"
+    )
 
 
-def _binds(signature: inspect.Signature, names: Sequence[str], kwargs: Mapping[str, Any]) -> bool:
+def _problem(
+    signature: inspect.Signature, positional: Sequence[str], keywords: Mapping[str, Any]
+) -> str | None:
     try:
-        signature.bind(**dict.fromkeys(names), **kwargs)
-    except TypeError:
-        return False
-    return True
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None

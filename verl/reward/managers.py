@@ -1,17 +1,32 @@
-"""Names that plug-ins import: the registry of reward manager classes and their base.
+"""Managers of the user's own: the names that plug-ins import, and a class that scores rows in a scoring process.
 
-A manager decides what is called for an answer. The built-in ones are settings of `RewardRunner`, not classes;
-classes that plug-ins register are kept here and refused by name when a run asks for them (not in this release).
+    run: Trajectory ──row_of──→ plain values ──socket──→ process: DataProto ──→ manager.run_single │ manager(data)
+
+With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
+other is called with a whole batch and returns a reward tensor. Scores come back as those of a function do, under the same
+limits. Classes that plug-ins register by name are kept here; the configuration refuses them (not in this release). The
+built-in managers are settings of `RewardRunner`, not classes.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from verl.reward.settings import PER_ANSWER
+from verl.reward.errors import RewardLoadError
+from verl.reward.load import load_function, load_object
+from verl.reward.pool import FunctionSpec
 
+if TYPE_CHECKING:
+    from verl.data_proto import DataProto
+    from verl.trajectory import Trajectory
+
+KEY = "reward_manager"
+_PROMPT = ("uid", "ids", "messages", "data_source", "ground_truth", "columns")
+_RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
 _CLASSES: dict[str, type] = {}
 
 
@@ -19,11 +34,10 @@ def register(name: str) -> Callable[[type], type]:
     """Class decorator: make a manager known under a name. ValueError if another class has it."""
 
     def add(cls: type) -> type:
-        if _CLASSES.get(name, cls) is not cls:
+        if _CLASSES.setdefault(name, cls) is not cls:
             raise ValueError(
                 f"reward manager {name!r} is already registered by {_CLASSES[name].__qualname__}"
             )
-        _CLASSES[name] = cls
         return cls
 
     return add
@@ -32,16 +46,13 @@ def register(name: str) -> Callable[[type], type]:
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
     if name not in _CLASSES:
-        registered = ", ".join(sorted(_CLASSES)) or "none"
-        raise ValueError(
-            f"unknown reward manager: {name!r}. Registered classes: {registered}. Built in, without a class: "
-            f"{', '.join((*PER_ANSWER, 'batch'))} (verl.reward.RewardRunner)"
-        )
+        registered = ", ".join(sorted(_CLASSES)) or "none (the built-in managers are no classes)"
+        raise ValueError(f"unknown reward manager: {name!r}. Registered classes: {registered}")
     return _CLASSES[name]
 
 
 class RewardManagerBase(ABC):
-    """Base of managers that score one answer at a time."""
+    """Base of managers that score one response at a time."""
 
     def __init__(
         self, config: Any, tokenizer: Any, compute_score: Callable[..., Any] | None = None, **kwargs: Any
@@ -54,3 +65,150 @@ class RewardManagerBase(ABC):
     @abstractmethod
     async def run_single(self, data: Any) -> dict[str, Any]:
         """`{"reward_score": float, "reward_extra_info": dict}` for a DataProto of one row."""
+
+
+def load_class(path: str, name: str) -> type:
+    """The class `name` of `path` (`file.py` or `pkg://module`). RewardLoadError if there is none."""
+    found = load_object(f"{KEY}.module.path", path, name)
+    if not isinstance(found, type):
+        raise RewardLoadError(f"{KEY}.name={name}: in {path} this is a {type(found).__name__}, not a class")
+    if not (hasattr(found, "run_single") or "__call__" in dir(found)):
+        raise RewardLoadError(
+            f"{KEY}.name={name}: {path} defines it without run_single (one response at a time) and without __call__ "
+            "(a whole batch)"
+        )
+    return found
+
+
+def manager_function(config: Any) -> FunctionSpec:
+    """The class that the configuration names, as the function of a pool. RewardLoadError if it cannot be one."""
+    path, name = config.reward_manager.module.path, config.reward_manager.name
+    if not path:
+        raise RewardLoadError(f"{KEY}.source=importlib needs {KEY}.module.path=FILE.py and {KEY}.name=CLASS")
+    single = hasattr(load_class(path, name), "run_single")
+    return FunctionSpec(path, name, batch=not single, manager=config.to_dict())
+
+
+def row_of(trajectory: Trajectory, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the response and of its prompt from which `Manager` makes them again, as values that travel."""
+    prompt = {name: getattr(trajectory.prompt, name) for name in _PROMPT}
+    response = {name: getattr(trajectory, name) for name in _RESPONSE}
+    return {"prompt": prompt | {"extra_info": extra_info}, "response": response}
+
+
+class Manager:
+    """The user's object in a scoring process. Calling it with `rows` gives a score or, of a batch, a list of them.
+
+    `settings` is the whole configuration as plain values.
+    """
+
+    def __init__(self, path: str, name: str, settings: Mapping[str, Any]):
+        from verl.config import Map
+        from verl.data.tokenizer import load_tokenizer
+
+        kind = load_class(path, name)
+        config = Map.of(settings)
+        model = config.actor_rollout_ref.model
+        self._tokenizer = load_tokenizer(
+            model.path,
+            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+        offered = {
+            "config": config,
+            "tokenizer": self._tokenizer,
+            "compute_score": _compute_score(config.custom_reward_function),
+            "num_examine": 0,
+            "reward_fn_key": config.data.reward_fn_key,
+            "reward_router_address": None,
+            "reward_model_tokenizer": None,
+        }
+        self._manager = kind(**_arguments(kind, offered, config.reward_model.reward_kwargs))
+        self._single = hasattr(kind, "run_single")
+        self.is_async = self._single and inspect.iscoroutinefunction(self._manager.run_single)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        data = self._batch(rows)
+        if self.is_async:
+            return self._awaited(data)
+        if self._single:
+            return _single(self._manager.run_single(data))
+        takes = inspect.signature(self._manager.__call__).parameters
+        result = self._manager(data, return_dict=True) if "return_dict" in takes else self._manager(data)
+        return _many(result, len(rows))
+
+    async def _awaited(self, data: DataProto) -> Any:
+        return _single(await self._manager.run_single(data))
+
+    def _batch(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
+        from verl.data_proto import DataProto
+        from verl.trajectory import Batch
+
+        return DataProto.from_trajectories(Batch([self._trajectory(row) for row in rows]))
+
+    def _trajectory(self, row: Mapping[str, Any]) -> Trajectory:
+        import numpy as np
+
+        from verl.trajectory import Prompt, Trajectory
+
+        response = dict(row["response"])
+        if not response["response_ids"] and response["text"]:  # a text that is tried before the run
+            response["response_ids"] = self._tokenizer.encode(response["text"], add_special_tokens=False)
+            response["response_mask"] = [True] * len(response["response_ids"])
+        ids = np.array(response.pop("response_ids"), np.int64)
+        mask = np.array(response.pop("response_mask"), bool)
+        prompt = Prompt(**row["prompt"] | {"ids": np.array(row["prompt"]["ids"], np.int64)})
+        return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
+
+
+def _compute_score(custom: Any) -> Callable[..., Any]:
+    """`compute_score` as the manager gets it: the custom function with its kwargs, else the built-in table."""
+    if custom.path is None:
+        from verl.reward.rules import default_compute_score
+
+        function: Callable[..., Any] = default_compute_score
+    else:
+        function = load_function(custom.path, custom.name)
+    return functools.partial(function, **custom.reward_kwargs) if custom.reward_kwargs else function
+
+
+def _arguments(kind: type, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the class names, and with **kwargs what `reward_model.reward_kwargs` holds."""
+    signature = inspect.signature(kind)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given = {**options, **offered}
+    chosen = {n: v for n, v in given.items() if n in signature.parameters or (takes_all and n in options)}
+    try:
+        signature.bind(**chosen)
+    except TypeError as error:
+        raise RewardLoadError(
+            f"{KEY}.name={kind.__name__}: {error}; a manager gets {', '.join(given)}"
+        ) from error
+    return chosen
+
+
+def _single(result: Any) -> Any:
+    """`{"reward_score", "reward_extra_info"}` as the result of a function; anything else as it is."""
+    if not isinstance(result, Mapping) or "reward_score" not in result:
+        return result
+    extra = result.get("reward_extra_info") or {}
+    parts = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in extra.items()}
+    return {**parts, "score": result["reward_score"]}
+
+
+def _many(result: Any, count: int) -> Any:
+    """A reward tensor [N] or [N, L] (rows are summed), or the dict around it, as a list of results."""
+    extra: Mapping[str, Any] = {}
+    if isinstance(result, Mapping):
+        extra = result.get("reward_extra_info") or {}
+        result = result.get("reward_tensor")
+    if hasattr(result, "dim"):
+        result = (result.sum(-1) if result.dim() == 2 else result).tolist()
+    if not isinstance(result, list) or not extra or len(result) != count:
+        return result
+    columns = {name: list(values) for name, values in extra.items() if name != "score"}
+    for name, values in columns.items():
+        if len(values) != count:
+            raise ValueError(f"reward_extra_info[{name!r}] has {len(values)} values for {count} responses")
+    return [{"score": score} | {n: v[i] for n, v in columns.items()} for i, score in enumerate(result)]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from verl.reward.codec import NotPlain, to_plain
 from verl.reward.errors import BadScore
-from verl.reward.wire import NotPlain, to_plain
 
 KINDS = ("exception", "timeout", "crash", "value", "load")
 """Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""
 
 
+TRACEBACK_CHARACTERS = 6000
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Result of scoring one answer. `error` is None if it worked; else `score` is None and `kind` one of KINDS.
+    """Result of scoring one response. `error` is None if it worked; else `score` is None and `kind` one of KINDS.
 
     `bare` is True if the function returned a number alone. `seconds` is the time the function took.
     """
@@ -30,10 +34,51 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
 
+    def to_row(self) -> list[Any]:
+        """The fields in order."""
+        return [getattr(self, name) for name in self.__slots__]
 
-def failed(kind: str, error: str, traceback: str = "", seconds: float = 0.0) -> Outcome:
+    @classmethod
+    def from_row(cls, row: list[Any]) -> Outcome:
+        """Inverse of `to_row`. ValueError for a row that is neither a finite score nor a failure."""
+        outcome = cls(*row)
+        if outcome.error is None:
+            outcome.score = _number(outcome.score, "the score sent")
+        return outcome
+
+
+def failed(kind: str, error: str, trace: str = "", seconds: float = 0.0) -> Outcome:
     """An outcome without a score."""
-    return Outcome(kind=kind, error=error, traceback=traceback, seconds=seconds)
+    return Outcome(kind=kind, error=error, traceback=trace, seconds=seconds)
+
+
+def raised(error: BaseException, seconds: float, caller: str) -> Outcome:
+    """The outcome of a call that raised; the traceback starts below the frames of the file `caller`."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == caller:
+        inner = inner.tb_next
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
+    except Exception as second:
+        trace = f"(the traceback cannot be shown: {type(second).__name__})"
+    return failed("exception", f"it raised {text_of(error)}", trace, seconds)
+
+
+def text_of(error: BaseException) -> str:
+    """Type and text of an exception."""
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except Exception:  # an exception whose own text raises must not end the process
+        return type(error).__name__
+
+
+def outcome_of(value: Any, seconds: float) -> Outcome:
+    """The outcome of a call that returned `value`."""
+    try:
+        score, parts, bare = normalise(value)
+    except Exception as error:
+        return failed("value", text_of(error).partition(": ")[2] or text_of(error), seconds=seconds)
+    return Outcome(score, parts, bare, seconds)
 
 
 def normalise(value: Any) -> tuple[float, dict[str, Any], bool]:

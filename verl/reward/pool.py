@@ -1,11 +1,13 @@
-"""A pool of scoring processes. One thread of the run starts, feeds, watches, kills and replaces them.
+"""A pool of scoring processes, run by an event loop in a thread of its own.
 
     submit (any thread, any event loop) → queue → a free process → Future[list[Outcome]]
 
-A process over its limit is killed, one that dies is replaced, and the answer it worked on is failed. Several
-answers share a process only if the function is async; when such a process has to be killed or dies, they are
-run again one by one, so that only the guilty one fails. What an answer scores depends neither on the number of
-processes nor on the order.
+Each process has a task that starts it, reads its messages and removes it, so that whatever a process does or sends ends
+that process alone. A process over its limit is killed, one that dies or sends nonsense is replaced, and the call it
+worked on is failed. Several calls share a process only if the function is async; when such a process has to be killed
+or dies, they are run again one by one, so that only the guilty one fails. A call whose process sent nonsense is run
+again once: a call before it may be the cause. What a response scores depends neither on the number of processes nor on
+the order.
 
 How many run: the first starts with the first call, another while calls wait 50 ms although all are busy, up to
 the number of CPUs; beyond that, up to `workers`, only when calls wait longer than a second (functions that
@@ -14,34 +16,46 @@ mostly wait, on a judge for example).
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import itertools
+import json
 import os
-import selectors
+import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-import traceback
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.platform.cores import usable
+from verl.reward.codec import decode, encode
 from verl.reward.outcome import Outcome, failed
-from verl.reward.process import Task, Verdict, WorkerProcess
-from verl.reward.rate import RateGate
-from verl.reward.wire import from_plain, to_plain
 
-START_LIMIT = 300.0
-"""Seconds a process may take to import the function."""
-STACK_WAIT = 0.5
-"""Seconds a process that hangs gets to say where, before it is killed."""
-ASYNC_GRACE = 2.0
-"""Async functions are cancelled in their process at the limit; if that has not worked by then, it is killed."""
-CONCURRENCY = 128
-"""Calls at once in a process with an async function."""
+# Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
+# death to come (the exit code, or what was still on its way); for an async function to be cancelled in its process at
+# the limit, after which the process is killed.
+START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
 START_ATTEMPTS = 3
+CONCURRENCY = 128  # calls at once in a process with an async function
+LONGEST_MESSAGE = 2**31
+
+_START_CODE = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "from verl.reward.worker import main; main(int(sys.argv[1]))"
+)
+_ENVIRONMENT = {
+    # The same sets and dicts in every process, so that a score does not depend on which one computed it.
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
     `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
-    a class, made of these values (see `verl.reward.manager_class`).
+    a class, made of these values (see `verl.reward.managers`).
     """
 
     path: str | None = None
@@ -64,358 +78,370 @@ class FunctionSpec:
         """For messages."""
         return f"{self.name} ({self.path})" if self.path else "the built-in reward"
 
-    def init(self) -> dict[str, Any]:
-        """First message to a process. NotPlain if the kwargs cannot be sent."""
-        return {
-            "path": self.path,
-            "name": self.name,
-            "kwargs": to_plain(self.kwargs, "custom_reward_function.reward_kwargs"),
-            "batch": self.batch,
-            "positional": self.positional,
-            "manager": to_plain(self.manager, "the configuration"),
-        }
-
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the keyword arguments, further kwargs, a seed for random numbers, answers in it (None: one)."""
+    """One call: the keyword arguments, further kwargs, a seed for random numbers, the number of responses in it."""
 
     arguments: dict[str, Any]
     kwargs: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    count: int | None = None
+    count: int = 1
+
+
+class RateGate:
+    """Limits for the `rate_limited` manager: calls at once, calls and tokens in any 60 seconds, over all processes.
+
+    `now` is any monotonic clock in seconds. ValueError if the tokens of one call are above the limit.
+    """
+
+    WINDOW = 60.0
+
+    def __init__(
+        self,
+        max_concurrent: int | None,
+        max_rpm: int | None = None,
+        max_tpm: int | None = None,
+        tokens: int = 2000,
+    ):
+        if max_tpm is not None and max_tpm < tokens:
+            raise ValueError(
+                f"reward_model.max_tpm={max_tpm} is below estimated_tokens_per_request={tokens}: no call could start"
+            )
+        per_window = [n for n in (max_rpm, None if max_tpm is None else max_tpm // tokens) if n is not None]
+        self._concurrent, self._per_window = max_concurrent, min(per_window, default=None)
+        self._running = 0
+        self._starts: deque[float] = deque()
+
+    def try_start(self, now: float) -> float | None:
+        """0.0 if a call starts now (counted), seconds until one may, or None if one has to finish first."""
+        if self._concurrent is not None and self._running >= self._concurrent:
+            return None
+        while self._starts and self._starts[0] <= now - self.WINDOW:
+            self._starts.popleft()
+        if self._per_window is not None and len(self._starts) >= self._per_window:
+            return max(self._starts[-self._per_window] + self.WINDOW - now, 1e-3)
+        self._running += 1
+        self._starts.append(now)
+        return 0.0
+
+    def finish(self) -> None:
+        """A call that had started is over."""
+        self._running -= 1
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A call on its way. `alone`: it is run again, in a process that runs nothing else."""
+
+    id: int
+    message: bytes
+    timeout: float
+    count: int
+    future: Future[list[Outcome]]
+    queued: float
+    alone: bool = False
+    started: float | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class _Worker:
+    """A scoring process. `failure` says why the run ends it, if it does; `blame_unknown`: an earlier call may be the
+    cause of that."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, _Task] = {}
+        self.ready = False
+        self.is_async = False
+        self.failure: Outcome | None = None
+        self.blame_unknown = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, init: bytes) -> None:
+        """Start the process and send it its function. OSError if the system gives no process or socket."""
+        paths = json.dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=LONGEST_MESSAGE)
+            try:
+                self.process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-c", _START_CODE, str(theirs.fileno()), paths),
+                    stdin=subprocess.DEVNULL,
+                    # What a reward function prints is for people; standard output belongs to the run's own lines.
+                    stdout=2,
+                    pass_fds=(theirs.fileno(),),
+                    env={**_ENVIRONMENT, **os.environ},
+                    start_new_session=True,
+                )
+            except BaseException:
+                self.writer.close()
+                raise
+        self.writer.write(init)
+
+    def takes(self, task: _Task) -> bool:
+        """True if the task can start here now."""
+        if not self.ready or self.failure is not None:
+            return False
+        alone = task.alone or any(t.alone for t in self.running.values())
+        return len(self.running) < (CONCURRENCY if self.is_async and not alone else 1)
+
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replace the limit of the process itself: of its start, or of a section that it announced."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = timer
+
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        if self.process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def close_after_exit(self) -> None:
+        """End the connection of a process that is gone: one that it started may hold the other end open."""
+        assert self.process is not None
+        await self.process.wait()
+        asyncio.get_running_loop().call_later(EXIT_WAIT, self.writer.close)
+
+    async def end(self) -> None:
+        """Kill what is left, collect the process, close the connection."""
+        self.set_timer(None)
+        for task in self.running.values():
+            task.cancel_timer()
+        self.kill()
+        if self.process is not None:
+            await self.process.wait()
+            self.writer.close()
+
+    def exit_text(self) -> str:
+        """How the process ended, in words. Only after `end`."""
+        code = self.process.returncode if self.process is not None else None
+        name = {-known: known.name for known in signal.Signals}.get(code or 0)
+        if name is None:
+            return f"exit code {code}"
+        return f"{name}, often the system being out of memory" if name == "SIGKILL" else name
 
 
 class Pool:
     """Scoring processes for one function. Thread-safe; used from any event loop through its futures.
 
-    `notices` collects what happened to processes ({"event", …}), for whoever drains it.
+    `notices` collects what happened to processes ({"event", …}), for the caller to drain.
     """
 
-    def __init__(
-        self, spec: FunctionSpec, *, workers: int, name: str = "reward", gate: RateGate | None = None
-    ):
-        if workers < 1:
-            raise ValueError(f"reward_model.num_workers={workers}: at least one scoring process is needed")
+    def __init__(self, spec: FunctionSpec, *, workers: int, gate: RateGate | None = None):
         self.spec = spec
         self.notices: deque[dict[str, Any]] = deque(maxlen=1000)
-        self._init = spec.init()
+        self._init = encode(vars(spec), spec.label)
         self._max = workers
         self._cpus = usable()
-        self._name = name
         self._gate = gate
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._submitted: deque[Task] = deque()
-        self._queue: deque[Task] = deque()
-        self._workers: list[WorkerProcess] = []
+        self._queue: deque[_Task] = deque()
+        self._workers: list[_Worker] = []
+        self._worker_tasks: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
-        self._wake: tuple[int, int] | None = None
-        self._closing = False
+        self._closed = False
         self._unusable: Outcome | None = None
         self._start_failures = 0
         self._last_ready = 0.0
-        self._gate_opens: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     # ---- called from any thread ------------------------------------------------------------------------------
 
     def submit(self, call: Call, timeout: float) -> Future[list[Outcome]]:
-        """Outcomes of the call's answers, in order. NotPlain if an argument cannot be sent to a process.
+        """Outcomes of the call's responses, in order. NotPlain if an argument cannot be sent to a process.
 
         `timeout` in seconds counts from the moment a process takes the call. RuntimeError after `close`.
         """
-        message = {
-            "id": next(self._ids),
-            "call": to_plain(call.arguments, "the row"),
-            "kwargs": to_plain(call.kwargs, "reward_kwargs"),
-            "seed": call.seed,
-            "timeout": timeout,
-            "count": call.count,
-        }
-        task = Task(message["id"], message, timeout, Future(), time.monotonic(), call.count)
+        number = next(self._ids)
+        message = encode({"id": number, "timeout": timeout, **vars(call)}, "the call")
+        task = _Task(number, message, timeout, call.count, Future(), time.monotonic())
         with self._lock:
-            if self._closing:
+            if self._closed:
                 raise RuntimeError("the scoring pool is closed")
-            self._submitted.append(task)
             if self._thread is None:
                 self._start_thread()
-        self._poke()
+            self._loop.call_soon_threadsafe(self._add, task)
         return task.future
 
     def close(self) -> None:
         """Kill all processes and end the thread; calls still open are failed. Safe to call twice."""
         with self._lock:
-            self._closing = True
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            self._poke()
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
             thread.join(timeout=10)
         atexit.unregister(self.close)
 
-    @property
-    def size(self) -> int:
-        """Processes there are now."""
-        return len(self._workers)
-
     def _start_thread(self) -> None:
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
-        self._wake = (read_fd, write_fd)
-        self._thread = threading.Thread(target=self._run, name=f"{self._name}-pool", daemon=True)
+        self._stop = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-
-    def _poke(self) -> None:
-        with self._lock:
-            if self._wake is None:
-                return
-            try:
-                os.write(self._wake[1], b"x")
-            except BlockingIOError:
-                return  # the pipe is full: the thread is about to look anyway
 
     # ---- the pool's thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        assert self._wake is not None
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake[0], selectors.EVENT_READ)
-        end = failed("crash", "the scoring pool was closed before it was scored")
-        try:
-            while not self._closing:
-                self._step()
-        except BaseException as error:
-            # An error of ours must not leave anybody waiting for a result for ever.
-            end = failed("crash", f"the scoring pool itself failed: {error!r}", traceback.format_exc())
-            raise
-        finally:
-            self._shut(end)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
 
-    def _shut(self, end: Outcome) -> None:
-        with self._lock:
-            self._closing = True
-            self._queue += self._submitted
-            self._submitted.clear()
-            wake, self._wake = self._wake, None
-        tasks = list(self._queue)
+    async def _until_closed(self) -> None:
+        await self._stop.wait()
+        self._unusable = failed("crash", "the scoring pool was closed before it was scored")
         for worker in self._workers:
-            tasks += worker.running.values()
-            worker.close()
-        self._workers.clear()
-        self._queue.clear()
-        for task in tasks:
-            self._resolve(task, [end] * (1 if task.count is None else task.count))
-        self._selector.close()
-        for fd in wake or ():
-            os.close(fd)
+            worker.failure = self._unusable
+        for task in self._worker_tasks:
+            task.cancel()
+        await asyncio.gather(*self._worker_tasks, return_exceptions=True)
+        self._dispatch()
 
-    def _step(self) -> None:
-        assert self._wake is not None
-        with self._lock:
-            self._queue += self._submitted
-            self._submitted.clear()
-        now = time.monotonic()
-        self._assign(now)
-        self._grow(now)
-        for key, _ in self._selector.select(self._patience(now)):
-            worker = key.data
-            if worker is None:
-                os.read(self._wake[0], 4096)
-                continue
-            self._read(worker)
-        for worker in list(self._workers):
-            self._watch(worker, time.monotonic())
+    def _add(self, task: _Task) -> None:
+        self._queue.append(task)
+        self._dispatch()
 
-    def _assign(self, now: float) -> None:
-        """Give waiting calls to processes that can take them, oldest first."""
-        self._gate_opens = None
+    def _dispatch(self) -> None:
+        """Give waiting calls to processes that can take them, oldest first; start a process if one is due."""
+        if self._timer is not None:
+            self._timer.cancel()
         while self._queue:
             task = self._queue[0]
             if self._unusable is not None:
-                self._queue.popleft()
-                self._resolve(task, [self._unusable] * (1 if task.count is None else task.count))
+                self._finish(self._queue.popleft(), self._unusable)
                 continue
-            free = [w for w in self._workers if w.takes(task, CONCURRENCY)]
+            free = [worker for worker in self._workers if worker.takes(task)]
             if not free:
+                self._grow(task)
                 return
-            if task.future.cancelled():
+            if not task.future.running() and not task.future.set_running_or_notify_cancel():
                 self._queue.popleft()
                 continue
-            if self._gate is not None and not task.alone:
-                wait = self._gate.try_start(now)
+            if self._gate is not None and task.started is None:
+                wait = self._gate.try_start(time.monotonic())
                 if wait != 0.0:
-                    self._gate_opens = None if wait is None else now + wait
+                    self._timer = self._loop.call_later(wait, self._dispatch) if wait is not None else None
                     return
-            self._queue.popleft()
-            if not task.alone and not task.future.set_running_or_notify_cancel():
-                self._finish_gate()
-                continue
-            worker = min(free, key=lambda w: len(w.running))
-            task.started = now
-            worker.running[task.id] = task
-            worker.send(task.message)
+            self._give(self._queue.popleft(), min(free, key=lambda worker: len(worker.running)))
 
-    def _grow(self, now: float) -> None:
-        """Start one more process if waiting calls call for it."""
-        due = self._growth_due()
-        if due is None or now < due:
-            return
-        try:
-            worker = WorkerProcess.start(self._init, now + START_LIMIT)
-        except OSError as error:
-            if not self._workers:
-                self._unusable = failed("load", f"no scoring process can be started: {error}")
-            self._max = max(1, len(self._workers))
-            self.notices.append({"event": "reward_worker_not_started", "error": str(error)})
-            return
-        self._workers.append(worker)
-        self._selector.register(worker.read_fd, selectors.EVENT_READ, worker)
-
-    def _growth_due(self) -> float | None:
-        """When the next process should start, None if none is wanted."""
-        count = len(self._workers)
-        if (
-            not self._queue
-            or count >= self._max
-            or self._unusable is not None
-            or self._gate_opens is not None
-        ):
-            return None
-        if any(not w.ready for w in self._workers):
-            return None
-        if count == 0:
-            return 0.0
-        if any(w.takes(self._queue[0], CONCURRENCY) for w in self._workers):
-            return None
-        return max(self._queue[0].queued, self._last_ready) + (0.05 if count < self._cpus else 1.0)
-
-    def _patience(self, now: float) -> float | None:
-        """Seconds until something is due even if nobody writes; None = nothing is."""
-        due = [self._gate_opens, self._growth_due()]
-        for worker in self._workers:
-            due += [self._deadline(worker), worker.kill_at]
-            if worker.outgoing:
-                due.append(now + 0.02)
-            # A death is seen through its pipe; a grandchild may hold that open, so look once a second as well.
-            due.append(now + 1.0 if worker.running or not worker.ready else None)
-        times = [t for t in due if t is not None]
-        return max(0.0, min(times) - now) if times else None
-
-    @staticmethod
-    def _deadline(worker: WorkerProcess) -> float | None:
-        """When this process has to be condemned."""
-        if worker.verdict is not None:
-            return None
-        if not worker.ready:
-            return worker.deadline_start
+    def _give(self, task: _Task, worker: _Worker) -> None:
+        task.started = time.monotonic()
+        failure = failed("timeout", f"it took more than {task.timeout:g} s")
         grace = ASYNC_GRACE if worker.is_async else 0.0
-        ends = [t.started + t.timeout + grace for t in worker.running.values()]
-        if worker.section_end is not None:
-            ends.append(worker.section_end)
-        return min(ends, default=None)
+        task.timer = self._loop.call_later(task.timeout + grace, self._stop_worker, worker, failure)
+        worker.running[task.id] = task
+        worker.writer.write(task.message)
 
-    def _read(self, worker: WorkerProcess) -> None:
-        messages, closed = worker.receive()
-        for message in messages:
-            self._handle(worker, message)
-        if closed:
-            self._bury(worker)
-
-    def _handle(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        if "section" in message:
-            limit = message["section"]
-            worker.section_end = None if limit is None else time.monotonic() + limit
-            worker.section_what, worker.section_limit = message["what"], limit or 0.0
-        elif "stack" in message:
-            if worker.verdict is not None:
-                worker.verdict.stack = message["stack"]
-                worker.kill_at = 0.0
-        elif "ready" in message:
-            worker.ready, worker.is_async = True, message["async"]
-            self._last_ready = time.monotonic()
-            self._start_failures = 0
-        elif "unusable" in message:
-            self._give_up(failed("load", message["unusable"], message["traceback"]))
-        elif worker.verdict is None:
-            task = worker.running.pop(message["id"])
-            rows = [[from_plain(v) for v in row] for row in message["outcomes"]]
-            self._finish_gate()
-            self._resolve(task, [Outcome(*row) for row in rows])
-
-    def _watch(self, worker: WorkerProcess, now: float) -> None:
-        """Condemn a process that is over a limit, kill a condemned one, notice one that died."""
-        if worker not in self._workers:
+    def _grow(self, task: _Task) -> None:
+        """Start one more process for the oldest call, or set a timer for when one is due."""
+        count = len(self._workers)
+        if count >= self._max or any(not worker.ready for worker in self._workers):
             return
-        worker.flush()
-        deadline = self._deadline(worker)
-        if worker.kill_at is not None:
-            if now >= worker.kill_at:
+        patience = 0.05 if count < self._cpus else 1.0
+        wait = max(task.queued, self._last_ready) + patience - time.monotonic() if count else 0.0
+        if wait > 0:
+            self._timer = self._loop.call_later(wait, self._dispatch)
+            return
+        worker = _Worker()
+        self._workers.append(worker)
+        started = self._loop.create_task(self._run_worker(worker))
+        self._worker_tasks.add(started)
+        started.add_done_callback(self._worker_tasks.discard)
+
+    async def _run_worker(self, worker: _Worker) -> None:
+        """A process from its start to its end."""
+        late = failed("load", f"importing {self.spec.label} took more than {START_LIMIT:g} s")
+        watching = None
+        try:
+            await worker.start(self._init)
+            worker.set_timer(self._loop.call_later(START_LIMIT, self._stop_worker, worker, late))
+            watching = self._loop.create_task(worker.close_after_exit())
+            await self._listen(worker)
+            await asyncio.wait({watching}, timeout=EXIT_WAIT)  # it may have closed the connection and gone on
+        except OSError as error:
+            worker.failure = worker.failure or failed("load", f"no scoring process can be started: {error}")
+        finally:
+            if watching is not None:
+                watching.cancel()
+            await worker.end()
+            self._remove(worker)
+
+    async def _listen(self, worker: _Worker) -> None:
+        """Messages until the connection ends. The function may write into it: nonsense ends this process only."""
+        try:
+            while line := await worker.reader.readline():
+                self._handle(worker, decode(line))
+        except Exception as error:
+            worker.blame_unknown = worker.failure is None
+            message = f"its scoring process was ended, which sent what is no message of ours ({error!r})"
+            worker.failure = worker.failure or failed("crash", message)
+            worker.kill()
+
+    def _handle(self, worker: _Worker, message: Any) -> None:
+        """Act on a message. Raises where it is not one that a process sends."""
+        if worker.failure is not None:
+            if "stack" in message:
+                worker.failure.traceback = message["stack"]
                 worker.kill()
-                self._read_rest(worker)
-        elif deadline is not None and now >= deadline:
-            worker.verdict = self._verdict(worker, now)
-            worker.kill_at = now + STACK_WAIT
-            worker.send({"stack": True})
-        elif worker.proc.poll() is not None:
-            self._read_rest(worker)
+            return
+        match message:
+            case {"id": number, "outcomes": rows}:
+                outcomes = [Outcome.from_row(row) for row in rows]
+                if len(outcomes) != worker.running[number].count:
+                    raise ValueError(f"{len(outcomes)} outcomes")
+                self._finish(worker.running.pop(number), *outcomes)
+            case {"section": None}:
+                worker.set_timer(None)
+            case {"section": limit, "what": what}:
+                failure = failed("timeout", f"{what} took more than {limit:g} s")
+                worker.set_timer(self._loop.call_later(limit, self._stop_worker, worker, failure))
+            case {"ready": bool(is_async)}:
+                worker.set_timer(None)
+                worker.ready, worker.is_async = True, is_async
+                self._last_ready = time.monotonic()
+                self._start_failures = 0
+            case {"unusable": str(error), "traceback": str(trace)}:
+                self._give_up(failed("load", error, trace))
+            case _:
+                raise ValueError(f"{message!r:.200}")
+        self._dispatch()
 
-    def _verdict(self, worker: WorkerProcess, now: float) -> Verdict:
-        if not worker.ready:
-            return Verdict("load", f"importing {self.spec.label} took more than {START_LIMIT:g} s")
-        if worker.section_end is not None and now >= worker.section_end:
-            return Verdict("timeout", f"{worker.section_what} took more than {worker.section_limit:g} s")
-        limit = min((t.timeout for t in worker.running.values()), default=0.0)
-        return Verdict("timeout", f"it took more than {limit:g} s")
+    def _stop_worker(self, worker: _Worker, failure: Outcome) -> None:
+        """End a process that is over a limit, after it has said where it is."""
+        if worker.failure is None:
+            worker.failure = failure
+            worker.writer.write(encode({"stack": True}))
+            worker.set_timer(self._loop.call_later(STACK_WAIT, worker.kill))
 
-    def _read_rest(self, worker: WorkerProcess) -> None:
-        messages, _ = worker.receive()
-        for message in messages:
-            self._handle(worker, message)
-        self._bury(worker)
-
-    def _bury(self, worker: WorkerProcess) -> None:
-        """Take a dead process out and decide about the calls it had."""
+    def _remove(self, worker: _Worker) -> None:
+        """Take a process out that has ended, and decide about the calls it had."""
         self._workers.remove(worker)
-        self._selector.unregister(worker.read_fd)
-        died_alone = worker.proc.poll() is not None or worker.verdict is not None
-        if not died_alone:
-            # It closed its pipe; give it a moment to end by itself, for its exit code.
-            try:
-                worker.proc.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                self.notices.append({"event": "reward_worker_silent", "pid": worker.proc.pid})
-        worker.close()
-        tasks = list(worker.running.values())
-        outcome = self._cause(worker)
+        outcome = worker.failure or failed("crash", f"it ended the scoring process ({worker.exit_text()})")
         if not worker.ready:
-            self._failed_start(worker, outcome)
-        if tasks or worker.ready:
-            self.notices.append(
-                {"event": "reward_worker_replaced", "pid": worker.proc.pid, "reason": outcome.error}
-            )
-        if len(tasks) > 1:
+            self._start_failures += 1
+            if outcome.kind != "load" and self._start_failures >= START_ATTEMPTS:
+                message = f"importing {self.spec.label} ends the scoring process ({worker.exit_text()})"
+                outcome = failed("load", message)
+            if outcome.kind == "load":
+                self._give_up(outcome)
+        elif self._unusable is None:
+            pid = worker.process.pid if worker.process is not None else None
+            self.notices.append({"event": "reward_worker_replaced", "pid": pid, "reason": outcome.error})
+        tasks = list(worker.running.values())
+        if len(tasks) > 1 or (worker.blame_unknown and not any(task.alone for task in tasks)):
             for task in reversed(tasks):
                 task.alone = True
                 self._queue.appendleft(task)
-            return
-        for task in tasks:
-            self._finish_gate()
-            outcome.seconds = time.monotonic() - task.started
-            self._resolve(task, [outcome] * (1 if task.count is None else task.count))
-
-    def _cause(self, worker: WorkerProcess) -> Outcome:
-        if worker.verdict is not None:
-            return failed(worker.verdict.kind, worker.verdict.message, worker.verdict.stack)
-        return failed("crash", f"it ended the scoring process ({worker.epitaph()})")
-
-    def _failed_start(self, worker: WorkerProcess, outcome: Outcome) -> None:
-        self._start_failures += 1
-        if outcome.kind == "load":
-            self._give_up(outcome)
-        elif self._unusable is None and self._start_failures >= START_ATTEMPTS:
-            message = f"importing {self.spec.label} ends the scoring process ({worker.epitaph()})"
-            self._give_up(failed("load", message))
+        else:
+            for task in tasks:
+                self._finish(task, replace(outcome, seconds=time.monotonic() - (task.started or 0.0)))
+        self._dispatch()
 
     def _give_up(self, outcome: Outcome) -> None:
         """No further process can be started: go on with those that run, or fail everything."""
@@ -424,13 +450,13 @@ class Pool:
             self._max = ready
             self.notices.append({"event": "reward_worker_not_started", "error": outcome.error})
         else:
-            self._unusable = outcome
+            self._unusable = self._unusable or outcome
 
-    def _finish_gate(self) -> None:
-        if self._gate is not None:
+    def _finish(self, task: _Task, *outcomes: Outcome) -> None:
+        """Resolve a call; a single outcome stands for all of its responses."""
+        task.cancel_timer()
+        if self._gate is not None and task.started is not None:
             self._gate.finish()
-
-    @staticmethod
-    def _resolve(task: Task, outcomes: list[Outcome]) -> None:
+        many = outcomes if len(outcomes) > 1 else outcomes * task.count
         if not task.future.done():
-            task.future.set_result(outcomes)
+            task.future.set_result(list(many))

@@ -1,25 +1,78 @@
-"""Before the run: call the reward function on the first rows, with the ground truth and with an empty answer."""
+r"""Before the run: responses whose score is known beforehand (the reference in the form that a source expects, and wrong
+ones), and a first try of the reward function with them."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl.reward.errors import RewardPrecheckError
+from verl.reward.errors import RewardPrecheckError, UnknownSource
 from verl.reward.outcome import Outcome
-from verl.reward.reference import reference_answers
+from verl.reward.rules import rule_for
 
 if TYPE_CHECKING:
     from verl.reward.runner import RewardRunner
     from verl.trajectory import Prompt
 
+_FORMS = {
+    "gsm8k": "#### {}",
+    "math": "\\boxed{{{}}}",
+    "math_dapo": "Answer: {}",
+    "numina": "\\boxed{{{}}}",
+    "geo3k": "<think>So it is.</think> \\boxed{{{}}}",
+    "search_qa": "<answer>{}</answer>",
+}
+
+
+def rule_or_none(data_source: str) -> str | None:
+    """Name of the built-in rule of a source, None if it has none."""
+    try:
+        return rule_for(data_source)
+    except UnknownSource:
+        return None
+
+
+def truth_text(ground_truth: Any) -> str:
+    """A ground truth as text: the first target of search QA, else `str` of it; "" if there is none."""
+    if isinstance(ground_truth, Mapping) and "target" in ground_truth:
+        ground_truth = ground_truth["target"]
+    if isinstance(ground_truth, list | tuple) and ground_truth:
+        ground_truth = ground_truth[0]
+    return "" if ground_truth is None else str(ground_truth)
+
+
+def forms(data_source: str, truth: str, built_in: bool) -> list[tuple[str, str]]:
+    """(label, text) of ways to write a final answer: the rule's; for a custom function also the bare text."""
+    form = _FORMS.get(rule_or_none(data_source) or "", "{}")
+    written = form.format(truth)
+    if built_in or written == truth:
+        return [("", written)]
+    return [("", truth), (f", as {form.format('…')!r}", written)]
+
+
+def reference_responses(
+    data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None, built_in: bool = True
+) -> list[tuple[str, str]]:
+    """(label, text) of right answers: the ground truth in each of its forms, and the row's own `answer`.
+
+    `answer` (or `response`, in the plain format) of extra_info is a worked solution in many data sets.
+    """
+    truth = truth_text(ground_truth)
+    found = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
+    for key in ("answer", "response"):
+        solution = (extra_info or {}).get(key)
+        if isinstance(solution, str) and solution.strip():
+            found.append((f"extra_info.{key}", solution))
+    return found
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the function said of one row: of the reference answer, and of an empty one."""
+    """What the function said of one row: of the reference response, and of an empty one."""
 
     prompt: Prompt
     reference: str
@@ -31,61 +84,82 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
     """Try the first `rows` rows of every data_source among `prompts`; show the values on stderr.
 
     Raises RewardPrecheckError, naming the row, if any call raises, hangs, dies or returns no score. Scores are
-    shown, not judged: a reference that earns no more than an empty answer gets a notice. Of the forms in which
+    shown, not judged: a reference that earns no more than an empty response gets a notice. Of the forms in which
     the reference can be written, the one that earns most is shown.
     """
-    chosen: list[Prompt] = []
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    chosen = []
     for prompt in prompts:
-        if seen.setdefault(prompt.data_source, 0) < rows:
-            seen[prompt.data_source] += 1
+        seen[prompt.data_source] += 1
+        if seen[prompt.data_source] <= rows:
             chosen.append(prompt)
-    probes = await asyncio.gather(*(_probe(runner, prompt) for prompt in chosen))
+    found = await asyncio.gather(*(_probe(runner, prompt) for prompt in chosen), return_exceptions=True)
+    probes = []
+    for probe in found:
+        if isinstance(probe, BaseException):
+            raise probe
+        probes.append(probe)
     for probe in probes:
-        for outcome, text in ((probe.of_reference, probe.reference), (probe.of_empty, "")):
-            if outcome.error is not None:
-                raise RewardPrecheckError(_message(runner, probe.prompt, text, outcome))
-    for line in describe(probes):
-        print(line, file=sys.stderr, flush=True)
+        print(_line(probe), file=sys.stderr, flush=True)
     return probes
 
 
 async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
-    """A right answer may be wanted in one of several forms: the one that earns most is shown."""
     built_in = runner.settings.function.path is None
-    references = reference_answers(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
+    references = reference_responses(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
     texts = [text for _, text in references]
-    *outcomes, of_empty = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
-    failed = [i for i, outcome in enumerate(outcomes) if outcome.error is not None]
-    best = failed[0] if failed else max(range(len(texts)), key=lambda i: outcomes[i].score or 0.0)
-    return Probe(prompt, texts[best], outcomes[best], of_empty)
+    outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
+    for text, outcome in zip([*texts, ""], outcomes, strict=True):
+        if outcome.error is not None:
+            raise RewardPrecheckError(_message(runner, prompt, text, outcome))
+    best = max(range(len(texts)), key=lambda i: outcomes[i].score or 0.0)
+    return Probe(prompt, texts[best], outcomes[best], outcomes[-1])
 
 
-def describe(probes: Sequence[Probe]) -> list[str]:
-    """One line per row, for people."""
-    lines = []
-    for probe in probes:
-        full, empty = probe.of_reference, probe.of_empty
-        assert full.score is not None and empty.score is not None
-        line = (
-            f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "
-            f"the reference {_short(probe.reference)} scores {full.score:g}, an empty answer {empty.score:g}"
-        )
-        if full.score <= empty.score:
-            line += "  <- the right answer earns nothing here; `verl reward check` shows more"
-        lines.append(line)
-    return lines
+def _line(probe: Probe) -> str:
+    full, empty = probe.of_reference.score or 0.0, probe.of_empty.score or 0.0
+    hint = "  <- the right answer earns nothing here; `verl reward check` shows more" if full <= empty else ""
+    return (
+        f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "
+        f"the reference {short(probe.reference, 40)} scores {full:g}, an empty response {empty:g}{hint}"
+    )
 
 
-def _short(text: str) -> str:
-    flat = " ".join(text.split())
-    return repr(flat if len(flat) <= 40 else flat[:37] + "...")
-
-
-def _message(runner: RewardRunner, prompt: Prompt, answer: str, outcome: Outcome) -> str:
-    what = f"the answer {_short(answer)}" if answer else "an empty answer"
-    message = (
+def _message(runner: RewardRunner, prompt: Prompt, response: str, outcome: Outcome) -> str:
+    what = f"the response {short(response, 40)}" if response else "an empty response"
+    return (
         f"the reward cannot be used: {runner.settings.function.label} on {what} to "
         f"{prompt.file or 'the data'} row {prompt.row} (data_source {prompt.data_source!r}): {outcome.error}"
-    )
-    return message + (f"\n{outcome.traceback.rstrip()}" if outcome.traceback else "")
+        f"\n{outcome.traceback}"
+    ).rstrip()
+
+
+def short(text: str, limit: int = 60) -> str:
+    """The text quoted, on one line, cut to `limit` characters."""
+    flat = " ".join(text.split())
+    return repr(flat if len(flat) <= limit else flat[: limit - 3] + "...")
+
+
+_BOMB = 60
+
+HOSTILE: tuple[tuple[str, str], ...] = (
+    ("very long", "the answer is 31337 and " * 20_000),
+    ("very long number", "#### " + "9" * 50_000),
+    ("open braces", "\\boxed{" * 500),
+    ("closed braces", "\\boxed{1" + "}" * 500),
+    ("nested \\frac", "\\boxed{" + "\\frac{" * _BOMB + "1" + "}{2}" * _BOMB + "}"),
+    ("power tower", "\\boxed{2^{2^{2^{2}}}}"),
+    ("unicode", "#### ٧٢ ７２ ½ \u202e31337 \U0001f600 \\boxed{７２}"),
+    ("null bytes", "\x00#### \x00\\boxed{\x00}"),
+    ("lone surrogate", "\ud800 #### \\boxed{\udfff}"),
+    ("tags", "<answer>" * 50 + "</answer>" * 50 + "</think>" * 20),
+    ("marks only", "#### \\boxed{} Answer: <answer></answer>"),
+    ("format string", "%s%n{0}{__class__} $(id) `id` ${HOME}"),
+)
+
+GARBAGE: tuple[tuple[str, str], ...] = (
+    ("one word", "banana"),
+    ("prose", "I am not sure about this question, sorry."),
+    ("repetition", "12 345 6789 31337 " * 20 + "..."),
+    ("every number", " ".join(f"\\boxed{{{n}}}" for n in [*range(100), 31337]) + " I do not know."),
+)

@@ -1,11 +1,15 @@
-"""A scoring process: loads one reward function and answers calls over two pipes.
+"""A scoring process: loads one reward function and serves calls over a socket.
 
     run ──init, calls, "stack?"──→ reader thread → inbox → main thread: the function
-        ←─ready, results, sections, stack────────────────────┘
+        ←─ready, outcomes, sections, stack───────────────────┘
 
-Sync functions run one call at a time on the main thread; async ones run concurrently in one event loop. When
-the pipe closes the run is gone, and so is this process, whatever the function is doing. Only a manager class of the
+Synchronous functions run one call at a time on the main thread; async ones run concurrently in one event loop. When
+the socket closes the run is gone, and so is this process, whatever the function is doing. Only a manager class of the
 user's own needs torch here.
+
+`section` is a time limit that holds for code inside of a call: the run is told, and kills the process when the time is
+up. This also ends C code that never looks at signals, and works from any thread; nothing is interrupted in the middle
+and nothing is turned into a 0.
 """
 
 from __future__ import annotations
@@ -13,52 +17,95 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from verl.reward import guard
+from verl.reward.codec import decode, encode
 from verl.reward.errors import RewardLoadError
-from verl.reward.outcome import Outcome, failed, normalise
-from verl.reward.wire import Unpacker, from_plain, pack, to_plain
+from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, failed, outcome_of, raised, text_of
 
-TRACEBACK_CHARACTERS = 6000
+_announce: Callable[[float | None, str], None] | None = None
+_section_lock = threading.Lock()
+_seconds_apart = 0.0
+
+
+def in_worker() -> bool:
+    """True in a scoring process, but not in one that the function forked from it."""
+    return _announce is not None
+
+
+@contextmanager
+def section(seconds: float, what: str) -> Iterator[None]:
+    """Run the body with a limit, one thread at a time; waiting for the turn does not count.
+
+    RuntimeError outside of a scoring process, where nothing would enforce the limit.
+    """
+    if _announce is None:
+        raise RuntimeError("a time-limited section needs a scoring process")
+    with _section_lock:
+        _announce(seconds, what)
+        try:
+            yield
+        finally:
+            _announce(None, what)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Work done once for all calls (importing a library): its seconds are not counted as those of a call."""
+    global _seconds_apart
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        _seconds_apart += time.perf_counter() - started
+
+
+def _clock() -> float:
+    return time.perf_counter() - _seconds_apart
+
+
+def _forget_the_run() -> None:
+    global _announce
+    _announce = None
 
 
 class Channel:
-    """Both ends of the talk with the run. `send` may be used from any thread."""
+    """This process's end of the socket. `send` may be used from any thread."""
 
-    def __init__(self, read_fd: int, write_fd: int):
+    def __init__(self, fd: int):
         self.inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self._read, self._write = read_fd, write_fd
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
         self._lock = threading.Lock()
-        for fd in (read_fd, write_fd):
-            os.set_inheritable(fd, False)
-        guard.set_announce(self._announce)
-        threading.Thread(target=self._listen, name="reward-pipe", daemon=True).start()
+        self._pid = os.getpid()
+        threading.Thread(target=self._listen, name="reward-socket", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
         """Write one message whole."""
-        data = memoryview(pack(message))
+        if os.getpid() != self._pid:
+            os._exit(0)  # the function forked and the copy returned too: the original speaks for both
         with self._lock:
-            while data:
-                data = data[os.write(self._write, data) :]
+            self._socket.sendall(encode(message))
 
-    def _announce(self, seconds: float | None, what: str) -> None:
+    def announce_section(self, seconds: float | None, what: str) -> None:
+        """Tell the run that a limited section starts, or (None) that it is over."""
         self.send({"section": seconds, "what": what})
 
     def _listen(self) -> None:
-        unpacker = Unpacker()
-        while data := os.read(self._read, 1 << 16):
-            for message in unpacker.feed(data):
-                if "stack" in message:
-                    self.send({"stack": _main_stack()})
-                else:
-                    self.inbox.put(message)
+        for line in self._socket.makefile("rb"):
+            message = decode(line)
+            if "stack" in message:
+                self.send({"stack": _main_stack()})
+            else:
+                self.inbox.put(message)
         os._exit(0)
 
 
@@ -66,9 +113,8 @@ def _main_stack() -> str:
     """Where the main thread is now, outermost first, without our own frames below the function."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame) if frame is not None else []
-    return "".join(line for line in lines if __file__ not in line and "<string>" not in line)[
-        -TRACEBACK_CHARACTERS:
-    ]
+    shown = [line for line in lines if __file__ not in line and "<string>" not in line]
+    return "".join(shown)[-TRACEBACK_CHARACTERS:]
 
 
 def _die_with_parent() -> None:
@@ -84,105 +130,66 @@ class Function:
     """The function of this process and how it is called."""
 
     def __init__(self, init: dict[str, Any]):
-        self.kwargs: dict[str, Any] = from_plain(init["kwargs"])
+        self.kwargs: dict[str, Any] = init["kwargs"]
         self.batch: bool = init["batch"]
         self.positional = False
         self.is_async = False
-        if init.get("manager"):
-            from verl.reward.manager_class import Manager
+        self.call: Callable[..., Any]
+        if init["manager"]:
+            from verl.reward.managers import Manager
 
-            manager = Manager(init["path"], init["name"], from_plain(init["manager"]))
-            self.call: Callable[..., Any] = manager
-            self.is_async = manager.is_async
-            return
-        if init["path"] is None:
-            from verl.reward.registry import check_kwargs, default_compute_score
+            manager = Manager(init["path"], init["name"], init["manager"])
+            self.call, self.is_async = manager, manager.is_async
+        elif init["path"] is None:
+            from verl.reward.rules import check_kwargs, default_compute_score
 
-            if self.kwargs:
+            if self.kwargs:  # the check loads every rule
                 check_kwargs(self.kwargs)
             self.call = default_compute_score
-            return
-        from verl.reward import load
+        else:
+            from verl.reward import load
 
-        self.call = load.load_function(init["path"], init["name"])
-        style = load.calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
-        self.positional = style == "positional"
-        self.is_async = load.is_async(self.call)
+            self.call = load.load_function(init["path"], init["name"])
+            style = load.calling_style(
+                self.call, self.kwargs, batch=self.batch, positional=init["positional"]
+            )
+            self.positional = style == "positional"
+            self.is_async = load.is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
-        arguments = from_plain(message["call"])
-        kwargs = {**from_plain(message.get("kwargs") or {}), **self.kwargs}
-        _seed(message.get("seed", 0))
+        arguments, kwargs = message["arguments"], {**message["kwargs"], **self.kwargs}
+        _seed(message["seed"])
         if self.positional:
             return self.call(*arguments.values(), **kwargs)
         return self.call(**arguments, **kwargs)
 
+    def outcomes(self, value: Any, count: int, seconds: float) -> list[Outcome]:
+        """Outcomes of what a call returned: one, or `count` of a batch call."""
+        if not self.batch:
+            return [outcome_of(value, seconds)]
+        values = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(values, list | tuple):
+            problem = (
+                f"it returned a {type(value).__name__}; a batch function returns a list of {count} scores"
+            )
+        elif len(values) != count:
+            problem = f"it returned {len(values)} scores for {count} responses"
+        else:
+            return [outcome_of(v, seconds / max(1, count)) for v in values]
+        return [failed("value", problem, seconds=seconds)] * count
+
 
 def _seed(seed: int) -> None:
-    """A function that draws random numbers draws the same ones for an answer in whatever process it runs."""
+    """A function that draws random numbers draws the same ones for a response in whatever process it runs."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:2000]
-    except Exception:  # an exception whose own text raises must not end the process
-        return type(error).__name__
-
-
-def _raised(error: BaseException, seconds: float) -> Outcome:
-    inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
-        inner = inner.tb_next
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, inner))[-TRACEBACK_CHARACTERS:]
-    except Exception as second:
-        trace = f"(the traceback cannot be shown: {type(second).__name__})"
-    return failed("exception", f"it raised {_text(error)}", trace, seconds)
-
-
-def _outcome(value: Any, seconds: float) -> Outcome:
-    try:
-        score, parts, bare = normalise(value)
-    except Exception as error:
-        return failed("value", _text(error).partition(": ")[2] or _text(error), seconds=seconds)
-    return Outcome(score, parts, bare, seconds)
-
-
-def _results(value: Any, count: int | None, seconds: float) -> list[Outcome]:
-    """Outcomes of a call: one, or `count` of a batch call."""
-    if count is None:
-        return [_outcome(value, seconds)]
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, list | tuple):
-        problem = f"it returned a {type(value).__name__}; a batch function returns a list of {count} scores"
-    elif len(values) != count:
-        problem = f"it returned {len(values)} scores for {count} answers"
-    else:
-        return [_outcome(v, seconds / max(1, count)) for v in values]
-    return [failed("value", problem, seconds=seconds)] * count
-
-
-def _message(call_id: int, outcomes: list[Outcome]) -> dict[str, Any]:
-    rows = [
-        [to_plain(o.score), to_plain(o.parts), o.bare, o.seconds, o.kind, o.error, o.traceback]
-        for o in outcomes
-    ]
-    return {"id": call_id, "outcomes": rows}
-
-
-def _clock() -> float:
-    """Seconds without those of libraries' first imports, which are not the answer's that happened to need them."""
-    return time.perf_counter() - guard.seconds_apart()
-
-
 def _serve(channel: Channel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
-        count = message.get("count")
         started = _clock()
         try:
             value = function(message)
@@ -191,10 +198,10 @@ def _serve(channel: Channel, function: Function) -> None:
 
                 value = asyncio.run(_finish(value))
         except BaseException as error:
-            outcomes = [_raised(error, _clock() - started)] * (1 if count is None else count)
+            outcomes = [raised(error, _clock() - started, __file__)] * message["count"]
         else:
-            outcomes = _results(value, count, _clock() - started)
-        channel.send(_message(message["id"], outcomes))
+            outcomes = function.outcomes(value, message["count"], _clock() - started)
+        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
 
 
 async def _finish(value: Any) -> Any:
@@ -205,23 +212,19 @@ def _serve_async(channel: Channel, function: Function) -> None:
     import asyncio
 
     async def one(message: dict[str, Any]) -> None:
-        count = message.get("count")
         started = time.perf_counter()
         limit = asyncio.timeout(message["timeout"])
         try:
             async with limit:
                 value = await function(message)
         except BaseException as error:
-            seconds = time.perf_counter() - started
-            outcome = _raised(error, seconds)
+            outcome = raised(error, time.perf_counter() - started, __file__)
             if limit.expired():
-                outcome = failed(
-                    "timeout", f"it took more than {message['timeout']:g} s", outcome.traceback, seconds
-                )
-            outcomes = [outcome] * (1 if count is None else count)
+                outcome.kind, outcome.error = "timeout", f"it took more than {message['timeout']:g} s"
+            outcomes = [outcome] * message["count"]
         else:
-            outcomes = _results(value, count, time.perf_counter() - started)
-        channel.send(_message(message["id"], outcomes))
+            outcomes = function.outcomes(value, message["count"], time.perf_counter() - started)
+        channel.send({"id": message["id"], "outcomes": [outcome.to_row() for outcome in outcomes]})
 
     async def serve() -> None:
         running: set[asyncio.Task[None]] = set()
@@ -235,11 +238,14 @@ def _serve_async(channel: Channel, function: Function) -> None:
     asyncio.run(serve())
 
 
-def main(read_fd: int, write_fd: int) -> None:
-    """Serve calls until the run closes the pipe. The first message says which function to load."""
+def main(fd: int) -> None:
+    """Serve calls until the run closes the socket. The first message says which function to load."""
+    global _announce
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(read_fd, write_fd)
+    channel = Channel(fd)
+    _announce = channel.announce_section
+    os.register_at_fork(after_in_child=_forget_the_run)
     init = channel.inbox.get()
     try:
         function = Function(init)
@@ -247,8 +253,8 @@ def main(read_fd: int, write_fd: int) -> None:
         channel.send({"unusable": str(error), "traceback": ""})
         return
     except BaseException as error:
-        trace = _raised(error, 0.0).traceback
-        channel.send({"unusable": f"{init['path']} cannot be imported: {_text(error)}", "traceback": trace})
+        trace = raised(error, 0.0, __file__).traceback
+        channel.send({"unusable": f"{init['path']} cannot be imported: {text_of(error)}", "traceback": trace})
         return
-    channel.send({"ready": True, "async": function.is_async})
+    channel.send({"ready": function.is_async})
     (_serve_async if function.is_async else _serve)(channel, function)

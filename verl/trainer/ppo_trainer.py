@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
     from verl.profiling.profiler import Profiler
     from verl.report.live import LiveReport
-    from verl.reward import RewardRunner
+    from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.timer import Phases
@@ -188,7 +188,8 @@ class PPOTrainer:
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
             metrics = self._evict(step, batch)
-            return metrics | parts.rewards.check_errors(batch)
+            parts.rewards.check_errors(batch)
+            return metrics
 
     def _evict(self, step: int, batch: Batch) -> dict[str, float]:
         lag = self.config.trainer.max_staleness

@@ -161,7 +161,7 @@ def build_parts(
     from verl.data.tokenizer import load_tokenizer, text_of
     from verl.platform.allocator import tune_allocator
     from verl.report.live import LiveReport
-    from verl.reward import RewardRunner
+    from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
@@ -237,7 +237,7 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     from verl.data.dataset import PromptDataset
 
     data = config.data
-    from verl.reward.registry import unsupported
+    from verl.reward.rules import unsupported
 
     def known(source: str) -> bool:
         return not unsupported([source])

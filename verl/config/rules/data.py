@@ -109,7 +109,7 @@ def _sources(c: Check, sources: set[str]) -> None:
     own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
     if own or c.cfg.reward_model.enable or not sources:
         return
-    from verl.reward.registry import unsupported
+    from verl.reward.rules import unsupported
 
     for source, message in unsupported(sorted(sources)).items():
         c.refuse(f"data.reward_fn_key={c.cfg.data.reward_fn_key}, source {source}", message)

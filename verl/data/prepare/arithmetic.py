@@ -72,7 +72,7 @@ def worked_answer(chain: Chain) -> str:
 
 
 def forget_one(chain: Chain, rng: random.Random) -> Chain:
-    """The chain without one of its operations: what somebody careless works out."""
+    """The chain without one of its operations: a careless solution."""
     left_out = rng.randrange(1, len(chain))
     return chain[:left_out] + chain[left_out + 1 :]
 
@@ -138,26 +138,19 @@ def mixed_quality(line: dict[str, Any], chain: Chain, careless: float, rng: rand
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
     parser = common.parser("arithmetic", "synthetic arithmetic in the GSM8K format", local_raw=False)
-    parser.add_argument("--train", type=int, default=8000, help="training rows")
-    parser.add_argument("--test", type=int, default=400, help="held-out rows")
-    parser.add_argument("--level", type=int, default=3, help="1 (easy) to 4")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--careless", type=float, default=0.0, help="share of careless answers in warm_up.parquet"
-    )
-    parser.add_argument("--no_stories", action="store_true", help="bare expressions only")
+    add = parser.add_argument
+    add("--train", type=int, default=8000, help="training rows")
+    add("--test", type=int, default=400, help="held-out rows")
+    add("--level", type=int, default=3, help="1 (easy) to 4")
+    add("--seed", type=int, default=0)
+    add("--careless", type=float, default=0.0, help="share of careless answers in warm_up.parquet")
+    add("--no_stories", action="store_true", help="bare expressions only")
     args = parser.parse_args(argv)
     where = common.target(args)
     if args.train < 1 or args.test < 1:
         raise DataError(f"--train {args.train} --test {args.test}: at least one row each is needed")
     if not 0 <= args.careless <= 1:
         raise DataError(f"--careless {args.careless}: a share between 0 and 1")
-    made = make(
-        train=args.train,
-        test=args.test,
-        level=args.level,
-        seed=args.seed,
-        stories=not args.no_stories,
-        careless=args.careless,
-    )
+    sizes = {"train": args.train, "test": args.test, "level": args.level, "seed": args.seed}
+    made = make(**sizes, stories=not args.no_stories, careless=args.careless)
     return common.finish(made, where)

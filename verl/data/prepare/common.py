@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.data.files import DataError, open_file
+from verl.data.files import DataError, open_file, written_whole
 
 RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
 
@@ -31,14 +31,13 @@ def parser(
     """The flags that every script has; `folder` is the default under ~/data."""
     folder = folder or name
     out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
-    out.add_argument("--local_save_dir", default=None, help=f"where to write (default ~/data/{folder})")
-    out.add_argument("--local_dir", default=None, help="old name of --local_save_dir")
+    add = out.add_argument
+    add("--local_save_dir", help=f"where to write (default ~/data/{folder})")
+    add("--local_dir", help="old name of --local_save_dir")
     if local_raw:
-        out.add_argument(
-            "--local_dataset_path", default=None, help="raw data on disk; without it, the hub is asked"
-        )
-    out.add_argument("--hdfs_dir", default=None, help="copy the result there (any fsspec URL)")
-    out.add_argument("--limit", type=int, default=None, help="at most so many rows per split")
+        add("--local_dataset_path", help="raw data on disk; without it, the hub is asked")
+    add("--hdfs_dir", help="copy the result there (any fsspec URL)")
+    add("--limit", type=int, help="at most so many rows per split")
     out.set_defaults(default_folder=folder)
     return out
 
@@ -92,6 +91,15 @@ def raw_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path} {unit} {number + 1}", file.row(number)
 
 
+def raw_texts(paths: Iterable[Path], names: tuple[str, str]) -> Iterator[tuple[str, str, str]]:
+    """("file line n", text, text) of the two named columns of every raw row. DataError where one is not text."""
+    for where, line in raw_rows(paths):
+        first, second = (line.get(name) for name in names)
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise DataError(f"{where}: {' and '.join(names)} are needed, as text; it has {', '.join(line)}")
+        yield where, first, second
+
+
 def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
     """Download the parquet files of a split from the hub; needs the network. Raises DataError if that fails."""
     from fnmatch import fnmatch
@@ -124,13 +132,8 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     if not rows:
         raise DataError(f"{path}: there is no row to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with written_whole(path) as beside:
         pq.write_table(pa.Table.from_pylist(list(rows)), beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int:
@@ -146,6 +149,19 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int
     first = next(iter(splits.values()))[0]
     print(json.dumps(first, ensure_ascii=False, indent=2, default=str))
     return 0
+
+
+def two_splits(
+    name: str,
+    description: str,
+    rows: Callable[[str | None, str], list[dict[str, Any]]],
+    argv: Sequence[str] | None,
+    folder: str | None = None,
+) -> int:
+    """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
+    args = parser(name, description, folder=folder).parse_args(argv)
+    where = target(args)
+    return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
 
 
 def prompt_characters(row: dict[str, Any]) -> int:

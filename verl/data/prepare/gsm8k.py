@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from verl.data.files import DataError
@@ -27,20 +28,10 @@ def row(question: str, answer: str, split: str, index: int, where: str) -> dict[
     }
 
 
-def raw(local: str | None, split: str) -> list[tuple[str, str, str]]:
+def raw(local: str | None, split: str) -> Iterator[tuple[str, str, str]]:
     """(where, question, answer) of every raw row, from a directory or from the hub."""
-    files = (
-        common.find_split(local, split, config="main")
-        if local
-        else common.from_hub(REPO, split, config="main")
-    )
-    out = []
-    for where, line in common.raw_rows(files):
-        question, answer = line.get("question"), line.get("answer")
-        if not isinstance(question, str) or not isinstance(answer, str):
-            raise DataError(f"{where}: question and answer are needed, as text; it has {', '.join(line)}")
-        out.append((where, question, answer))
-    return out
+    find = partial(common.find_split, local) if local else partial(common.from_hub, REPO)
+    return common.raw_texts(find(split, config="main"), ("question", "answer"))
 
 
 def rows(local: str | None, split: str) -> list[dict[str, Any]]:
@@ -50,6 +41,4 @@ def rows(local: str | None, split: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script. Raises DataError for raw data that cannot be used."""
-    args = common.parser("gsm8k", "GSM8K in the chat format: train.parquet, test.parquet").parse_args(argv)
-    where = common.target(args)
-    return common.finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
+    return common.two_splits("gsm8k", "GSM8K in the chat format: train.parquet, test.parquet", rows, argv)

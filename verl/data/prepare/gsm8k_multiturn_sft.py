@@ -20,7 +20,6 @@ def rows(local: str | None, split: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
-    parser = common.parser("gsm8k_multiturn_sft", "GSM8K as dialogues for sft_trainer", folder="gsm8k_sft")
-    args = parser.parse_args(argv)
-    where = common.target(args)
-    return common.finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
+    return common.two_splits(
+        "gsm8k_multiturn_sft", "GSM8K as dialogues for sft_trainer", rows, argv, "gsm8k_sft"
+    )

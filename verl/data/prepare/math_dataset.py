@@ -45,20 +45,11 @@ def row(problem: str, solution: str, split: str, index: int, where: str) -> dict
 def rows(local: str | None, split: str) -> list[dict[str, Any]]:
     """All rows of a split, from a directory in the hub's layout or from the hub."""
     files = common.find_split(local, split, config="default") if local else common.from_hub(REPO, split)
-    out = []
-    for index, (where, line) in enumerate(common.raw_rows(files)):
-        problem, solution = line.get("problem"), line.get("solution")
-        if not isinstance(problem, str) or not isinstance(solution, str):
-            raise DataError(f"{where}: problem and solution are needed, as text; it has {', '.join(line)}")
-        out.append(row(problem, solution, split, index, where))
-    return out
+    raw = common.raw_texts(files, ("problem", "solution"))
+    return [row(problem, solution, split, i, where) for i, (where, problem, solution) in enumerate(raw)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
-    parser = common.parser(
-        "math_dataset", "MATH in the chat format: train.parquet, test.parquet", folder="math"
-    )
-    args = parser.parse_args(argv)
-    where = common.target(args)
-    return common.finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
+    about = "MATH in the chat format: train.parquet, test.parquet"
+    return common.two_splits("math_dataset", about, rows, argv, "math")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.reward.boxed import last_boxed
-
+_TOKEN = re.compile(r"\\[{}\\]|[{}]")
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|\s+|~")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree(?![A-Za-z])|°")
@@ -26,6 +25,28 @@ _SHORT_ROOT = re.compile(r"\\sqrt([0-9a-zA-Z])")
 _SLASH = re.compile(r"^(-?)([0-9]+)/([0-9]+)$")
 _BARE_POINT = re.compile(r"(?<![0-9])\.(?=[0-9])")
 _THOUSANDS = re.compile(r"^-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{…}` or `\fbox{…}` whose braces balance, or None.
+
+    Escaped braces (`\{`, `\}`) do not count. A box that never closes is not a box; the one before it counts.
+    """
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    opened: list[int] = []
+    best: tuple[int, int] | None = None
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "{":
+            opened.append(match.start())
+        elif token == "}" and opened:
+            start = opened.pop()
+            # `\boxed {5}` is written too, so blanks before the brace are looked through.
+            before = text[max(0, start - 24) : start].rstrip()
+            if before.endswith(("\\boxed", "\\fbox")) and (best is None or start > best[0]):
+                best = (start, match.start())
+    return None if best is None else text[best[0] + 1 : best[1]]
 
 
 def _braced(match: re.Match[str]) -> str:
@@ -59,7 +80,7 @@ def same_answer(answer: str, truth: str) -> bool:
         return bool(a)
     if not a or not b:
         return False
-    from verl.reward.verify import equal
+    from verl.reward.rules.verify import equal
 
     return equal(answer, truth)
 

@@ -23,14 +23,14 @@ _TABLE: dict[str, str] = {
     **{f"numina_{name}": "numina" for name in _NUMINA},
     "hiyouga/geometry3k": "geo3k",
     **{f"searchR1_{name}": "search_qa" for name in _SEARCH},
+    "aime*": "math_dapo",
 }
-_PREFIXES: dict[str, str] = {"aime": "math_dapo"}
 _LATER = ("codecontests", "apps", "codeforces", "taco")
 
 
 def known_sources() -> list[str]:
     """Every data_source with a built-in rule; a name that ends in `*` is a prefix."""
-    return [*_TABLE, *(f"{prefix}*" for prefix in _PREFIXES)]
+    return list(_TABLE)
 
 
 def rule_for(data_source: str) -> str:
@@ -38,8 +38,8 @@ def rule_for(data_source: str) -> str:
     source = str(data_source)
     if source in _TABLE:
         return _TABLE[source]
-    for prefix, rule in _PREFIXES.items():
-        if source.startswith(prefix):
+    for name, rule in _TABLE.items():
+        if name.endswith("*") and source.startswith(name[:-1]):
             return rule
     if source in _LATER:
         raise UnknownSource(
@@ -64,24 +64,23 @@ def unsupported(sources: Iterable[str]) -> dict[str, str]:
 
 
 def _rule(name: str) -> Callable[..., Any]:
-    return importlib.import_module(f"verl.reward.{name}").compute_score
+    return importlib.import_module(f"verl.reward.rules.{name}").compute_score
 
 
 def _options(rule: str) -> list[str]:
-    """Keywords a rule takes besides the answer and the truth."""
+    """Keywords a rule takes besides the response and the truth."""
     return [p for p in inspect.signature(_rule(rule)).parameters if p not in ("solution_str", "ground_truth")]
 
 
 def check_kwargs(kwargs: Iterable[str]) -> None:
     """RewardLoadError if no built-in rule takes one of these `custom_reward_function.reward_kwargs`."""
-    rules = dict.fromkeys([*_TABLE.values(), *_PREFIXES.values()])
-    known = {option: None for rule in rules for option in _options(rule)}
-    unknown = [name for name in kwargs if name not in known]
-    if unknown:
-        raise RewardLoadError(
-            f"custom_reward_function.reward_kwargs.{unknown[0]}: no built-in reward takes it (they take: "
-            f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
-        )
+    known = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
+    for name in kwargs:
+        if name not in known:
+            raise RewardLoadError(
+                f"custom_reward_function.reward_kwargs.{name}: no built-in reward takes it (they take: "
+                f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
+            )
 
 
 def default_compute_score(
@@ -94,7 +93,7 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
-    """Score an answer by the rule of its data_source: a number, or a dict with `score`.
+    """Score a response by the rule of its data_source: a number, or a dict with `score`.
 
     `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are
     for code sources, which are not in this release. Raises UnknownSource, ValueError where the row has no

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.reward.boxed import last_boxed
-from verl.reward.math import normalise as normalise_math
+from verl.reward.rules.math import last_boxed
+from verl.reward.rules.math import normalise as normalise_math
 
 TAIL = 300
 BOX_TAIL = 100

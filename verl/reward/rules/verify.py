@@ -2,7 +2,7 @@ r"""Mathematical equality by math-verify, used so that it cannot silently say "n
 
 math-verify's own limits are alarms, which work only in a main thread, and by default it turns time-outs and
 errors into "not equal". Here its limits are off and its errors are raised; time is limited from outside (see
-`guard`), in the scoring process itself or, when called anywhere else, in one helper process that serves
+`verl.reward.worker`), in the scoring process itself or, when called anywhere else, in one helper process that serves
 this process. A wrong installation (no LaTeX parser) is found by a self-test instead of scoring 0 for ever.
 """
 
@@ -14,7 +14,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl.reward import guard
+from verl.reward import worker
 from verl.reward.errors import VerifyFailed
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def equal(answer: str, truth: str, limit: float = LIMIT) -> bool:
     """True if the two LaTeX texts mean the same. VerifyFailed if that was not decided within `limit` seconds."""
     if len(answer) > ROOM + 4 * len(truth) or _depth(answer) > max(MAX_DEPTH, _depth(truth)):
         return False
-    if not guard.guarded():
+    if not worker.in_worker():
         return _in_helper(answer, truth, limit)
-    with guard.apart():
+    with worker.apart():
         _prepare()
-    with guard.section(limit, "math-verify"):
+    with worker.section(limit, "math-verify"):
         return _compare(answer, truth)
 
 
@@ -70,11 +70,9 @@ def _prepare() -> None:
     global _ready
     if _ready:
         return
-    try:
-        import math_verify.grader
-        import math_verify.parser
-    except ImportError as error:
-        raise VerifyFailed(f"math-verify cannot be imported: {error}") from error
+    import math_verify.grader
+    import math_verify.parser
+
     # It warns once that its own limits are off; ours are on.
     math_verify.parser.TIMEOUT_WARNING_SHOWN = True
     math_verify.grader.TIMEOUT_WARNING_SHOWN = True
@@ -119,8 +117,8 @@ def _in_helper(answer: str, truth: str, limit: float) -> bool:
 
     with _helper_lock:
         if _helper is None or _helper[0] != os.getpid():
-            spec = FunctionSpec(path="pkg://verl.reward.verify", name="compare_task")
-            _helper = (os.getpid(), Pool(spec, workers=1, name="math-verify"))
+            spec = FunctionSpec(path="pkg://verl.reward.rules.verify", name="compare_task")
+            _helper = (os.getpid(), Pool(spec, workers=1))
         pool = _helper[1]
     call = Call(
         {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.reward.boxed import last_boxed
-from verl.reward.math import same_answer
+from verl.reward.rules.math import last_boxed, same_answer
 
 
 def format_ok(answer: str) -> bool:

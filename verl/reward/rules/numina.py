@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.reward.boxed import last_boxed
-from verl.reward.math import same_answer, truth_text
+from verl.reward.rules.math import last_boxed, same_answer, truth_text
 
 _LEAD = re.compile(r"(?i)answer(?:\s+(?:is|are)\b|s?\s*:)\s*:?\s*")
 _INLINE = re.compile(r"\$([^$]+)\$")
