@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.agreement import first_step_disagreement
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.importance import parse_correction
@@ -80,7 +81,7 @@ class PPOTrainer:
         self.config = config
         self.parts = parts
         self.total_steps = total_steps
-        self.step = 0
+        self.step = self._resumed_at = 0
         self.last_batch: Batch | None = None
         self.draws = PromptSchedule(
             parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps
@@ -94,7 +95,7 @@ class PPOTrainer:
         parts, trainer = self.parts, self.config.trainer
         if self._sampler_rests:
             parts.sampler.sleep()
-        self.step = parts.checkpoints.resume(self)
+        self.step = self._resumed_at = parts.checkpoints.resume(self)
         if self.step >= self.total_steps > 0 and not trainer.val_only:
             parts.tracking.notice(
                 f"nothing is left to do: step {self.step} of {self.total_steps} is saved in {parts.tracking.run_dir}. Raise "
@@ -278,6 +279,8 @@ class PPOTrainer:
         return metrics
 
     def _limit_disagreement(self, metrics: dict[str, Any]) -> None:
+        if self.step == self._resumed_at + 1 and (said := first_step_disagreement(metrics, self.config)):
+            raise DisagreementError(f"step {self.step}: {said}")
         limit = self.config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")
         if limit is not None and worst is not None and worst > limit:
@@ -289,6 +292,6 @@ class PPOTrainer:
 
 
 class DisagreementError(RuntimeError):
-    """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`."""
+    """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`, or than rounding explains in the first batch."""
 
     explained = True
