@@ -7,14 +7,14 @@ handles of the two device buffers, one for each reader. See `verl.platform.handl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from verl.platform import handles
-from verl.platform.processes import Identity
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
+from verl.weight_sync.shared_memory import SharedMemorySink
 
 _HANDLES_BYTES = 1 << 16
 
@@ -30,14 +30,10 @@ class HandleSink(SharedMemorySink):
         version: int,
         *,
         device: torch.device,
-        timeout: float = TIMEOUT,
-        expected: Sequence[Identity] = (),
+        **options: Any,
     ):
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        super().__init__(
-            channel, readers, _HANDLES_BYTES, version, timeout=timeout, expected=expected, on_device=True
-        )
-        self._readers = readers
+        super().__init__(channel, readers, _HANDLES_BYTES, version, on_device=True, **options)
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
@@ -51,14 +47,10 @@ class HandleSink(SharedMemorySink):
         """See Sink.publish. The device is done with the bucket when the readers hear of it."""
         buffer = self._buffers[self._number % 2]
         handles.synchronize(buffer)
-        first = self._number < 2
-        note = {
-            "used": used,
-            "handles": [handles.share(buffer) for _ in range(self._readers)] if first else [],
-        }
-        text = json.dumps(note).encode("ascii")
+        told = [handles.share(buffer) for _ in self._readers] if self._number < 2 else []
+        text = json.dumps({"used": used, "handles": told}).encode("ascii")
         if len(text) > _HANDLES_BYTES:
-            raise WeightSyncError(f"weight sync: {self._readers} readers of one device are too many")
+            raise WeightSyncError(f"weight sync: {len(self._readers)} readers of one device are too many")
         super().reserve(len(text))
         super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         super().publish(header, len(text))

@@ -26,7 +26,6 @@ from verl.weight_sync.shared_block import (
     SharedMemoryBlock,
     path_of,
     sweep,
-    taken_by,
     wait,
 )
 
@@ -125,7 +124,7 @@ class SharedMemorySink(buckets.Sink):
     ):
         self._channel, self._timeout, self._expected = channel, timeout, expected
         self._segment = SharedMemoryBlock.create(channel, readers, bucket_bytes, version, on_device=on_device)
-        self._entries = [self._segment.reader(number) for number in range(readers)]
+        self._readers = list(self._segment.readers)
         self._number = 0
 
     def __enter__(self) -> SharedMemorySink:
@@ -134,7 +133,7 @@ class SharedMemorySink(buckets.Sink):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._segment.finish(f"{type(error).__name__}: {error}")
-        self._entries = []
+        self._readers = []
         self._segment.remove()
         self._segment.close()
 
@@ -161,45 +160,42 @@ class SharedMemorySink(buckets.Sink):
         """No more buckets: wait until every reader has them all."""
         self._segment.finish()
 
-        def everybody() -> bool:
-            return all(taken_by(entry)[1] == DONE for entry in self._entries)
+        def all_done() -> bool:
+            return all(reader.status == DONE for reader in self._readers)
 
-        wait(everybody, self._check, self._timeout, lambda: self._waiting(self._number))
+        wait(all_done, self._check, self._timeout, lambda: self._waiting(self._number))
 
     def _least(self) -> int:
-        return min(taken_by(entry)[0] for entry in self._entries)
+        return min(reader.taken for reader in self._readers)
 
     def _check(self) -> None:
-        for number, entry in enumerate(self._entries):
-            taken, status = taken_by(entry)
-            where = f"reader {number} of channel {self._channel!r} (process {int(entry[0])})"
-            if not status and number < len(self._expected):
+        for number, reader in enumerate(self._readers):
+            where = f"reader {number} of channel {self._channel!r} (process {reader.pid})"
+            if not reader.status and number < len(self._expected):
                 self._look_for(number, self._expected[number])
-            if status == FAILED:
-                raise WeightSyncError(f"weight sync: {where} stopped reading after {taken} buckets")
-            if status == RUNNING and not self._segment.reader_alive(number):
-                if taken_by(entry)[1] == DONE:
-                    continue
-                raise WeightSyncError(f"weight sync: {where} died after {taken} buckets")
+            if reader.status == FAILED:
+                raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
+            if not self._segment.reader_alive(number) and reader.status == RUNNING:
+                raise WeightSyncError(f"weight sync: {where} died after {reader.taken} buckets")
 
-    def _look_for(self, number: int, reader: Identity) -> None:
-        pid, start, where = reader
+    def _look_for(self, number: int, expected: Identity) -> None:
+        pid, start, where = expected
         text = f"weight sync: process {pid}, reader {number} of channel {self._channel!r},"
         if where != namespace():
             raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
         # It may have come, and gone, since its fields were looked at.
-        if not alive(pid, start) and not taken_by(self._entries[number])[1]:
+        if not alive(pid, start) and not self._readers[number].status:
             raise WeightSyncError(f"{text} died before it came")
 
     def _waiting(self, wanted: int) -> str:
-        names = []
-        for number, entry in enumerate(self._entries):
-            taken, status = taken_by(entry)
-            if status == 0:
-                names.append(f"reader {number}, which has not come")
-            elif status != DONE and taken <= wanted:
-                names.append(f"reader {number} (process {int(entry[0])}, {taken} buckets taken)")
-        return f"the sender of channel {self._channel!r} waits for {', '.join(names) or 'nobody'}"
+        late = [
+            f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)"
+            if reader.status
+            else f"reader {number}, which has not come"
+            for number, reader in enumerate(self._readers)
+            if reader.status == 0 or (reader.status != DONE and reader.taken <= wanted)
+        ]
+        return f"the sender of channel {self._channel!r} waits for {', '.join(late)}"
 
 
 def receive(
@@ -215,12 +211,12 @@ def receive(
     segment = _attach(channel, reader, timeout)
     done = False
     try:
-        if version is not None and segment.version != version:
+        if version is not None and segment.control.version != version:
             raise WeightSyncError(
-                f"weight sync: channel {channel!r} carries version {segment.version}, version {version} was expected"
+                f"weight sync: channel {channel!r} carries version {segment.control.version}, version {version} was expected"
             )
         stream = _buckets(segment, channel, reader, timeout)
-        if segment.on_device:
+        if segment.control.on_device:
             from verl.weight_sync.device_handles import opened
 
             stream = opened(stream, reader)
@@ -253,67 +249,58 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
 
 
 def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
-    path = path_of(channel)
     found: list[SharedMemoryBlock] = []
+    path = path_of(channel)
 
     def come() -> bool:
         segment = SharedMemoryBlock.open(path)
         if segment is None:
             return False
-        if segment.sender_alive():
-            count = segment.readers
-            if reader >= count:
-                segment.close()
-                raise WeightSyncError(
-                    f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
-                )
-            if segment.attach(reader):
-                found.append(segment)
-                return True
-        else:
+        lives, count = segment.sender_alive(), len(segment.readers)
+        if lives and reader < count and segment.attach(reader):
+            found.append(segment)
+            return True
+        if not lives:
             segment.remove()
         segment.close()
+        if lives and reader >= count:
+            raise WeightSyncError(
+                f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
+            )
         return False
 
-    wait(
-        come,
-        lambda: None,
-        timeout,
-        lambda: f"reader {reader} of channel {channel!r} waits for a sender to begin",
-    )
+    who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
+    wait(come, lambda: None, timeout, lambda: who)
     return found[0]
 
 
 def _buckets(
     segment: SharedMemoryBlock, channel: str, reader: int, timeout: float
 ) -> Iterator[tuple[bytes, torch.Tensor]]:
-    number = 0
-    while _published(segment, number, channel, reader, timeout):
+    control, number = segment.control, 0
+
+    def look() -> None:
+        if control.status == RUNNING and not segment.sender_alive():
+            raise WeightSyncError(
+                f"weight sync: the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
+            )
+
+    def who() -> str:
+        return f"reader {reader} of channel {channel!r} waits for bucket {number} of process {control.pid}"
+
+    def moved() -> bool:
+        return bool(control.produced > number or control.status != RUNNING)
+
+    while True:
+        wait(moved, look, timeout, who)
+        if control.status == FAILED:
+            reason = control.reason.decode(errors="replace")
+            raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {reason}")
+        if control.produced <= number:
+            return
         yield segment.bucket(number)
         number += 1
         segment.taken(reader, number)
-
-
-def _published(segment: SharedMemoryBlock, number: int, channel: str, reader: int, timeout: float) -> bool:
-    """Wait for bucket `number`; False if the transfer ended before it."""
-
-    def look() -> None:
-        if segment.status == RUNNING and not segment.sender_alive():
-            raise WeightSyncError(
-                f"weight sync: the sender of channel {channel!r} (process {segment.sender}) died after {number} buckets"
-            )
-
-    wait(
-        lambda: segment.produced > number or segment.status != RUNNING,
-        look,
-        timeout,
-        lambda: (
-            f"reader {reader} of channel {channel!r} waits for bucket {number} of process {segment.sender}"
-        ),
-    )
-    if segment.status == FAILED:
-        raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {segment.reason}")
-    return segment.produced > number
 
 
 _TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
