@@ -4,7 +4,7 @@
         [--steps 6] [--profile FILE] [--out FILE]
 
 The driver's side is the real one: `ReplicaPool` and `RolloutManager` (responses come one by one over `--seconds`), the
-scoring pool with a function that does nothing, `Training`, advantages, metrics, the dump of a step's first responses.
+scoring pool with a function that does nothing, `WorkerGroup`, advantages, metrics, the dump of a step's first responses.
 The others are Ray actors without a model (`driver_stand_ins.py`); a sampler is the real `RolloutWorker` around an engine
 that cuts its responses out of this repository's text. The tokenizer is a BPE trained on the same text.
 
@@ -33,6 +33,7 @@ from driver_stand_ins import Echo, Teller, prepare
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 8
 PROMPT_TOKENS = 200
+OLD, REFERENCE = {"log_probs": "old_log_probs", "entropy": "entropy"}, {"log_probs": "ref_log_probs"}
 Parts = dict[str, tuple[float, float]]
 
 
@@ -40,11 +41,12 @@ class Step:
     """The parts of a step, one method each, in their order. What is set up in `__init__` is set up once a run."""
 
     def __init__(self, given: argparse.Namespace, folder: Path):
+
         from verl.data.tokenizer import load_tokenizer
         from verl.reward.pool import FunctionSpec
         from verl.reward.runner import RewardRunner
         from verl.reward.settings import RewardSettings
-        from verl.workers.ray.training import ActorGroup, ReferenceGroup
+        from verl.workers.roles import Policy, Role
 
         self.given = given
         self.loop = asyncio.Runner()
@@ -55,7 +57,7 @@ class Step:
         self.rewards = RewardRunner(None, settings=RewardSettings(function=function, num_workers=2))
         self.rollouts = self._rollouts(folder)
         self.training = self._training()
-        self.actor, self.reference = ActorGroup(self.training, ""), ReferenceGroup(self.training)
+        self.policy, self.reference = Policy("actor", self.training), Role("ref", self.training)
         self.algorithm = SimpleNamespace(
             adv_estimator="grpo",
             norm_adv_by_std_in_grpo=True,
@@ -69,14 +71,14 @@ class Step:
         from verl.data.tokenizer import text_of
         from verl.engine.rollout.base import SamplingParams
         from verl.rollout.manager import RolloutManager, RolloutSettings
-        from verl.workers.ray.replicas import Host, ReplicaPool
-        from verl.workers.ray.worker_group import Worker
+        from verl.workers.ray.calls import WorkerHandle
+        from verl.workers.ray.replicas import Replica, ReplicaPool
 
         given = self.given
         actor = ray.remote(max_concurrency=64, num_cpus=0)(Teller)
         handles = [actor.remote({}, i) for i in range(given.samplers)]
         ray.get([handle.begin.remote(str(folder), given.tokens, given.seconds) for handle in handles])
-        hosts = [Host(i, _never, Worker(h, f"s{i}", "here"), "here") for i, h in enumerate(handles)]
+        hosts = [Replica(i, _never, WorkerHandle(h, f"s{i}", "here"), "here") for i, h in enumerate(handles)]
 
         async def later(_: Any) -> None:
             """Scoring is a part of its own here."""
@@ -97,16 +99,16 @@ class Step:
     def _training(self) -> Any:
         import ray
 
+        from verl.workers.group import WorkerGroup
         from verl.workers.plan import UpdatePlan
-        from verl.workers.ray.training import Training
-        from verl.workers.ray.worker_group import Group, Worker
+        from verl.workers.ray.calls import RayCalls, WorkerHandle
 
         echo = ray.remote(num_cpus=0)(Echo)
         ranks = self.given.ranks
-        group = Group([Worker(echo.remote(), f"rank {i}", "here") for i in range(ranks)])
+        calls = RayCalls([WorkerHandle(echo.remote(), f"rank {i}", "here") for i in range(ranks)])
         cfg = SimpleNamespace(ppo_mini_batch_size=256, ppo_epochs=1, shuffle=False)
         plan = UpdatePlan(cfg, max_response_length=1.0, batch_prompts=self.given.responses // GROUP)
-        return Training(group, list(range(ranks)), plan=plan, temperature=1.0, balance=True)
+        return WorkerGroup(calls, [{"dp_rank": rank} for rank in range(ranks)], plan=plan)
 
     def run(self, number: int) -> tuple[Parts, dict[str, Any]]:
         """Seconds of each part: (computed, on the clock); and facts of the step."""
@@ -117,10 +119,10 @@ class Step:
         assert all(row.text for row in batch), "a response came without its text"
         _time(parts, "scores", lambda: self.loop.run(self.rewards.score_batch(batch)))
         _time(parts, "rows", lambda: self.training.place(batch, "rows"))
-        _time(parts, "old_log_prob", lambda: self.actor.old_log_probs(batch))
-        _time(parts, "ref", lambda: self.reference.log_probs(batch))
+        _time(parts, "old_log_prob", lambda: self.policy.forward(batch, "old_log_prob", OLD))
+        _time(parts, "ref", lambda: self.reference.forward(batch, "ref", REFERENCE))
         _time(parts, "advantages", lambda: self._advantages(batch))
-        _time(parts, "update", lambda: self.actor.update(batch, step=number))
+        _time(parts, "update", lambda: self.policy.update(batch, step=number))
         _time(parts, "metrics", lambda: self._metrics(number, batch))
         rows = _time(parts, "dump", lambda: self._dump(number, batch))
         _time(parts, "dump_write", lambda: [json.dumps(row) for row in rows])  # a run does this in a thread
@@ -161,10 +163,9 @@ class Step:
         step_metrics(batch, facts, Counters())
 
     def _dump(self, number: int, batch: Any) -> list[Any]:
-        from verl.tracking import responses
+        from verl.tracking.answers import TokenTexts, report_rows, sampled
 
-        texts = responses.TokenTexts(self.tokenizer)
-        return responses.report_rows(number, responses.sampled(list(batch)), texts, self.tokenizer)
+        return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer), self.tokenizer)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--profile", help="where to put cProfile's record of the last step")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
 
     tune_allocator()  # as a run's driver does
     found = measure(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,24 +97,18 @@ class Echo:
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
-    def _column(self) -> np.ndarray:
-        return np.zeros(sum(row.length for row in self.rows), np.float32)
-
-    def take_rows(self, payload: dict[str, np.ndarray]) -> None:
+    def receive_rows(self, payload: dict[str, np.ndarray]) -> None:
         """Decode, as a rank does."""
         from verl.workers import codec
 
         self.rows = codec.decode(payload)
 
-    def old_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
-        """Two columns."""
-        return {"old_log_probs": self._column(), "entropy": self._column()}
+    def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
+        """Zeros in every column."""
+        size = sum(row.length for row in self.rows)
+        return {column: np.zeros(size, np.float32) for column in outputs.values()}
 
-    def reference_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
-        """One column."""
-        return {"ref_log_probs": self._column()}
-
-    def update(self, columns: Any, minis: list[Any], temperature: float) -> dict[str, Any]:
+    def update(self, columns: Any, minis: list[Any]) -> dict[str, Any]:
         """Nothing is learnt."""
         result = {"metrics": {}, "grad_norm": 1.0, "refused": "", "tokens": 0}
         return {"results": [result] * len(minis), "columns": {}}

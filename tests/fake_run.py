@@ -126,10 +126,10 @@ def validation_of(t: float, rise: float, rng: random.Random) -> dict[str, float]
     }
 
 
-def answers_of(
+def responses_of(
     step: int, total: int, rng: random.Random, prompts: int = 8, n: int = 8
 ) -> list[dict[str, Any]]:
-    """Whole groups of sampled answers with their token-level columns."""
+    """Whole groups of sampled responses with their token-level columns."""
     rows: list[dict[str, Any]] = []
     for p in range(prompts):
         a, b, c = rng.randint(3, 40), rng.randint(2, 30), rng.randint(2, 9)
@@ -138,7 +138,7 @@ def answers_of(
             f"{who} has {a} {what}. A friend brings {b} more, and then {who} buys {c} boxes with 4 {what} each. "
             f"How many {what} does {who} have now?\nEnd with #### and the number."
         )
-        group = [_answer(a, b, c, who, what, step / max(1, total), rng) for _ in range(n)]
+        group = [_response(a, b, c, who, what, step / max(1, total), rng) for _ in range(n)]
         scores = [1.0 if right else 0.0 for _, right in group]
         mean = sum(scores) / n
         spread = (sum((s - mean) ** 2 for s in scores) / max(1, n - 1)) ** 0.5
@@ -173,7 +173,7 @@ def answers_of(
     return rows
 
 
-def _answer(
+def _response(
     a: int, b: int, c: int, who: str, what: str, t: float, rng: random.Random
 ) -> tuple[list[str], bool]:
     right = rng.random() < 0.38 + 0.5 * t
@@ -203,8 +203,8 @@ def _pieces(text: str) -> list[str]:
     return [*out, "<|im_end|>"]
 
 
-def hostile_answer(step: int) -> dict[str, Any]:
-    """An answer that tries to break out of the page, with control characters and a failed score."""
+def hostile_response(step: int) -> dict[str, Any]:
+    """A response that tries to break out of the page, with control characters and a failed score."""
     tokens = ["</script>", "<script>", "alert(1)", "</script>", "<!--", CONTROLS, "]]>", "<|im_end|>"]
     return {
         "step": step,
@@ -297,7 +297,7 @@ def make_run(
     seed: int = 7,
     prompts: int = 8,
 ) -> Path:
-    """Write a run folder. `every`: answers are kept for each step divisible by it. Returns the folder."""
+    """Write a run folder. `every`: responses are kept for each step divisible by it. Returns the folder."""
     rng = random.Random(seed)
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     config = json.loads(json.dumps(CONFIG))
@@ -317,9 +317,9 @@ def make_run(
         if steps > 100 and step == 120:
             lines.append({"event": "resume", "step": 120, "time": START + 8.2 * 120 + 4})
         if step % every == 0 or step in (1, steps):
-            rows = answers_of(step, steps, rng, prompts=prompts)
+            rows = responses_of(step, steps, rng, prompts=prompts)
             if hostile and step == steps:
-                rows.insert(0, hostile_answer(step))
+                rows.insert(0, hostile_response(step))
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / "trajectories" / f"{step}.jsonl").write_text(text, encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")

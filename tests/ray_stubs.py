@@ -15,7 +15,7 @@ import ray
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.errors import UserError
 from verl.trajectory import Trajectory
-from verl.workers import codec, request_codec
+from verl.workers import codec
 
 
 class Where:
@@ -59,7 +59,7 @@ class Sampler:
 
     def __init__(self, delay: float, grave: str):
         self.delay, self.grave = delay, grave
-        self.done: list[request_codec.GenerateResult] = []
+        self.done: list[codec.GenerateResult] = []
         self.open: dict[str, Any] = {}
         self.dead = False
 
@@ -70,10 +70,10 @@ class Sampler:
         pass
 
     async def submit(self, payload: Any) -> None:
-        for ask in request_codec.decode_requests(payload):
+        for ask in codec.decode_requests(payload):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))
 
-    async def _serve(self, ask: request_codec.GenerateRequest) -> None:
+    async def _serve(self, ask: codec.GenerateRequest) -> None:
         if "die" in ask.sampling.stop and (self.grave == "always" or not os.path.exists(self.grave)):
             if self.grave != "always":
                 open(self.grave, "w").close()
@@ -83,12 +83,12 @@ class Sampler:
             self.dead = True
             return
         if "bad" in ask.sampling.stop:
-            self.done.append(request_codec.GenerateResult(ask.id, error=("ValueError", "too long")))
+            self.done.append(codec.GenerateResult(ask.id, error=("ValueError", "too long")))
             return
         await asyncio.sleep(self.delay)
         ids = ask.prompt_ids[::-1].copy()
         done = Completion(ids, np.full(len(ids), os.getpid(), np.float32), "stop", (3,))
-        self.done.append(request_codec.GenerateResult(ask.id, done))
+        self.done.append(codec.GenerateResult(ask.id, done))
 
     async def results(self, timeout: float) -> Any:
         end = time.monotonic() + timeout
@@ -97,13 +97,13 @@ class Sampler:
         while not self.done and not self.dead and time.monotonic() < end:
             await asyncio.sleep(0.01)
         done, self.done = self.done, []
-        return request_codec.encode_results(done)
+        return codec.encode_results(done)
 
     async def abort(self, ids: list[str]) -> None:
         for name in ids:
             self.open[name].cancel()
             empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort", ())
-            self.done.append(request_codec.GenerateResult(name, empty))
+            self.done.append(codec.GenerateResult(name, empty))
 
     async def close(self) -> None:
         if self.grave != "always":

@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=1180)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--whole", action="store_true", help="the whole page instead of the window")
-    parser.add_argument("--tokens", action="store_true", help="with the newest step's first answer open")
+    parser.add_argument("--tokens", action="store_true", help="with the newest step's first response open")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as profile,
@@ -27,7 +27,7 @@ def main() -> None:
     ):
         page.open(write_report(args.run))
         if args.tokens:
-            page.eval("R.openAnswer(R.visibleAnswers[0])")
+            page.eval("R.openResponse(R.visibleResponses[0])")
         page.screenshot(args.out, whole=args.whole)
     print(args.out)
 

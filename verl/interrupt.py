@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
 
-So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, an answer has
+So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response has
 come back); a second one interrupts at once, and so does the first one outside of training.
 """
 

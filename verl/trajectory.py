@@ -1,17 +1,55 @@
-"""The data types that travel between the parts: Prompt, Trajectory, Batch. Plain numpy, no torch.
+"""The data types that travel between the parts: Prompt, Trajectory, Segment, Batch. Plain numpy, no torch.
 
-Sequences are ragged: every trajectory owns one array per token-level column, of its own length L.
-Padding exists only inside the math that wants a rectangle: `Batch.padded` makes one, `Batch.fill`
-takes one apart again. The responses to one prompt form a group and stay together everywhere.
+    Prompt ─1:n─ Trajectory ─1:n─ Segment     a trajectory is one attempt at a prompt: the unit of scores and advantages
+                                              a segment is one token sequence that the model saw: the unit of forward passes
+
+Token-level columns are ragged: every segment owns one array per column, of its own response length L. `COLUMNS` is the one
+table of them; transport, padding, dumps and the plug-in view follow from it. A column read from a trajectory runs over the
+response tokens of all its segments, in order; one written to it is split among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A token-level column: one value (or `trailing` values) for every response token.
+
+    dtype     of the arrays on the driver and on the way to a worker
+    source    the pass that produces it: rollout, old_log_prob, ref, values, adv, update
+    public    its name in the view that plug-ins get (`verl.DataProto`, arguments of estimators)
+    trailing  further dimensions, by name, e.g. ("k",)
+    """
+
+    dtype: Any = np.float32
+    source: str = "rollout"
+    public: str = ""
+    trailing: tuple[str, ...] = ()
+
+
+COLUMNS: dict[str, Column] = {
+    "response_ids": Column(np.int64, public="responses"),
+    "response_mask": Column(bool, public="response_mask"),
+    "rollout_log_probs": Column(public="rollout_log_probs"),
+    "old_log_probs": Column(source="old_log_prob", public="old_log_probs"),
+    "entropy": Column(source="old_log_prob", public="entropys"),
+    "sum_pi_squared": Column(source="old_log_prob", public="sum_pi_squared"),
+    "ref_log_probs": Column(source="ref", public="ref_log_prob"),
+    "values": Column(source="values", public="values"),
+    "token_rewards": Column(source="adv", public="token_level_rewards"),
+    "advantages": Column(source="adv", public="advantages"),
+    "returns": Column(source="adv", public="returns"),
+    "loss_mask": Column(bool, source="adv", public="loss_mask"),
+    "is_weights": Column(source="adv", public="rollout_is_weights"),
+}
+"""Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
+distribution sampled from, 0 where the mask is False. All but the first two are absent (None) until their pass fills them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,52 +74,135 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class Trajectory:
-    """One sampled response. L counts all tokens after the prompt, tool and environment text included.
+class Segment:
+    """One token sequence that the model saw: context, then the response with its columns.
 
-    response_ids        int64   [L]
-    response_mask       bool    [L]  True where the policy wrote the token
-    rollout_log_probs   float32 [L]  log-prob under the distribution sampled from; 0 where mask is False
-    versions            weight versions that wrote tokens, oldest first, without repeats
-    score               float, or None while unscored or when scoring failed (then `score_error` says why)
-    score_parts         what else the reward function returned
-    The remaining arrays are float32 [L] (loss_mask: bool [L]) and None until a phase fills them.
+    context_ids  int64 [P]; the same array object for the segments of a group that share it
+    columns      name of `COLUMNS` → array [L, …]; also readable and writable as attributes, None where absent
+    versions     weight versions that wrote tokens, oldest first, without repeats
+    media        images and videos in the context, by kind
+    uid, index   key of the group, number of the trajectory in it
+    trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
     """
 
-    prompt: Prompt
-    index: int
-    response_ids: np.ndarray
-    response_mask: np.ndarray
-    rollout_log_probs: np.ndarray | None = None
-    finish_reason: str = "stop"
-    versions: tuple[int, ...] = (0,)
-    text: str | None = None
-    num_turns: int = 2
-    score: float | None = None
-    score_parts: dict[str, Any] = field(default_factory=dict)
-    score_error: str | None = None
-    timing: dict[str, float] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-    token_rewards: np.ndarray | None = None
-    old_log_probs: np.ndarray | None = None
-    ref_log_probs: np.ndarray | None = None
-    entropy: np.ndarray | None = None
-    values: np.ndarray | None = None
-    advantages: np.ndarray | None = None
-    returns: np.ndarray | None = None
-    loss_mask: np.ndarray | None = None
-    is_weights: np.ndarray | None = None
+    __slots__ = ("columns", "context_ids", "index", "media", "trajectory", "uid", "versions")
+
+    def __init__(
+        self,
+        context_ids: np.ndarray,
+        response_ids: np.ndarray,
+        response_mask: np.ndarray,
+        *,
+        versions: tuple[int, ...] = (0,),
+        media: dict[str, Any] | None = None,
+        uid: str = "",
+        index: int = 0,
+        **columns: np.ndarray | None,
+    ):
+        self.context_ids = context_ids
+        self.versions, self.media = versions, media or {}
+        self.uid, self.index = uid, index
+        self.trajectory: Trajectory | None = None
+        self.columns: dict[str, np.ndarray] = {"response_ids": response_ids, "response_mask": response_mask}
+        for name, values in columns.items():
+            self.put(name, values)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     @property
     def length(self) -> int:
         """Number of response tokens L."""
-        return len(self.response_ids)
+        return len(self.columns["response_ids"])
 
     @property
-    def policy_tokens(self) -> int:
-        """Number of tokens the policy wrote, K."""
-        return int(np.count_nonzero(self.response_mask))
+    def segments(self) -> list[Segment]:
+        """Itself: what takes trajectories apart takes segments too."""
+        return [self]
+
+    def put(self, name: str, values: np.ndarray | None) -> None:
+        """Set a column, or remove it with None. KeyError for a name that is not in `COLUMNS`."""
+        if name not in COLUMNS:
+            raise KeyError(f"{name!r} is not in verl.trajectory.COLUMNS")
+        if values is None:
+            self.columns.pop(name, None)
+        else:
+            self.columns[name] = values
+
+
+class Trajectory:
+    """One attempt at a prompt. Give `segments`, or the ids, mask and columns of a single one, whose context is the prompt.
+
+    finish_reason  how it ended: stop, length, abort, or lost (by the sampler: never scored, in no statistic)
+    num_turns      turns of the dialogue, the user's included
+    score          float, or None while unscored or when scoring failed (then `score_error` says why)
+    score_parts    what else the reward function returned
+    fields         what the agent loop returned in extra_fields: dumped, and shown to the reward function
+    extra          notes of the parts that handled it: interruptions, token_scores, score_failure
+
+    Columns are attributes: those of all segments joined, None unless every segment has them.
+    """
+
+    __slots__ = (
+        "extra",
+        "fields",
+        "finish_reason",
+        "index",
+        "num_turns",
+        "prompt",
+        "score",
+        "score_error",
+        "score_parts",
+        "segments",
+        "text",
+        "timing",
+    )
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        index: int,
+        response_ids: np.ndarray | None = None,
+        response_mask: np.ndarray | None = None,
+        rollout_log_probs: np.ndarray | None = None,
+        *,
+        segments: Sequence[Segment] | None = None,
+        finish_reason: str = "stop",
+        versions: tuple[int, ...] = (0,),
+        text: str | None = None,
+        num_turns: int = 2,
+        score: float | None = None,
+        score_parts: dict[str, Any] | None = None,
+        score_error: str | None = None,
+        timing: dict[str, float] | None = None,
+        fields: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        **columns: np.ndarray | None,
+    ):
+        if segments is None:
+            if response_ids is None or response_mask is None:
+                raise TypeError("a trajectory needs segments, or response_ids and response_mask")
+            single = Segment(prompt.ids, response_ids, response_mask, versions=versions, media=prompt.media)
+            for name, values in {"rollout_log_probs": rollout_log_probs, **columns}.items():
+                single.put(name, values)
+            segments = [single]
+        self.prompt, self.index = prompt, index
+        self.segments = list(segments)
+        for segment in self.segments:
+            segment.uid, segment.index, segment.trajectory = prompt.uid, index, self
+        self.finish_reason, self.num_turns, self.text = finish_reason, num_turns, text
+        self.score, self.score_error = score, score_error
+        self.score_parts, self.timing = score_parts or {}, timing or {}
+        self.fields, self.extra = fields or {}, extra or {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     @property
     def uid(self) -> str:
@@ -89,12 +210,65 @@ class Trajectory:
         return self.prompt.uid
 
     @property
+    def context_ids(self) -> np.ndarray:
+        """The first segment's context, int64 [P]."""
+        return self.segments[0].context_ids
+
+    @property
+    def length(self) -> int:
+        """Number of response tokens L of all segments."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def policy_tokens(self) -> int:
+        """Number of tokens the policy wrote, K."""
+        return sum(int(np.count_nonzero(segment.columns["response_mask"])) for segment in self.segments)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight versions that wrote tokens, oldest first, without repeats."""
+        if len(self.segments) == 1:
+            return self.segments[0].versions
+        return tuple(sorted({version for segment in self.segments for version in segment.versions}))
+
+    @property
     def scored(self) -> bool:
         """True once a valid score is there; a failed score never becomes a number."""
         return self.score is not None
 
+    def column(self, name: str) -> np.ndarray | None:
+        """The column of all segments joined, [L, …]; None unless every segment has it."""
+        if len(self.segments) == 1:
+            return self.segments[0].columns.get(name)
+        parts = [segment.columns.get(name) for segment in self.segments]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
 
-_FILL = {"response_mask": False, "loss_mask": False}
+    def put(self, name: str, values: np.ndarray | None) -> None:
+        """Split a column [L, …] among the segments, or remove it from all with None."""
+        if values is None or len(self.segments) == 1:
+            for segment in self.segments:
+                segment.put(name, values)
+            return
+        ends = np.cumsum([segment.length for segment in self.segments])
+        for segment, part in zip(self.segments, np.split(values, ends[:-1]), strict=True):
+            segment.put(name, part)
+
+
+def _add_columns() -> None:
+    """Columns as attributes of both classes."""
+
+    def attribute(name: str) -> property:
+        return property(lambda self: self.column(name), lambda self, values: self.put(name, values))
+
+    def of_segment(name: str) -> property:
+        return property(lambda self: self.columns.get(name), lambda self, values: self.put(name, values))
+
+    for name in COLUMNS:
+        setattr(Trajectory, name, attribute(name))
+        setattr(Segment, name, of_segment(name))
+
+
+_add_columns()
 
 
 class Batch:
@@ -117,8 +291,13 @@ class Batch:
         return self.trajectories[i]
 
     @property
+    def segments(self) -> list[Segment]:
+        """All segments, as `segments_of` orders them."""
+        return segments_of(self.trajectories)
+
+    @property
     def lengths(self) -> np.ndarray:
-        """Response lengths, int64 [N]."""
+        """Response lengths of the trajectories, int64 [N]."""
         return np.fromiter((t.length for t in self.trajectories), np.int64, len(self))
 
     @property
@@ -139,43 +318,67 @@ class Batch:
         return list(found.values())
 
     def has(self, column: str) -> bool:
-        """True if every trajectory carries the token-level column."""
-        return all(getattr(t, column) is not None for t in self.trajectories)
-
-    def flat(self, column: str, dtype: Any = None) -> np.ndarray:
-        """All tokens of a column, concatenated: [ΣL]. Raises ValueError if a trajectory lacks it."""
-        parts = []
-        for t in self.trajectories:
-            value = getattr(t, column)
-            if value is None:
-                raise ValueError(f"column {column!r} is missing on response {t.index} of {t.uid}")
-            parts.append(value)
-        joined = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-        return joined.astype(dtype) if dtype is not None else joined
+        """True if every segment carries the token-level column."""
+        return all(column in segment.columns for t in self.trajectories for segment in t.segments)
 
     def padded(self, column: str, dtype: Any = np.float32, width: int | None = None) -> np.ndarray:
-        """[N, width or max L] with zeros on the right."""
+        """A row for each trajectory, all its segments joined: [N, width or max L] with zeros on the right."""
         lengths = self.lengths
-        columns = int(lengths.max()) if len(lengths) and width is None else int(width or 0)
-        out = np.zeros((len(self), columns), dtype=dtype)
+        size = int(lengths.max()) if len(lengths) and width is None else int(width or 0)
+        out = np.zeros((len(self), size), dtype=dtype)
         for row, t in zip(out, self.trajectories, strict=True):
-            row[: t.length] = getattr(t, column)
+            row[: t.length] = t.column(column)
         return out
 
     def fill(self, column: str, padded: np.ndarray) -> None:
-        """Take a rectangle [N, ≥ max L] apart into the ragged column; loss_mask becomes bool, others float32."""
-        kind = bool if column in _FILL else np.float32
+        """Take a rectangle [N, ≥ max L] apart into the ragged column."""
+        dtype = COLUMNS[column].dtype
         for row, t in zip(padded, self.trajectories, strict=True):
-            setattr(t, column, np.ascontiguousarray(row[: t.length], dtype=kind))
+            t.put(column, np.ascontiguousarray(row[: t.length], dtype=dtype))
 
-    def fill_flat(self, column: str, flat: np.ndarray) -> None:
-        """Inverse of `flat`: split [ΣL] into the ragged column."""
-        kind = bool if column in _FILL else np.float32
-        ends = np.cumsum(self.lengths)
-        if len(flat) != (ends[-1] if len(ends) else 0):
-            raise ValueError(f"{column}: {len(flat)} values for {ends[-1] if len(ends) else 0} tokens")
-        for part, t in zip(np.split(np.asarray(flat, dtype=kind), ends[:-1]), self.trajectories, strict=True):
-            setattr(t, column, part)
+
+def segments_of(trajectories: Iterable[Trajectory]) -> list[Segment]:
+    """Segments of trajectories whose groups are adjacent. In a group first all first segments, then all second ones, …:
+    those that may share their context are neighbours."""
+    out: list[Segment] = []
+    group: list[Trajectory] = []
+
+    def close() -> None:
+        for number in range(max((len(t.segments) for t in group), default=0)):
+            out.extend(t.segments[number] for t in group if number < len(t.segments))
+        group.clear()
+
+    for t in trajectories:
+        if group and group[0].uid != t.uid:
+            close()
+        group.append(t)
+    close()
+    return out
+
+
+Row = Trajectory | Segment
+
+
+def flat(rows: Sequence[Row], column: str) -> np.ndarray:
+    """A column of all rows, row after row: [ΣL, …]. ValueError naming the first row without it."""
+    parts = []
+    for row in rows:
+        values = getattr(row, column)
+        if values is None:
+            raise ValueError(f"column {column!r} is missing on response {row.index} of {row.uid}")
+        parts.append(values)
+    return np.concatenate(parts) if parts else np.zeros(0, COLUMNS[column].dtype)
+
+
+def fill_flat(rows: Sequence[Row], column: str, values: np.ndarray) -> None:
+    """Inverse of `flat`: split [ΣL, …] among the rows. ValueError if the number of tokens differs."""
+    ends = np.cumsum([row.length for row in rows])
+    total = int(ends[-1]) if len(ends) else 0
+    if len(values) != total:
+        raise ValueError(f"{column}: {len(values)} values for {total} tokens")
+    values = np.asarray(values, dtype=COLUMNS[column].dtype)
+    for end, row in zip(ends.tolist(), rows, strict=True):
+        row.put(column, values[end - row.length : end])
 
 
 def split_groups(groups: Sequence[list[Trajectory]], parts: int) -> list[list[list[Trajectory]]]:

@@ -83,7 +83,7 @@ def first_token(parts: Any, prompt: list[int]) -> None:
     from verl.engine.rollout.base import SamplingParams
 
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    parts.loop.run(parts.sampler.generate(prompt, params, request_id="first"))
+    parts.loop.run(parts.workers.sampler.generate(prompt, params, request_id="first"))
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from verl.platform.environment import prepare_process
+    from verl.platform.host import prepare_process
 
     prepare_process()
     sys.path.insert(0, str(Path(__file__).parent))
@@ -107,7 +107,7 @@ def main() -> None:
     assert exact_length.ExactLength  # registered
     from verl.config import load
     from verl.platform import detect
-    from verl.tracking.hooks import Report
+    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer
@@ -119,17 +119,19 @@ def main() -> None:
     config = load([*overrides(args.work, work, args.precision, args.device), *extra])
     tracking = Tracking(config, args.work / "verl_out")
     with asyncio.Runner() as loop:
-        parts, total = build_parts(config, tracking, loop, Phases(), Report(tracking.event, tracking.notice))
+        parts, total = build_parts(
+            config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice)
+        )
         trainer = PPOTrainer(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
-        parts.weight_sync.push(0)
+        parts.workers.weight_sync.push(0)
         first_token(parts, [2] * 16)
-        print(json.dumps({"ready": True, "device": parts.actor.describe()}), file=out, flush=True)
+        print(json.dumps({"ready": True, "device": parts.workers.describe}), file=out, flush=True)
         for line in sys.stdin:
             assert line
             trainer.step += 1
             wall, cpu = time.perf_counter(), time.process_time()
-            trainer._one_step(trainer.step)
+            trainer._train_step(trainer.step)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             timings = parts.phases.timings()
             sampling = timings["gen"] + timings["reward"]
@@ -149,7 +151,7 @@ def main() -> None:
             }
             print(json.dumps(record), file=out, flush=True)
         parts.rewards.close()
-        parts.close()
+        parts.workers.close()
 
 
 if __name__ == "__main__":

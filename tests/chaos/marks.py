@@ -40,13 +40,13 @@ def after(owner: Any, name: str, moment: str) -> None:
 def watch() -> None:
     """Wrap what is of interest."""
     from verl.checkpoint import write
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
 
-    after(LocalEngine, "save_weights", "half written")
+    after(FSDPEngine, "save_weights", "half written")
     after(write, "write_manifest", "sealed")
-    after(write, "_publish", "published")
+    after(write.CheckpointWriter, "_publish", "published")
     after(write, "retire", "retired")
     enter, log = Phases.__call__, Tracking.log
 

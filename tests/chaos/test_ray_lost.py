@@ -48,10 +48,9 @@ def remove(cluster: Any, node_id: str) -> None:
 
 
 def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
+    from verl.workers.ray.calls import Group, Worker, WorkerDied
     from verl.workers.ray.cluster import Cluster
     from verl.workers.ray.placement import Pool
-
-    from verl.workers.ray.worker_group import Group, Worker, WorkerDied
 
     ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
     try:

@@ -24,10 +24,8 @@ NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
-    from verl.workers.ray.training import Training
-
     from verl.workers.plan import UpdatePlan
-    from verl.workers.ray.worker_group import Group, Worker
+    from verl.workers.ray.calls import Group, Worker
 
     with cluster_of(1, object_store_memory=STORE, _system_config=NO_DISK) as running:
         ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)

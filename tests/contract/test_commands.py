@@ -77,7 +77,7 @@ def test_shrunk(script, shell, tmp_path):
         "--check",
     )
     assert status == 0, err
-    assert "check: ok" in out and "4 prompts × 5 answers = 20 trajectories" in out
+    assert "check: ok" in out and "4 prompts × 5 responses = 20 trajectories" in out
 
 
 def test_a_later_key_wins_over_the_scripts(shell):

@@ -117,7 +117,7 @@ def test_text_commands_pass_the_check_and_train(script, fork_server, home, tmp_p
     words = arguments(script, shrink(home, out, script), home, tmp_path)
     check = start(fork_server, [*words, "--check"], home, tmp_path)
     assert check.status == 0 and "check: ok" in check.stdout, check.stderr
-    assert "4 prompts × 5 answers = 20 trajectories" in check.stdout
+    assert "4 prompts × 5 responses = 20 trajectories" in check.stdout
     assert not out.exists(), "--check writes nothing"
     run = start(fork_server, words, home, tmp_path)
     assert run.status == 0, run.stderr[-3000:]

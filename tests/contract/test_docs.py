@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from verl.cli.main import COMMANDS
+from verl.config.command_line import build, split_arguments
 from verl.config.fields import locate
-from verl.config.load import build, split_arguments
 from verl.config.schema import Config, SFTConfig
 
 ROOT = Path(__file__).parents[2]

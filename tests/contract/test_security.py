@@ -24,7 +24,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/engine/rollout/vllm/launch.py"): (
         "starts the resource tracker early, and asks whether this process is being spawned; nothing is sent"
     ),
-    ("process-pickle", "verl/platform/handles.py"): (
+    ("process-pickle", "verl/platform/cuda.py"): (
         "torch's function that rebuilds a tensor from a device handle; its arguments travel as JSON"
     ),
     ("process-pickle", "benchmarks/weight_sync.py"): "two processes of the benchmark itself",

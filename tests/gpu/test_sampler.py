@@ -106,7 +106,7 @@ def test_sampling_in_deterministic_mode(
 def test_sampler_and_trainer_agree(
     platform: Any, model_path: str, dtype: str, most: float, mean: float, record_property: Any
 ) -> None:
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
 
     responses = sample(engine_of(load(model_path, platform), dtype))
@@ -118,8 +118,8 @@ def test_sampler_and_trainer_agree(
     rows.sort(key=lambda row: row.prompt.uid)
     sampled = np.concatenate([responses[prompts.index(r.prompt) + 3 * r.index].log_probs for r in rows])
     role = {"fsdp_config": {"dtype": dtype}, "optim": {"lr": 0.0}}
-    trainer = LocalEngine(model_path, role_cfg=role, device=platform)
-    difference = np.abs(trainer.log_probs(rows, temperature=1.0).log_probs - sampled)
+    trainer = FSDPEngine(model_path, role_cfg=role, device=platform)
+    difference = np.abs(trainer.forward(rows, temperature=1.0)["log_probs"] - sampled)
     record_property("max", float(difference.max()))
     record_property("mean", float(difference.mean()))
     assert difference.max() <= most and difference.mean() <= mean

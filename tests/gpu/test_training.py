@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine_cases import gradients, rows_of, simple_loss
+from tests.unit.engine_cases import BOTH, gradients, rows_of, simple_loss
 
 GROUPS = [(70, [50, 9, 1, 30]), (1, [4]), (120, [60, 6]), (5, [2, 110, 40])]
 KIND_LIMITS = {"log_probs": 2e-4, "gradient": 1e-3}
@@ -27,9 +28,9 @@ def role(dtype: str = "float32", **more: Any) -> dict[str, Any]:
 
 
 def local(path: str, device: Any, dtype: str = "float32") -> Any:
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
-    return LocalEngine(path, role_cfg=role(dtype), device=device)
+    return FSDPEngine(path, role_cfg=role(dtype), device=device)
 
 
 def total() -> int:
@@ -37,7 +38,7 @@ def total() -> int:
 
 
 def learn(engine: Any, rows: Any, **options: Any) -> Any:
-    return engine.step(rows, simple_loss(total(), 0.1), temperature=0.8, entropy=True, **options)
+    return engine.step(rows, simple_loss(total(), 0.1), BOTH, temperature=0.8, **options)
 
 
 def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -50,9 +51,9 @@ def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 def test_float32_is_that_of_the_processor(platform: Any, model_path: str, record_property: Any) -> None:
     rows = rows_of(GROUPS)
     here, there = local(model_path, platform), local(model_path, "cpu")
-    stats = [e.log_probs(rows, temperature=0.8, entropy=True) for e in (here, there)]
+    stats = [e.forward(rows, BOTH, temperature=0.8) for e in (here, there)]
     for column in ("log_probs", "entropy"):
-        difference = np.abs(getattr(stats[0], column) - getattr(stats[1], column)).max()
+        difference = np.abs(stats[0][column] - stats[1][column]).max()
         record_property(column, float(difference))
         assert difference < KIND_LIMITS["log_probs"]
     for engine in (here, there):
@@ -66,7 +67,7 @@ def test_bfloat16_stays_near_float32(platform: Any, model_path: str, record_prop
     """Limits are guesses before the first run on a GPU; the figures are what this test is for."""
     rows = rows_of(GROUPS)
     half, full = local(model_path, platform, "bfloat16"), local(model_path, platform)
-    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (half, full))
+    a, b = (e.forward(rows, temperature=0.8)["log_probs"] for e in (half, full))
     record_property("log_probs_max", float(np.abs(a - b).max()))
     record_property("log_probs_mean", float(np.abs(a - b).mean()))
     assert np.abs(a - b).max() < 0.3 and np.abs(a - b).mean() < 0.03
@@ -84,18 +85,18 @@ def test_heads_that_flash_attention_does_not_know(platform: Any, tmp_path: Path)
     path = str(tiny_model(tmp_path / "qwen3", "qwen3", head_dim=20, scale=2.0))
     rows = rows_of(GROUPS)
     half, full = local(path, platform, "bfloat16"), local(path, platform)
-    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (half, full))
+    a, b = (e.forward(rows, temperature=0.8)["log_probs"] for e in (half, full))
     assert np.abs(a - b).mean() < 0.05
     assert not learn(half, rows).refused
 
 
 def test_batching_changes_nothing(platform: Any, model_path: str, record_property: Any) -> None:
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
     rows = rows_of(GROUPS)
     found = []
     for cfg in ({"ppo_max_token_len_per_gpu": 4096}, {"ppo_micro_batch_size_per_gpu": 1}):
-        engine = LocalEngine(model_path, role_cfg=role(**cfg), device=platform)
+        engine = FSDPEngine(model_path, role_cfg=role(**cfg), device=platform)
         learn(engine, rows)
         found.append(gradients(engine))
     record_property("gradient", relative(*found))
@@ -139,8 +140,9 @@ def _state(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture
+@contextmanager
 def one_rank(platform: Any) -> Iterator[None]:
+    """In this block the process is the only rank of a group: engines built here are sharded."""
     import torch.distributed as dist
 
     from verl.engine.training.process_group import init_process_group
@@ -149,47 +151,50 @@ def one_rank(platform: Any) -> Iterator[None]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     init_process_group(0, 1, "127.0.0.1", port, platform, 60.0)
-    yield
-    dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-def test_the_sharded_engine_on_one_device(
-    platform: Any, model_path: str, one_rank: None, record_property: Any
-) -> None:
+def test_the_sharded_engine_on_one_device(platform: Any, model_path: str, record_property: Any) -> None:
     """FSDP2 over the device's own collectives against the engine of one process."""
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.engine.training.sharding import whole
 
-    rows = rows_of(GROUPS)
-    sharded = FSDPEngine(model_path, role_cfg=role(), device=platform)
-    plain = local(model_path, platform)
-    a, b = (e.log_probs(rows, temperature=0.8).log_probs for e in (sharded, plain))
-    record_property("log_probs", float(np.abs(a - b).max()))
-    assert np.abs(a - b).max() < 1e-4
-    results = [learn(e, rows) for e in (sharded, plain)]
-    assert abs(results[0].grad_norm - results[1].grad_norm) < 1e-3 * results[1].grad_norm
-    mine = {n: whole(p.grad) for n, p in sharded.module.named_parameters() if p.grad is not None}
-    found = relative(mine, gradients(plain))
-    record_property("gradient", found)
-    assert found < 1e-4
-    ours, theirs = ({n: t.clone() for n, t in e.named_weights()} for e in (sharded, plain))
-    assert relative({n: ours[n] for n in theirs}, theirs) < 1e-4
+    def driven() -> tuple[Any, ...]:
+        engine, rows = FSDPEngine(model_path, role_cfg=role(), device=platform), rows_of(GROUPS)
+        log_probs = engine.forward(rows, temperature=0.8)["log_probs"]
+        norm = learn(engine, rows).grad_norm
+        grads = {n: whole(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+        return log_probs, norm, grads, {n: t.clone() for n, t in engine.named_weights()}
+
+    plain = driven()
+    with one_rank(platform):
+        sharded = driven()
+    record_property("log_probs", float(np.abs(sharded[0] - plain[0]).max()))
+    assert np.abs(sharded[0] - plain[0]).max() < 1e-4
+    assert abs(sharded[1] - plain[1]) < 1e-3 * plain[1]
+    record_property("gradient", relative(sharded[2], plain[2]))
+    assert relative(sharded[2], plain[2]) < 1e-4 and relative(sharded[3], plain[3]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["local", "sharded"])
-def test_offload_frees_the_device(
-    platform: Any, model_path: str, one_rank: None, record_property: Any, kind: str
-) -> None:
+def test_offload_frees_the_device(platform: Any, model_path: str, record_property: Any, kind: str) -> None:
+    with one_rank(platform) if kind == "sharded" else nullcontext():
+        offload(platform, model_path, record_property)
+
+
+def offload(platform: Any, model_path: str, record_property: Any) -> None:
     from tests.gpu.test_sampler import taken
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.engine.training.local_engine import LocalEngine
 
     rows = rows_of(GROUPS)
     cfg = role()
     cfg["fsdp_config"] |= {"param_offload": True, "optimizer_offload": True}
-    engine = (LocalEngine if kind == "local" else FSDPEngine)(model_path, role_cfg=cfg, device=platform)
+    engine = FSDPEngine(model_path, role_cfg=cfg, device=platform)
     learn(engine, rows)
-    before = engine.log_probs(rows, temperature=0.8).log_probs
+    before = engine.forward(rows, temperature=0.8)["log_probs"]
     loaded = taken(platform)
     engine.offload()
     away = taken(platform)
@@ -197,7 +202,7 @@ def test_offload_frees_the_device(
     without = taken(platform)
     record_property("loaded_mib", round(loaded / 2**20, 1))
     record_property("offloaded_mib", round(away / 2**20, 1))
-    np.testing.assert_array_equal(engine.log_probs(rows, temperature=0.8).log_probs, before)
+    np.testing.assert_array_equal(engine.forward(rows, temperature=0.8)["log_probs"], before)
     engine.onload(optimizer=True)
     learn(engine, rows)
     if platform.name != "cpu":

@@ -21,7 +21,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
-from verl.workers.ray.worker_group import NoRoom, WorkerDied  # noqa: E402
+from verl.workers.ray.calls import NoRoom, WorkerDied  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -94,7 +94,7 @@ def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> Non
 
 @pytest.fixture
 def group(cluster):
-    from verl.workers.ray.worker_group import Group, Worker
+    from verl.workers.ray.calls import Group, Worker
 
     handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
     yield Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
@@ -143,9 +143,8 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
+    from verl.workers.ray.calls import Group, Worker
     from verl.workers.ray.watch import Watch
-
-    from verl.workers.ray.worker_group import Group, Worker
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
@@ -166,8 +165,8 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
+    from verl.workers.ray.calls import Worker
     from verl.workers.ray.replicas import Replica, ReplicaPool
-    from verl.workers.ray.worker_group import Worker
 
     made: list[ReplicaPool] = []
 
@@ -424,18 +423,13 @@ def test_when_training_died_nothing_is_sampled_any_more(pool) -> None:
 # -- nodes ------------------------------------------------------------------------------------------------------
 
 
-def test_every_difference_between_nodes_is_named(cluster, tmp_path) -> None:
-    from verl.workers.ray.nodes import Agents, differences
+def test_nodes_that_do_not_fit_are_named(cluster, tmp_path) -> None:
+    from verl.workers.compare_nodes import NodeNeeds
+    from verl.workers.ray.nodes import Agents
 
-    mine = {"torch": "2.13.0", "model /m": "abc", "run folder /r": "shared"}
-    theirs = {"torch": "2.12.0", "model /m": "not there", "run folder /r": "shared"}
-    assert differences(mine, theirs) == [
-        "model /m: not there, the driver has: abc",
-        "torch: 2.12.0, the driver has: 2.13.0",
-    ]
     agents = Agents(joined("cpu").nodes())
-    agents.check(str(tmp_path), tmp_path, files=8)
+    assert agents.check(NodeNeeds(files=8), tmp_path) == []
     assert not list(tmp_path.iterdir()), "the token of the run folder is gone again"
-    with pytest.raises(UserError, match=r"open files \(ulimit -n\): \d+, needed: 999999999"):
-        agents.check(str(tmp_path), None, files=999999999)
+    with pytest.raises(UserError, match=r"open files \d+ .*; the run needs 999999999"):
+        agents.check(NodeNeeds(files=999999999), None)
     agents.release()

@@ -26,7 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
 
 @pytest.fixture(scope="module")
 def hostile_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Report of a finished run of 130 steps whose last step holds a hostile answer."""
+    """Report of a finished run of 130 steps whose last step holds a hostile response."""
     return write_report(make_run(tmp_path_factory.mktemp("run"), 130, every=26, hostile=True))
 
 
@@ -65,7 +65,7 @@ def test_charts_and_rows_are_drawn(page: chromium.Page, hostile_report: Path, tm
     assert not {"loss", "critic", "stale", "filter"} & set(shown), "charts without metrics must not appear"
     for name in ("reward", "timing", "entropy"):
         assert drawn_pixels(page, f"[data-chart={name}]") > 500
-    assert page.eval("document.querySelectorAll('table.answers tbody tr').length") == 24
+    assert page.eval("document.querySelectorAll('table.responses tbody tr').length") == 24
     assert page.eval("document.querySelector('h1').textContent") == "grpo-tiny-seed1"
     assert "finished" in page.eval("document.getElementById('status').textContent")
     assert page.eval("document.querySelectorAll('.figure-card').length") == 4
@@ -78,7 +78,7 @@ def test_charts_and_rows_are_drawn(page: chromium.Page, hostile_report: Path, tm
 
 def test_hostile_text_is_inert_and_visible(page: chromium.Page, hostile_report: Path) -> None:
     page.open(hostile_report)
-    page.eval("R.openAnswer(R.data.answers.rows.findIndex(r => r.u === '<b>uid</b>'))")
+    page.eval("R.openResponse(R.data.responses.rows.findIndex(r => r.u === '<b>uid</b>'))")
     panel = "document.getElementById('panel')"
     assert page.eval(f"{panel}.querySelectorAll('script, img, b:not(.inspector b)').length") == 0
     text = page.eval(f"{panel}.textContent")
@@ -112,7 +112,7 @@ def test_token_view_colours_and_keys(page: chromium.Page, hostile_report: Path) 
     page.wait("!document.getElementById('panel').open")
     assert page.eval("document.activeElement.className") == "open", "focus goes back to where it came from"
     page.open(hostile_report, link)
-    assert page.eval("document.getElementById('panel').open"), "an answer's address opens it"
+    assert page.eval("document.getElementById('panel').open"), "a response's address opens it"
     no_errors(page)
 
 
@@ -131,13 +131,13 @@ def test_filters_and_sorting(page: chromium.Page, hostile_report: Path) -> None:
     assert ends and set(ends) == {"length"}
     put("finish", "")
     put("high", "0.5")
-    assert set(page.eval("R.visibleAnswers.map(i => R.data.answers.rows[i].sc)")) == {0}
+    assert set(page.eval("R.visibleResponses.map(i => R.data.responses.rows[i].sc)")) == {0}
     put("high", "")
     put("text", "NO SUCH TEXT")
-    assert "No answer matches" in page.eval("document.getElementById('answers-body').textContent")
+    assert "No response matches" in page.eval("document.getElementById('responses-body').textContent")
     put("text", "")
     page.eval("document.querySelector('[data-sort=n]').click()")
-    lengths = page.eval("R.visibleAnswers.map(i => R.data.answers.rows[i].n)")
+    lengths = page.eval("R.visibleResponses.map(i => R.data.responses.rows[i].n)")
     assert lengths == sorted(lengths, reverse=True)
     put("step", "newest")
     no_errors(page)
@@ -166,7 +166,7 @@ def test_fits_the_window(page: chromium.Page, hostile_report: Path, width: int) 
     page.size(width, 800)
     page.open(hostile_report)
     assert page.eval("document.documentElement.scrollWidth") <= width
-    page.eval("R.openAnswer(0)")
+    page.eval("R.openResponse(0)")
     assert page.eval("document.getElementById('panel').getBoundingClientRect().left") >= 0
     page.size(1280, 900)
     no_errors(page)

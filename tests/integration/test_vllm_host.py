@@ -16,7 +16,7 @@ from verl.config import load
 from verl.engine.rollout.base import SamplingParams
 from verl.weight_sync.shared_memory import BucketSender
 from verl.weight_sync.verify import checksums
-from verl.workers import request_codec
+from verl.workers import codec
 from verl.workers.rollout_worker import RolloutWorker
 
 require_vllm()
@@ -59,13 +59,13 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
             places = [("verl-test-host", reader) for reader in range(devices)]
             receiving = host.receive_weights(places, 4, 120.0, "full")
             _, sums = await asyncio.gather(sending, receiving)
-            ask = request_codec.GenerateRequest(
+            ask = codec.GenerateRequest(
                 "a", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True), None
             )
-            await host.submit(request_codec.encode_requests([ask]))
+            await host.submit(codec.encode_requests([ask]))
             responses: list[Any] = []
             while not responses:
-                responses = request_codec.decode_results(await host.results(60.0))
+                responses = codec.decode_results(await host.results(60.0))
             return sums, responses[0]
         finally:
             await host.close()

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow]
 @pytest.mark.parametrize(("arch", "tied"), [("qwen3", False), ("llama", True)])
 def test_only_the_adapter_moves(tmp_path: Path, arch: str, tied: bool) -> None:
     path = vllm_model(tmp_path / "model", arch, tied=tied)
-    actor = engine(str(path), trained(calculate_sum_pi_squared=False))
+    actor = engine(str(path), trained())
     actor.schedule(10)
     disturb(actor)
     settings = LoraSettings.of(lora(), path)

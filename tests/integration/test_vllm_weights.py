@@ -33,10 +33,10 @@ MODELS += [("gemma2", True), ("gpt2", True)]
 
 def trainer(path: Path) -> Any:
     from verl.config import Map
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
     role = {"optim": {"lr": 0.05}, "fsdp_config": {"dtype": "float32"}, "ppo_max_token_len_per_gpu": 4096}
-    engine = LocalEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
+    engine = FSDPEngine(str(path), role_cfg=Map.of(role), model_cfg=Map.of({}), device="cpu", seed=0)
     engine.schedule(10)
     return engine
 
@@ -55,7 +55,7 @@ def rows(completions: list[Any], n: int) -> list[Any]:
 
 
 def difference(engine: Any, completions: list[Any], n: int) -> float:
-    ours = engine.log_probs(rows(completions, n), temperature=TEMPERATURE).log_probs
+    ours = engine.forward(rows(completions, n), temperature=TEMPERATURE)["log_probs"]
     return float(np.abs(ours - np.concatenate([c.log_probs for c in completions])).max())
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
-from tests.unit.engine_cases import assert_close, gradients, reference, rows_of, simple_loss
-from verl.engine.training.local_engine import LocalEngine
+from tests.unit.engine_cases import BOTH, assert_close, gradients, reference, rows_of, simple_loss
+from verl.engine.training.fsdp_engine import FSDPEngine
 
 CONFIG = {"fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0, "optim": {"lr": 0.0, "weight_decay": 0.0}}
 
@@ -26,15 +26,15 @@ def module():
 
 
 def run(module, rows, model_cfg=None, **options):
-    engine = LocalEngine.from_module(module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu")
-    stats = engine.log_probs(rows, temperature=0.8, entropy=True)
-    result = engine.step(rows, simple_loss(max(1, len(stats.log_probs)), 0.1), temperature=0.8, entropy=True)
+    engine = FSDPEngine.from_module(module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu")
+    stats = engine.forward(rows, BOTH, temperature=0.8)
+    result = engine.step(rows, simple_loss(max(1, len(stats["log_probs"])), 0.1), BOTH, temperature=0.8)
     return stats, result, gradients(engine)
 
 
 def same(a, b, tolerance=2e-5):
-    for x, y in ((a[0].log_probs, b[0].log_probs), (a[0].entropy, b[0].entropy)):
-        torch.testing.assert_close(torch.from_numpy(x), torch.from_numpy(y), rtol=1e-5, atol=2e-5)
+    for name in BOTH:
+        torch.testing.assert_close(*(torch.from_numpy(x[0][name]) for x in (a, b)), rtol=1e-5, atol=2e-5)
     assert_close(a[2], b[2], tolerance)
     assert a[1].metrics == pytest.approx(b[1].metrics, rel=1e-4, abs=1e-6)
 
@@ -71,7 +71,7 @@ def test_any_cut_gives_the_same(module, groups, size, tokens, share, seed):
 
 def test_token_budget_wins_over_size_if_dynamic(module):
     rows = rows_of([(5, [4, 4, 4])])
-    engine = LocalEngine.from_module(
+    engine = FSDPEngine.from_module(
         module, role_cfg=CONFIG | {"ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True}, device="cpu"
     )
     assert engine.update_batching.rows is None
@@ -86,7 +86,7 @@ def test_recomputed_layers_give_the_same(tmp_path, arch, dtype):
     results = []
     for on in (True, False):
         role = CONFIG | {"fsdp_config": {"dtype": dtype}, "ppo_max_token_len_per_gpu": 20}
-        engine = LocalEngine(
+        engine = FSDPEngine(
             path, role_cfg=role, model_cfg={"enable_gradient_checkpointing": on}, device="cpu"
         )
         calls = count_layer_calls(engine)
@@ -113,15 +113,15 @@ def count_layer_calls(engine):
 
 def test_memory_decides_when_nobody_does(module, monkeypatch):
     rows = rows_of([(7, [5, 9])])
-    engine = LocalEngine.from_module(module, role_cfg=CONFIG, device="cpu")
+    engine = FSDPEngine.from_module(module, role_cfg=CONFIG, device="cpu")
     seen = []
-    original = engine._forward
+    original = engine._outputs
 
     def spy(*args):
         seen.append(any(layer.training for layer in engine._layers))
         return original(*args)
 
-    monkeypatch.setattr(engine, "_forward", spy)
+    monkeypatch.setattr(engine, "_outputs", spy)
     engine.step(rows, simple_loss(14), temperature=1.0)
     monkeypatch.setattr(engine.platform, "memory", lambda index=0: (1000, 1000))
     engine.step(rows, simple_loss(14), temperature=1.0)

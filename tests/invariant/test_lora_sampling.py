@@ -39,7 +39,7 @@ def rows(found: list[list[Any]]) -> list[Trajectory]:
 
 
 def difference(actor: Any, found: list[list[Any]]) -> float:
-    ours = actor.log_probs(rows(found), temperature=1.0).log_probs
+    ours = actor.forward(rows(found), temperature=1.0)["log_probs"]
     return float(np.abs(ours - np.concatenate([d.log_probs for group in found for d in group])).max())
 
 

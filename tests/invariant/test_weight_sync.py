@@ -46,13 +46,11 @@ def trains(
 
     from tests.unit.fsdp_cases import role, rows, simple_loss, total
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.engine.training.local_engine import LocalEngine
     from verl.weight_sync.shared_memory import BucketSender
     from verl.weight_sync.verify import checksums
 
     first = not sharded or dist.get_rank() == 0
-    build = FSDPEngine if sharded else LocalEngine
-    engine: Any = build(path, role_cfg=role(optim={"lr": 0.02}), device="cpu")
+    engine: Any = FSDPEngine(path, role_cfg=role(optim={"lr": 0.02}), device="cpu")
     before = checksums(engine.named_weights(), dtype=dtype)
     engine.step(rows() if first else [], simple_loss(total()), temperature=1.0)
     if first:
@@ -68,7 +66,7 @@ def trains(
         for s, sampler in enumerate(written)
         for i, (prompt, tokens) in enumerate(zip(PROMPTS, sampler["tokens"], strict=True))
     ]  # fmt: skip
-    scored = engine.log_probs(mine, temperature=1.0).log_probs
+    scored = engine.forward(mine, temperature=1.0)["log_probs"]
     return {"held": held, "changed": before != held, "samplers": written, "log_probs": scored}
 
 

@@ -10,6 +10,8 @@ import torch
 
 from verl.trajectory import Prompt, Trajectory
 
+BOTH = ("log_probs", "entropy")
+
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]], seed: int = 0, vocab: int = 250) -> list[Trajectory]:
     """Groups as (prompt length, response lengths) → rows with random tokens, advantages ±1 in `advantages`."""

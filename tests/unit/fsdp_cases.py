@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.unit.engine_cases import rows_of, simple_loss
+from tests.unit.engine_cases import BOTH, rows_of, simple_loss
 from verl.trajectory import Trajectory
 
 ROLE = {
@@ -16,7 +16,6 @@ ROLE = {
     "optim": {"lr": 0.0, "weight_decay": 0.0},
     "grad_clip": 0.0,
     "ppo_micro_batch_size_per_gpu": 2,
-    "calculate_sum_pi_squared": True,
 }
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (5, [2, 11, 40])]
 ROWS = 11
@@ -45,14 +44,12 @@ def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -
     """Log-probs of the rows, then steps; everything that must not depend on the number of ranks."""
     from verl.engine.training.sharding import whole
 
-    stats = engine.log_probs(rows, temperature=0.8, entropy=True)
-    results = [
-        engine.step(rows, simple_loss(total, 0.1), temperature=0.8, entropy=True) for _ in range(steps)
-    ]
+    found = engine.forward(rows, (*BOTH, "sum_pi_squared"), temperature=0.8)
+    results = [engine.step(rows, simple_loss(total, 0.1), BOTH, temperature=0.8) for _ in range(steps)]
     return {
-        "log_probs": stats.log_probs,
-        "entropy": stats.entropy,
-        "squares": stats.sum_pi_squared,
+        "log_probs": found["log_probs"],
+        "entropy": found["entropy"],
+        "squares": found["sum_pi_squared"],
         "metrics": [r.metrics for r in results],
         "refused": [r.refused for r in results],
         "tokens": [r.tokens for r in results],
@@ -85,8 +82,8 @@ def on_ranks(
         chosen = [rows()[i] for i in mine]
         out[name] = drive(engine, chosen, total(), steps) | {
             "rows": mine,
-            "fused": len(engine._fused),
-            "head": engine._head is not None,
+            "fused": len(engine._model.fused),
+            "head": engine._model.head.layer is not None,
             "held": sum(p.to_local().numel() for p in engine.module.parameters()),  # type: ignore[attr-defined]
         }
     return out
@@ -95,10 +92,10 @@ def on_ranks(
 def locally(
     path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any] | None = None, steps: int = 1
 ) -> Any:
-    """The same on `LocalEngine` with all rows."""
-    from verl.engine.training.local_engine import LocalEngine
+    """The same on `FSDPEngine` with all rows."""
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
-    engine = LocalEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
+    engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
     return drive(engine, rows(), total(), steps)
 
 

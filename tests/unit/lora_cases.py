@@ -23,9 +23,9 @@ def trained(**changes: Any) -> dict[str, Any]:
 
 def engine(path: str, role_cfg: dict[str, Any] | None = None, **more: Any) -> Any:
     """One on this process, with LoRA."""
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
-    return LocalEngine(path, role_cfg=role_cfg or trained(), model_cfg=lora(**more), device="cpu")
+    return FSDPEngine(path, role_cfg=role_cfg or trained(), model_cfg=lora(**more), device="cpu")
 
 
 def disturb(one: Any, size: float = 0.05) -> None:
@@ -50,17 +50,17 @@ def on_ranks(path: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any], s
         mine = shares(kind, one.dp_size)[one.dp_rank]
         chosen = [rows()[i] for i in mine]
         with one.without_adapter():
-            base = one.log_probs(chosen, temperature=1.0).log_probs
+            base = one.forward(chosen, temperature=1.0)["log_probs"]
         out[name] = drive(one, chosen, total(), steps) | {"rows": mine, "base": base}
     return out
 
 
 def locally(path: str, role_cfg: dict[str, Any], model_cfg: dict[str, Any], steps: int = 1) -> Any:
     """The same on one device."""
-    from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training.fsdp_engine import FSDPEngine
 
-    one = LocalEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
+    one = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
     disturb(one)
     with one.without_adapter():
-        base = one.log_probs(rows(), temperature=1.0).log_probs
+        base = one.forward(rows(), temperature=1.0)["log_probs"]
     return drive(one, rows(), total(), steps) | {"base": base}

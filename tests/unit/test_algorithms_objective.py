@@ -17,10 +17,10 @@ from verl.algorithms.aggregate import MODES
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES
 from verl.engine.training.base import MicroBatch
-from verl.trajectory import Trajectory
+from verl.trajectory import Segment, segments_of
 
 
-def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Trajectory]:
+def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Segment]:
     """Random responses with every column; loss masks leave out some policy tokens and one whole response."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -40,11 +40,11 @@ def rows_of(seed: int, masks: list[list[int]], **change: Any) -> list[Trajectory
         row.loss_mask = keep
         for name, value in change.items():
             setattr(row, name, value)
-        rows.append(row)
+        rows.append(row.segments[0])
     return rows
 
 
-def tokens(rows: list[Trajectory], seed: int) -> torch.Tensor:
+def tokens(rows: list[Segment], seed: int) -> torch.Tensor:
     """Fake log-probs of the policy for all rows, float64 [ΣL], near the old ones."""
     rng = np.random.default_rng(seed)
     parts = [row.old_log_probs if row.old_log_probs is not None else -np.ones(row.length) for row in rows]
@@ -54,7 +54,7 @@ def tokens(rows: list[Trajectory], seed: int) -> torch.Tensor:
 
 def run(
     cfg: Any,
-    rows: list[Trajectory],
+    rows: list[Segment],
     flat: torch.Tensor,
     entropy: torch.Tensor,
     parts: list[int],
@@ -97,7 +97,7 @@ def token_oracle(d: float, a: float, w: float) -> tuple[float, float]:
 
 
 def loop_oracle(
-    cfg: Any, rows: list[Trajectory], flat: list[float], entropy: list[float], max_response_length: float
+    cfg: Any, rows: list[Segment], flat: list[float], entropy: list[float], max_response_length: float
 ) -> Any:
     """Loss, gradients and metrics, one token at a time."""
     count = sum(int(r.loss_mask.sum()) for r in rows)
@@ -183,7 +183,7 @@ def test_micro_batches_never_change_the_response(
 
 
 def test_denominators_count_what_is_left_after_drops() -> None:
-    rows = [response("a", [1, 1, 0]), response("a", [1]), response("b", [1, 1]), response("b", [])]
+    rows = segments_of([response(*one) for one in (("a", [1, 1, 0]), ("a", [1]), ("b", [1, 1]), ("b", []))])
     assert count_denominators(rows, 4) == LossDenominators(5, 3, 4)
     rows[0].loss_mask = np.array([False, True, False])
     rows[1].loss_mask = np.array([False])
@@ -196,7 +196,7 @@ def test_dr_grpo_gradient_does_not_depend_on_length() -> None:
     cfg = actor(loss_agg_mode="seq-mean-token-sum-norm")
     gradients = {}
     for length in (2, 5):
-        rows = [response("a", [1] * size, advantages=[1.0] * size) for size in (length, 3)]
+        rows = segments_of(response("a", [1] * size, advantages=[1.0] * size) for size in (length, 3))
         flat = torch.full((length + 3,), -1.0, dtype=torch.float64)
         gradients[length] = run(cfg, rows, flat, flat, [0, 1], max_response_length=8.0)[1]
     assert gradients[2][:2].tolist() == gradients[5][:2].tolist() == pytest.approx([-1 / 16] * 2)

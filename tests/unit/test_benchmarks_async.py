@@ -16,12 +16,12 @@ import async_simulation as sim
 import async_timeline as pictures
 
 EVEN = sim.Assumptions(
-    pass_s=0.01, answer_s=0.001, prefill_per_s=1e12, train_per_s=1000.0, sync_s=2.0, median=100.0, sigma=0.0
+    pass_s=0.01, response_s=0.001, prefill_per_s=1e12, train_per_s=1000.0, sync_s=2.0, median=100.0, sigma=0.0
 )
 
 
 def test_even_lengths_by_hand() -> None:
-    """4 devices, 4 prompts of 8 answers of 100 tokens: 8 answers a device, 100 passes of 0.018 s, then 3200/4000 s."""
+    """4 devices, 4 prompts of 8 responses of 100 tokens: 8 responses a device, 100 passes of 0.018 s, then 3200/4000 s."""
     gen, train = 100 * (0.01 + 0.001 * 8), 4 * 8 * 100 / (4 * 1000)
     sync = sim.Simulation(EVEN, sim.Way("", 0, shared=True), 4, 4, prompts=4).run(6, warm_up=2)
     assert sync["step_s"] == pytest.approx(gen + train + 2.0)
@@ -29,10 +29,10 @@ def test_even_lengths_by_hand() -> None:
     ahead = sim.Simulation(EVEN, sim.Way("", 1, partial=False), 4, 4, prompts=4).run(6, warm_up=3)
     assert ahead["step_s"] == pytest.approx(max(gen, train) + 2.0)
     assert ahead["staleness"] == {"mean": 1.0, "max": 1, "shares": {"1": 1.0}}
-    assert ahead["versions_per_answer"]["max"] == 1, "nobody is interrupted"
+    assert ahead["versions_per_response"]["max"] == 1, "nobody is interrupted"
 
 
-def test_slots_make_answers_wait() -> None:
+def test_slots_make_responses_wait() -> None:
     """Half the slots: two waves, each quicker a pass."""
     narrow = replace(EVEN, slots=4)
     gen, train = 2 * 100 * (0.01 + 0.001 * 4), 0.8
@@ -41,7 +41,7 @@ def test_slots_make_answers_wait() -> None:
 
 
 def test_what_goes_on_is_prefilled_again() -> None:
-    """A trainer that is done at once interrupts every answer: each sync costs prompt + tokens so far once more."""
+    """A trainer that is done at once interrupts every response: each sync costs prompt + tokens so far once more."""
     slow = replace(EVEN, prefill_per_s=1e4, prompt=1000, train_per_s=1e9, median=1000.0)
     free = replace(slow, prefill_per_s=1e12)
     costs = [sim.Simulation(how, sim.Way("", 2), 4, 4, prompts=4).run(8, 4)["step_s"] for how in (slow, free)]
@@ -57,7 +57,7 @@ def test_the_bound_holds_and_runs_repeat(way: sim.Way) -> None:
     assert first == again
     assert first["staleness"]["max"] <= way.staleness and first["staleness"]["mean"] <= way.staleness
     if not way.partial or way.staleness == 0:
-        assert first["versions_per_answer"]["max"] == 1
+        assert first["versions_per_response"]["max"] == 1
     assert sum(first["staleness"]["shares"].values()) == pytest.approx(1, abs=1e-3)
 
 

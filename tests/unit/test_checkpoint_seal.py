@@ -111,7 +111,7 @@ def test_retention_deletes_oldest_after_sealing(tmp_path):
     for step in (1, 2, 3, 4):
         write(tmp_path, step, keep=2)
     assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_3", "global_step_4"]
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
 
 
 def test_retention_never_deletes_the_new_one_nor_what_is_not_ours(tmp_path):
@@ -137,7 +137,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     write(tmp_path, 7)
     path = save(tmp_path, 7, {"actor": lambda d: (d / "new").write_text("new")}, loop_state={})
     assert path is not None and [p.name for p in (path / "actor").iterdir()] == ["new"]
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
     open_checkpoint(path)
 
 
@@ -155,13 +155,6 @@ def test_a_part_that_raises_is_an_event(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
     found = newest(tmp_path)
     assert found is not None and found.step == 1
-
-
-@pytest.mark.parametrize("name", ["../actor", "/actor", "."])
-def test_part_names_stay_inside(tmp_path, name):
-    events = Events()
-    assert save(tmp_path, 1, {name: lambda d: None}, loop_state={}, on_event=events) is None
-    assert "not a relative path" in events[0][1]["error"]
 
 
 class Killed(BaseException):
@@ -294,6 +287,21 @@ def test_real_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_a_file_or_link_in_the_place_of_the_temporary_folder_is_removed(tmp_path, kind):
+    for step in (1, 2):  # one in the way of the save, one that only a start meets
+        if kind == "file":
+            (tmp_path / f"global_step_{step}.tmp").write_text("x")
+        else:
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            target = "elsewhere" if kind == "link" else "nowhere"
+            (tmp_path / f"global_step_{step}.tmp").symlink_to(tmp_path / target)
+    assert write(tmp_path, 1) is not None
+    clean(tmp_path)
+    assert newest(tmp_path).step == 1 and not list(tmp_path.glob("*.tmp"))
+    assert kind != "link" or (tmp_path / "elsewhere").is_dir(), "what a link points to stays"
+
+
 def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
     write(tmp_path, 1)
     write(tmp_path, 2)
@@ -301,10 +309,10 @@ def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
     (tmp_path / "global_step_3.tmp" / "actor").mkdir(parents=True)
     (tmp_path / "global_step_1.deleted0.tmp").mkdir()
     assert newest(tmp_path, tidy=False).step == 1
-    assert len(manifest.stale_directories(tmp_path)) == 3
+    assert len(manifest.stale_entries(tmp_path)) == 3
     events = Events()
     clean(tmp_path, on_event=events)
-    assert manifest.stale_directories(tmp_path) == []
+    assert manifest.stale_entries(tmp_path) == []
     assert newest(tmp_path).step == 2
     assert sorted(events.kinds()) == [
         "checkpoint_completed",
@@ -428,18 +436,14 @@ def test_random_states_continue_bit_for_bit(tmp_path):
         )
 
     draw()
-    own = torch.Generator().manual_seed(3)
-    torch.rand(5, generator=own)
-    rng.save(tmp_path, {"own": own.get_state()})
-    expected = [draw() for _ in range(3)], torch.rand(4, generator=own).tolist()
+    rng.save(tmp_path)
+    expected = [draw() for _ in range(3)]
     for seed in (0, 1):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        extra = rng.load(tmp_path)
-        other = torch.Generator()
-        other.set_state(extra["own"])
-        assert ([draw() for _ in range(3)], torch.rand(4, generator=other).tolist()) == expected
+        rng.load(tmp_path)
+        assert [draw() for _ in range(3)] == expected
     (tmp_path / "rng.json").write_text("{")
     with pytest.raises(CheckpointError, match="random states"):
         rng.load(tmp_path)

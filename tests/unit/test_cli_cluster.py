@@ -23,6 +23,7 @@ from verl.cli.doctor import main as doctor
 from verl.config import load
 from verl.errors import UserError
 from verl.workers import node_facts
+from verl.workers.compare_nodes import NodeNeeds, bad
 from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
 GIB = 1 << 30
@@ -36,7 +37,7 @@ class Found:
         self.kind, self.nodes = kind, entries
         self.unreachable: list[tuple[str, str, str]] = []
         self.sums: list[dict[str, Any]] = []
-        self.folder: list[str] | None = None
+        self.folder: list[Finding] | None = None
 
 
 FACTS: dict[str, Any] = {
@@ -52,13 +53,13 @@ FACTS: dict[str, Any] = {
     "cores": 8,
     "memory": 64 * GIB,
     "memory_available": 60 * GIB,
-    "limits": {"nofile": [65536, 65536], "nproc": [None, None], "core": [0, None]},
+    "limits": {"open files": [65536, 65536], "processes": [None, None]},
     "disks": {"temporary files": {"path": "/tmp/ray", "free": 90 * GIB, "total": 100 * GIB}},
     "shm": {"free": 30 * GIB, "total": 32 * GIB},
     "object_store": 8 * GIB,
     "interface": "eth0",
     "resolves_to": "10.0.0.1",
-    "model": None,
+    "models": {},
     "name": "10.0.0.1 (driver)",
     "devices": 8,
     "clock": 0.001,
@@ -78,7 +79,9 @@ def judged(found: Found, *pools: tuple[int, int], **asked: Any) -> list[Finding]
     """Findings for pools of (nodes, devices a node): of the trainer, of the sampler."""
     keys = ("trainer", "actor_rollout_ref.rollout")
     demand = [ResourceRequest(key, *pool) for key, pool in zip(keys, pools, strict=False)]
-    return list(nodes.judge(found, copy.deepcopy(FACTS), pools=demand, **asked))
+    driver = copy.deepcopy(FACTS) | {"models": found.nodes[-1].get("models", {})}
+    needs = NodeNeeds(tuple(driver["models"]), files=2048, **asked)
+    return list(nodes.judge(found, driver, demand, needs))
 
 
 def worst(found: Found, *pools: tuple[int, int], **asked: Any) -> Finding:
@@ -108,26 +111,26 @@ def test_nodes_that_are_alike_are_fine() -> None:
         ),
         (
             {"packages": FACTS["packages"] | {"vllm": "0.32.0"}},
-            BAD,
+            WARN,
             "the driver has missing",
             "the driver has no vllm",
         ),
         ({"code": "bb", "code_path": "/b/verl"}, BAD, "bb in /b/verl", "copy the same files"),
         ({"torch_build": "cuda 13.0"}, WARN, "cuda 13.0", "one build"),
         (
-            {"limits": {"nofile": [1024, 1024], "nproc": [None, None], "core": [0, 0]}},
+            {"limits": {"open files": [1024, 1024], "processes": [None, None]}},
             BAD,
-            "need 2048",
+            "needs 2048",
             "ulimit -n",
         ),
         (
-            {"limits": {"nofile": [1024, 65536], "nproc": [None, None], "core": [0, 0]}},
+            {"limits": {"open files": [1024, 65536], "processes": [None, None]}},
             WARN,
             "raised to 65536",
             "ulimit",
         ),
         (
-            {"limits": {"nofile": [65536, 65536], "nproc": [512, 512], "core": [0, 0]}},
+            {"limits": {"open files": [65536, 65536], "processes": [512, 512]}},
             WARN,
             "processes 512",
             "-u",
@@ -196,13 +199,13 @@ def test_a_head_without_devices_is_left_alone() -> None:
     found = of_gpus(0, 8, 8)
     found.nodes[0] |= {
         "torch_build": "cpu",
-        "limits": {"nofile": [64, 64]},
+        "limits": {"open files": [64, 64]},
         "shm": None,
-        "model": {"path": "/m", "problem": "not there"},
+        "models": {"/m": {"path": "/m", "problem": "not there"}},
     }
     for node in found.nodes[1:]:
         node["packages"]["torch"] = "2.13.0+cu130"
-    found.folder = ["10.0.0.1 (driver)"]
+        node["models"] = {"/m": GOOD}
     findings = judged(found, (2, 8))
     assert not [f for f in findings if f.level == BAD], findings
     assert [f.name for f in findings if f.level == WARN] == ["torch"], "builds of one release"
@@ -211,7 +214,6 @@ def test_a_head_without_devices_is_left_alone() -> None:
     )
     assert nodes.verdict(findings)[0] == 0
     assert "asks for 3 nodes of 8" in next(f for f in judged(found, (3, 8)) if f.level == BAD).found
-    found.folder = None
     found.nodes[0] = {"name": "10.0.0.1 (driver)", "devices": 0, "problem": "no module"}
     assert nodes.verdict(judged(found, (2, 8)))[0] == 0
 
@@ -265,16 +267,23 @@ def test_what_a_run_asks_for() -> None:
     assert asked(f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=4") == [(1, 1), (1, 4)]
 
 
+def of_models(*models: dict[str, Any]) -> Found:
+    """Two nodes, each with what it has of the model /m."""
+    found = two()
+    for node, model in zip(found.nodes, models, strict=True):
+        node["models"] = {"/m": model}
+    return found
+
+
 def test_a_hub_model_that_a_node_has_yet_to_fetch_is_only_mentioned() -> None:
-    good = {"path": "/c/snapshots/aa", "config": "c", "weights": "w", "bytes": GIB, "revision": "aa"}
-    found = two(model={"path": "a/b", "problem": "not on this disk", "to_fetch": True})
-    found.nodes[0]["model"] = good
-    assert not [f for f in judged(found) if f.level in (BAD, WARN)]
-    assert next(f for f in judged(found) if f.level == NOTE).name == "10.0.0.2"
-    found.nodes[1]["model"] = good | {"weights": "a part"}
-    assert {f.level for f in judged(found)} == {OK}, "the rest is fetched"
-    found.nodes[1]["model"] = good | {"path": "/c/snapshots/bb", "revision": "bb"}
-    assert worst(found).level == BAD and "another revision than 10.0.0.1" in worst(found).found
+    good = {"path": "/c/snapshots/aa", "bytes": GIB, "parts": {"revision": "aa"}}
+    away = {"path": "a/b", "problem": "not on this disk", "to_fetch": True}
+    findings = judged(of_models(good, away))
+    assert not [f for f in findings if f.level in (BAD, WARN)]
+    assert next(f for f in findings if f.level == NOTE).name == "10.0.0.2"
+    assert {f.level for f in judged(of_models(good, dict(good, bytes=1)))} == {OK}, "the rest is fetched"
+    finding = worst(of_models(good, good | {"parts": {"revision": "bb"}}))
+    assert finding.level == BAD and "another revision (bb) than 10.0.0.1 (driver) (aa)" in finding.found
 
 
 def test_versions_that_matter_are_those_that_the_run_compares(
@@ -284,14 +293,14 @@ def test_versions_that_matter_are_those_that_the_run_compares(
         surveyed(two(packages=FACTS["packages"] | {name: "0.1"}))
         here = copy.deepcopy(FACTS)
         here["packages"][name] = "0.2"
-        monkeypatch.setattr(node_facts, "collect", lambda *_, model=None: here)
+        monkeypatch.setattr(node_facts, "collect", lambda models=(): here)
         asked = nodes.examine(list(words), model=None, megabytes=1, timeout=1, say=print)
         return next(f.level for f in asked if f.name == name)
 
     assert level("peft") == WARN
     assert level("peft", "actor_rollout_ref.model.lora_rank=8") == BAD
     assert level("peft", "actor_rollout_ref.model.lora_adapter_path=/a") == BAD
-    assert level("vllm") == BAD
+    assert level("vllm", "actor_rollout_ref.rollout.name=vllm") == BAD
     assert level("vllm", "actor_rollout_ref.rollout.name=native") == WARN
 
 
@@ -314,18 +323,15 @@ def test_devices_that_ray_was_not_told_of() -> None:
     assert finding.level == WARN and "4 cuda devices for Ray" in finding.found and "H100" in finding.found
 
 
+GOOD = {"path": "/m", "bytes": GIB, "parts": {"config.json": "c1", "weight files": "w1"}}
+
+
 def test_models_of_the_nodes_are_compared() -> None:
-    good = {"path": "/m", "config": "c1", "weights": "w1", "bytes": GIB}
-    found = two(model=good | {"weights": "w2"})
-    found.nodes[0]["model"] = good
-    assert "other names or sizes of the weight files than 10.0.0.1 (driver)" in worst(found).found
-    found.nodes[1]["model"] = good | {"config": "c2"}
-    assert "another config.json than" in worst(found).found
-    found.nodes[1]["model"] = {"path": "/m", "problem": "/m: no such directory on this disk"}
-    finding = worst(found)
+    finding = worst(of_models(GOOD, GOOD | {"parts": {"config.json": "c1", "weight files": "w2"}}))
+    assert "another weight files (w2) than 10.0.0.1 (driver)" in finding.found and finding.level == BAD
+    finding = worst(of_models(GOOD, {"path": "/m", "problem": "/m: no such directory on this disk"}))
     assert finding.level == BAD and finding.name == "10.0.0.2" and "same path on every node" in finding.todo
-    found.nodes[1]["model"] = good
-    assert {f.level for f in judged(found)} == {OK}
+    assert {f.level for f in judged(of_models(GOOD, GOOD))} == {OK}
 
 
 def test_network_folder_and_nodes_that_are_missing() -> None:
@@ -341,7 +347,7 @@ def test_network_folder_and_nodes_that_are_missing() -> None:
     text = next(f.found for f in judged(found) if f.name == "all-reduce (gloo)")
     assert text == "64 MiB over 2 ranks in 67.1 ms (1.00 GB/s a link), one number in 200 µs"
     found = two()
-    found.folder = ["10.0.0.2"]
+    found.folder = [bad("model", "run folder", "not seen by 10.0.0.2", "")]
     assert worst(found).name == "run folder"
     assert (
         "asks for 3 nodes of 1 (trainer); 10.0.0.1 (driver) has 8, 10.0.0.2 has 8"
@@ -350,13 +356,14 @@ def test_network_folder_and_nodes_that_are_missing() -> None:
 
 
 def test_facts_of_this_node(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", "qwen3")
-    got = json.loads(json.dumps(node_facts.collect(temporary=str(tmp_path / "not/yet"), model=str(model))))
-    assert got["packages"]["torch"] and got["interface"].startswith("lo") and got["model"]["bytes"] > 1000
-    assert got["disks"]["temporary files"]["free"] > 0 and got["limits"]["nofile"][0] > 0
-    assert "problem" in node_facts.model_files(str(tmp_path)) and "problem" in node_facts.model_files(
-        "/no/such"
-    )
+    model = str(tiny_model(tmp_path / "model", "qwen3"))
+    facts = node_facts.collect([model]) | node_facts.surroundings(temporary=str(tmp_path / "not/yet"))
+    got = json.loads(json.dumps(facts))
+    assert got["packages"]["torch"] and got["interface"].startswith("lo")
+    assert got["models"][model]["bytes"] > 1000 and got["limits"]["open files"][0] > 0
+    assert got["disks"]["temporary files"]["free"] > 0
+    for path in (str(tmp_path), "/no/such"):
+        assert "problem" in node_facts.model_files(path)
 
 
 def test_code_hash_sees_names_and_bytes(tmp_path: Path) -> None:
@@ -382,7 +389,7 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str, Any]]]:
     """Puts a survey in the place of a look at a cluster; returns what each call of it was given."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    monkeypatch.setattr(node_facts, "collect", lambda *_, model=None: copy.deepcopy(FACTS) | {"model": model})
+    monkeypatch.setattr(node_facts, "collect", lambda models=(): copy.deepcopy(FACTS))
     calls: list[dict[str, Any]] = []
 
     def put(found: Found) -> list[dict[str, Any]]:
@@ -405,7 +412,7 @@ def test_the_plain_command_needs_no_model(
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The command in a process of its own. Ray gives a driver's working folder to all workers: not that of this code."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}
-    code = "import sys; from verl.cli.main import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verl.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--cluster", "--json", "--megabytes", "1", *arguments],
         capture_output=True,
@@ -432,7 +439,9 @@ def test_the_all_reduce_is_between_the_nodes_that_a_run_may_use(monkeypatch: pyt
             cluster_report._Node(str(n), str(n), "", {"devices": count}) for n, count in enumerate(devices)
         ]
         cluster, found = SimpleNamespace(kind="cuda"), cluster_report.ClusterReport("cuda")
-        cluster_report._sums(cluster, cluster_report._ranks(members, pools), found, 1, 1.0, lambda text: None)
+        used = cluster_report._used(members, pools)
+        ranks = used if len(used) > 1 else used * 2
+        cluster_report._sums(cluster, ranks, found, 1, 1.0, lambda text: None)
         return met.pop()
 
     assert ranks([0, 8, 8], ResourceRequest("", 2, 8)) == ("cuda", [1, 2])
@@ -454,10 +463,11 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
     with (other / "verl/errors.py").open("a") as file:
         file.write("\n# another version\n")
     # The head has nothing to compute with: a run takes the other two.
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    ours = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | ours)
     try:
-        cluster.add_node(num_cpus=2)
-        same = cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=2, **ours)
+        same = cluster.add_node(num_cpus=1, **ours)
         arguments = [
             "--model",
             str(model),
@@ -474,7 +484,7 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
         )
         assert by_name["ports"]["found"].startswith("every node reaches every other")
         assert by_name["run folder"]["found"] == "seen by every node"
-        assert not list(tmp_path.glob(".verl-doctor-*"))
+        assert not list(tmp_path.glob(".seen-by*"))
         cluster.remove_node(same)
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other)})
         status, bad = doctor_apart(tmp_path, *arguments)

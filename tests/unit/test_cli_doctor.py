@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from verl.cli import doctor, probe, rules
+from verl.cli import doctor, rules
 from verl.cli.doctor import BAD, OK, WARN, Finding
-from verl.platform import cores
+from verl.platform import host, probe
 
 numbers = st.lists(st.integers(0, 30), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
 clause = st.tuples(st.sampled_from([">=", "<=", "==", "!=", "<", ">"]), numbers).map("".join)
@@ -131,9 +131,11 @@ def test_pins_of_engines_and_gpu_without_cuda_build(
 
 def test_small_limits_are_warned_of(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        probe, "limits", lambda: {"open files": 256, "processes": None, "locked memory": 65536}
+        probe,
+        "limits",
+        lambda: {"open files": (256, 256), "processes": (None, None), "locked memory": (65536, None)},
     )
-    monkeypatch.setattr(probe, "shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr(probe, "shared_memory", lambda: {"free": 64 << 20})
     monkeypatch.setattr(probe, "memory", lambda: (64 << 30, 60 << 30))
     monkeypatch.setattr(probe, "memory_limit", lambda: (2 << 30, 1 << 30))
     monkeypatch.setattr(probe, "loopback", lambda: "Operation not permitted")
@@ -243,14 +245,14 @@ def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         (place / "memory.max").write_text(limit + "\n")
         (place / "memory.current").write_text(used + "\n")
-    monkeypatch.setattr(cores, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
+    monkeypatch.setattr(host, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
     assert probe.memory_limit() == (1000, 400)
 
 
 def test_machine_facts_are_plausible() -> None:
     total, available = probe.memory()
     assert total is not None and total > 1 << 28 and (available is None or available <= total)
-    assert probe.cpu()[0] and cores.cores()[0] >= 1
-    assert probe.disk_free(Path("/no/such/folder/yet")) >= 0
+    assert probe.cpu()[0] and host.cores()[0] >= 1
+    assert probe.disk("/no/such/folder/yet")["free"] >= 0
     assert probe.loopback() is None
     assert set(probe.limits()) <= {"open files", "processes", "locked memory"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import verl
-from tests.algorithms_rows import answer
+from tests.algorithms_rows import response
 from verl.compat import OWN, PACKAGES, SERVED, install
 from verl.trajectory import Batch
 
@@ -135,9 +135,9 @@ def test_installing_twice_is_harmless() -> None:
 @pytest.fixture
 def batch() -> Batch:
     rows = [
-        answer("a", [1, 1, 0], 1.0, 0, advantages=[1, 1, 0], score_parts={"acc": True}),
-        answer("a", [1], 0.5, 1, advantages=[-1]),
-        answer("b", [], 0.0, 0, advantages=[]),
+        response("a", [1, 1, 0], 1.0, 0, advantages=[1, 1, 0], score_parts={"acc": True}),
+        response("a", [1], 0.5, 1, advantages=[-1]),
+        response("b", [], 0.0, 0, advantages=[]),
     ]
     rows[1].prompt.ids = np.array([7])
     rows[0].prompt.ground_truth = "72"

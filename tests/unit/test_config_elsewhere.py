@@ -8,8 +8,7 @@ import pytest
 
 from tests.tiny import tiny_model
 from verl.config import Map, load
-from verl.config.elsewhere import for_elsewhere
-from verl.config.fields import walk
+from verl.config.fields import for_elsewhere, leaves
 from verl.config.schema.base import select
 
 MODEL = "actor_rollout_ref.model"
@@ -39,7 +38,7 @@ def test_what_exists_here_is_absolute_whatever_key_names_it(
     )
     # Nothing else is changed, and no relative path of something that is here is left.
     there, here = Map.of(plain), config.to_dict()
-    for path, known in walk(type(config)):
+    for path, known in leaves(type(config)).items():
         if not known.is_path:
             assert select(there, path) == select(Map.of(here), path), path
 

@@ -89,7 +89,7 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
     ("text", "expected"),
     [
         ("data: {train_batch_sizes: 1}\n", "nearest: data.train_batch_size"),
-        ("data: {seed: 1, seed: 2}\n", "twice"),
+        ("data: {seed: 1, seed: 2}\n", "duplicate key"),
         ("data: [1]\n", "group of keys"),
         ("data: {\n", "cannot be read as YAML"),
         ("- a\n", "expected a mapping"),
@@ -118,10 +118,10 @@ def test_errors_name_the_file(tmp_path):
     [
         (["--config-name=nothing"], "nothing.yaml"),
         (["--config-name=sft_trainer"], "belongs to another program"),
-        (["--config-name"], "needs a value"),
+        (["--config-name"], "expected one argument"),
         (["--nothing"], "no such option"),
         (["-m", "trainer.seed=1"], "sweeps"),
-        (["--cfg=no"], "--cfg job"),
+        (["--cfg=no"], "--cfg.*choose from"),
     ],
 )
 def test_options(argv, expected):
@@ -136,3 +136,8 @@ def test_null_and_empty(tmp_path):
     )
     assert cfg.data.val_files is None and cfg.data.apply_chat_template_kwargs == {}
     assert from_yaml(tmp_path, "") == load([])
+
+
+def test_an_interpolation_that_does_not_end_is_a_problem():
+    with pytest.raises(ConfigError, match=r"trainer.experiment_name: .* cannot be resolved"):
+        load(["trainer.experiment_name='${a'"])

@@ -7,6 +7,7 @@ import pickle
 import typing
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,104 +18,59 @@ from verl.config.files import dump_yaml
 from verl.config.reference import help_of, written
 from verl.config.schema import ROOTS, Map, select
 
-# (key, default) as spec/config.md §2-§12 has them.
-DEFAULTS = {
-    "data.train_batch_size": 1024,
-    "data.gen_batch_size": None,
-    "data.max_prompt_length": 512,
-    "data.filter_overlong_prompts": False,
-    "data.truncation": "error",
-    "data.reward_fn_key": "data_source",
-    "data.train_max_samples": -1,
-    "data.dataloader_num_workers": 8,
-    "data.max_bad_row_ratio": 0.01,
-    "actor_rollout_ref.model.lora_rank": 0,
-    "actor_rollout_ref.model.lora_alpha": 16,
-    "actor_rollout_ref.model.target_modules": ["all-linear"],
-    "actor_rollout_ref.model.tiled_mlp.num_shards": 4,
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "torch",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": None,
-    "actor_rollout_ref.actor.strategy": "fsdp",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
-    "actor_rollout_ref.actor.ppo_epochs": 1,
-    "actor_rollout_ref.actor.data_loader_seed": 42,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
-    "actor_rollout_ref.actor.clip_ratio": 0.2,
-    "actor_rollout_ref.actor.clip_ratio_c": 3.0,
-    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
-    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": 5.0,
-    "actor_rollout_ref.actor.policy_loss.tau_neg": 1.05,
-    "actor_rollout_ref.actor.entropy_coeff": 0.0,
-    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
-    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-    "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra"],
-    "actor_rollout_ref.actor.optim.lr": 1e-6,
-    "actor_rollout_ref.actor.optim.betas": [0.9, 0.999],
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": -1,
-    "actor_rollout_ref.actor.optim.num_cycles": 0.5,
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
-    "actor_rollout_ref.actor.fsdp_config.dtype": None,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": None,
-    "actor_rollout_ref.rollout.n": 1,
-    "actor_rollout_ref.rollout.top_k": -1,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
-    "actor_rollout_ref.rollout.max_num_batched_tokens": 8192,
-    "actor_rollout_ref.rollout.max_num_seqs": 256,
-    "actor_rollout_ref.rollout.load_format": "dummy",
-    "actor_rollout_ref.rollout.val_kwargs.temperature": 0.0,
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 2048,
-    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": 256,
-    "actor_rollout_ref.rollout.agent.num_workers": 8,
-    "actor_rollout_ref.rollout.agent.default_agent_loop": "single_turn_agent",
-    "actor_rollout_ref.hybrid_engine": True,
-    "actor_rollout_ref.nccl_timeout": 600.0,
-    "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.kl_ctrl.horizon": 10000,
-    "algorithm.filter_groups.metric": "reward",
-    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-    "algorithm.pf_ppo.weight_pow": 2.0,
-    "critic.optim.lr": 1e-5,
-    "critic.ppo_max_token_len_per_gpu": 32768,
-    "critic.cliprange_value": 0.5,
-    "custom_reward_function.name": "compute_score",
-    "reward_model.reward_manager": "naive",
-    "reward_model.num_workers": 8,
-    "reward_model.timeout": 300.0,
-    "reward_model.max_error_ratio": 0.1,
-    "reward_model.sandbox_fusion.memory_limit_mb": 1024,
-    "reward_model.rollout.prompt_length": 2048,
-    "reward_model.rollout.max_num_seqs": 1024,
-    "reward_model.rollout.load_format": "auto",
-    "reward_model.n_gpus_per_node": 8,
-    "trainer.total_epochs": 30,
-    "trainer.total_training_steps": None,
-    "trainer.project_name": "verl_examples",
-    "trainer.experiment_name": "gsm8k",
-    "trainer.logger": ["console"],
-    "trainer.save_freq": -1,
-    "trainer.val_before_train": True,
-    "trainer.resume_mode": "auto",
-    "trainer.critic_warmup": 0,
-    "trainer.seed": 42,
-    "trainer.max_refused_steps": 3,
-    "trainer.watchdog_timeout": 600.0,
-    "actor_rollout_ref.actor.megatron.use_mbridge": True,
-    "actor_rollout_ref.actor.megatron.sequence_parallel": True,
-    "global_profiler.save_path": "outputs/profile",
-    "ray_kwargs.ray_init": {"num_cpus": None},
-    "skip.rollout.action": "cache",
-}
+# Group → defaults, as spec/config.md §2-§12 has them.
+DEFAULTS = """
+data: {train_batch_size: 1024, gen_batch_size: null, max_prompt_length: 512, filter_overlong_prompts: False,
+  truncation: error, reward_fn_key: data_source, train_max_samples: -1, dataloader_num_workers: 8,
+  max_bad_row_ratio: 0.01}
+actor_rollout_ref.model: {lora_rank: 0, lora_alpha: 16, target_modules: [all-linear],
+  enable_gradient_checkpointing: null}
+actor_rollout_ref.model.tiled_mlp: {num_shards: 4}
+actor_rollout_ref.model.fused_kernel_options: {impl_backend: torch}
+actor_rollout_ref.actor: {strategy: fsdp, ppo_mini_batch_size: 256, ppo_epochs: 1, data_loader_seed: 42,
+  ppo_max_token_len_per_gpu: 16384, clip_ratio: 0.2, clip_ratio_c: 3.0, loss_agg_mode: token-mean,
+  entropy_coeff: 0.0, kl_loss_coef: 0.001, kl_loss_type: low_var_kl}
+actor_rollout_ref.actor.policy_loss: {loss_mode: vanilla, clip_cov_ub: 5.0, tau_neg: 1.05}
+actor_rollout_ref.actor.checkpoint: {save_contents: [model, optimizer, extra]}
+actor_rollout_ref.actor.optim: {lr: 1.0e-6, betas: [0.9, 0.999], lr_warmup_steps: -1, num_cycles: 0.5}
+actor_rollout_ref.actor.fsdp_config: {fsdp_size: -1, model_dtype: fp32, dtype: null}
+actor_rollout_ref.ref: {log_prob_micro_batch_size_per_gpu: null}
+actor_rollout_ref.rollout: {n: 1, top_k: -1, gpu_memory_utilization: 0.5, max_num_batched_tokens: 8192,
+  max_num_seqs: 256, load_format: dummy}
+actor_rollout_ref.rollout.val_kwargs: {temperature: 0.0}
+actor_rollout_ref.rollout.checkpoint_engine: {update_weights_bucket_megabytes: 2048}
+actor_rollout_ref.rollout.multi_turn: {max_tool_response_length: 256}
+actor_rollout_ref.rollout.agent: {num_workers: 8, default_agent_loop: single_turn_agent}
+actor_rollout_ref: {hybrid_engine: True, nccl_timeout: 600.0}
+algorithm: {adv_estimator: gae, norm_adv_by_std_in_grpo: True}
+algorithm.kl_ctrl: {horizon: 10000}
+algorithm.filter_groups: {metric: reward}
+algorithm.rollout_correction: {rollout_is_threshold: 2.0}
+algorithm.pf_ppo: {weight_pow: 2.0}
+critic.optim: {lr: 1.0e-5}
+critic: {ppo_max_token_len_per_gpu: 32768, cliprange_value: 0.5}
+custom_reward_function: {name: compute_score}
+reward_model: {reward_manager: naive, num_workers: 8, timeout: 300.0, max_error_ratio: 0.1,
+  n_gpus_per_node: 8}
+reward_model.sandbox_fusion: {memory_limit_mb: 1024}
+reward_model.rollout: {prompt_length: 2048, max_num_seqs: 1024, load_format: auto}
+trainer: {total_epochs: 30, total_training_steps: null, project_name: verl_examples, experiment_name: gsm8k,
+  logger: [console], save_freq: -1, val_before_train: True, resume_mode: auto, critic_warmup: 0, seed: 42,
+  max_refused_steps: 3, watchdog_timeout: 600.0}
+actor_rollout_ref.actor.megatron: {use_mbridge: True, sequence_parallel: True}
+global_profiler: {save_path: outputs/profile}
+ray_kwargs: {ray_init: {num_cpus: null}}
+skip.rollout: {action: cache}
+"""
 
 
-@pytest.mark.parametrize(("key", "default"), DEFAULTS.items())
-def test_defaults_are_the_specifications(key, default):
-    value = load([]).select(key, "missing")
-    assert (value == default and type(value) is type(default)) or (
-        value == default and isinstance(default, dict)
-    )
+def test_defaults_are_the_specifications():
+    config = load([])
+    for group, defaults in yaml.safe_load(DEFAULTS).items():
+        for name, default in defaults.items():
+            value = config.select(f"{group}.{name}", "missing")
+            assert value == default, f"{group}.{name}"
+            assert isinstance(value, type(default)), f"{group}.{name}"
 
 
 def test_supervised_defaults():

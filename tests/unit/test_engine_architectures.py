@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import rows_of
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.engine.training.tensor_parallel import TensorParallel
 from verl.errors import UserError
 from verl.models import meta_init
@@ -71,8 +71,8 @@ def test_log_probs_and_gradients_are_the_models_own(tmp_path: Path, arch: str) -
     module, rows = built(arch), rows_of(ROWS)
     module.save_pretrained(tmp_path)
     log_probs, gradients = alone(module, rows)
-    engine = LocalEngine(tmp_path, role_cfg=FP32, device="cpu", longest=64)
-    np.testing.assert_allclose(engine.log_probs(rows, temperature=1.0).log_probs, log_probs, atol=1e-4)
+    engine = FSDPEngine(tmp_path, role_cfg=FP32, device="cpu", longest=64)
+    np.testing.assert_allclose(engine.forward(rows, temperature=1.0)["log_probs"], log_probs, atol=1e-4)
     engine.step(rows, lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
     for name, parameter in engine.module.named_parameters():
         theirs = torch.zeros_like(parameter) if gradients[name] is None else gradients[name]
@@ -102,7 +102,7 @@ def test_what_an_architecture_keeps_out_of_training_stays_out(tmp_path: Path) ->
         module.get_parameter(name).fill_(0.5)
     module.save_pretrained(tmp_path)
     role = FP32 | {"optim": {"lr": 0.1, "weight_decay": 0.1}}
-    engine = LocalEngine(tmp_path, role_cfg=role, device="cpu")
+    engine = FSDPEngine(tmp_path, role_cfg=role, device="cpu")
     before = engine.module.lm_head.weight.detach().clone()
     engine.step(rows_of(ROWS), lambda batch: (batch.log_probs.sum(), {}), temperature=1.0)
     assert not torch.equal(engine.module.lm_head.weight, before)
@@ -138,17 +138,17 @@ def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
 ) -> None:
     """transformers would choose other frequencies for a pack with a long sequence in it."""
     path = tiny_model(tmp_path / "m", arch, scale=4.0, **STRETCHED[arch])
-    engine = LocalEngine(path, role_cfg=FP32, device="cpu", longest=longest)
+    engine = FSDPEngine(path, role_cfg=FP32, device="cpu", longest=longest)
     rows = rows_of([(4, [5]), (6, [4, 30]), (3, [2])])
-    together = engine.log_probs(rows, temperature=1.0).log_probs
-    one_by_one = [engine.log_probs([row], temperature=1.0).log_probs for row in rows]
+    together = engine.forward(rows, temperature=1.0)["log_probs"]
+    one_by_one = [engine.forward([row], temperature=1.0)["log_probs"] for row in rows]
     np.testing.assert_allclose(together, np.concatenate(one_by_one), atol=1e-5)
     # The run's longest sequence decides, so the model alone agrees wherever a sequence is on the same side.
     module = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     same = [r for r in rows if (len(r.prompt.ids) + r.length > 16) == (longest > 16)]
     if arch == "phi3" or longest <= 16:
         theirs, _ = alone(module, same)
-        np.testing.assert_allclose(engine.log_probs(same, temperature=1.0).log_probs, theirs, atol=1e-4)
+        np.testing.assert_allclose(engine.forward(same, temperature=1.0)["log_probs"], theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_attention_would_silently_leave_out_is_refused(
 ) -> None:
     module = AutoModelForCausalLM.from_config(tiny_config(arch, **more), dtype=torch.float32)
     with pytest.raises(UserError, match=why):
-        LocalEngine.from_module(module, device="cpu")
+        FSDPEngine.from_module(module, device="cpu")
 
 
 def test_a_learned_activation_between_cut_layers_is_not_cut() -> None:

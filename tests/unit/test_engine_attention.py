@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.models import flash_attention, packed_attention
+from verl.models.attention import AttentionOptions
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
@@ -63,7 +64,7 @@ def compare(groups, window=None, softcap=None, sinks=False, **shape):
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.autograd.grad((expected * weight).sum(), leaves)
     plan = PackedPlan(segments, positions, q.shape[1])
-    got = plan.attend(None, q, k, v, scaling=0.3, sliding_window=window, softcap=softcap, sinks=sink)
+    got = plan.attend(None, q, k, v, AttentionOptions(0.3, window, softcap, sink))
     ours = torch.autograd.grad((got * weight).sum(), leaves)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours, theirs, strict=True):
@@ -114,9 +115,7 @@ def test_nothing_quadratic_is_kept():
     q, k, v, _ = tensors(len(positions))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        PackedPlan(segments, positions, 4).attend(
-            None, q, k, v, scaling=1.0, sliding_window=None, softcap=None, sinks=None
-        )
+        PackedPlan(segments, positions, 4).attend(None, q, k, v, AttentionOptions(1.0))
     assert sum(saved) <= q.numel() + k.numel() + v.numel()
 
 
@@ -127,7 +126,7 @@ def test_bfloat16_adds_up_shared_keys_in_float32():
     exact = torch.autograd.grad(dense(q, k, v, segments, positions, 0.3).sum() + (k * 0).sum(), (q, k, v))
     lower = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
     plan = PackedPlan(segments, positions, 4)
-    out = plan.attend(None, *lower, scaling=0.3, sliding_window=None, softcap=None, sinks=None)
+    out = plan.attend(None, *lower, AttentionOptions(0.3))
     dv = torch.autograd.grad(out.sum(), lower)[2]
     assert float((dv.float() - exact[2]).norm() / exact[2].norm()) < 0.01
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.engine.training import log_prob
-from verl.engine.training.log_prob import Head, token_stats
+from verl.engine.training.log_prob import LogitLayer, token_outputs
+
+ALL = ("log_probs", "entropy", "sum_pi_squared")
 
 
 def make(rows=13, width=8, vocab=37, bias=False, dtype=torch.float64, seed=0):
@@ -61,14 +63,13 @@ def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, en
     ).backward() if rows else None
 
     leaves = [x.detach().float().requires_grad_() for x in leaves64]
-    head = Head(leaves[1], leaves[2] if bias else None, 0.7, softcap)
+    head = LogitLayer(leaves[1], leaves[2] if bias else None, 0.7, softcap)
     saved = log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS
     log_prob.BLOCK_SCORES, log_prob.BLOCK_COLUMNS = block
     try:
-        out = token_stats(
-            leaves[0], targets, head, temperature=temperature, entropy=entropy, sum_pi_squared=squares
-        )
-        got = [out.log_probs, out.entropy, out.sum_pi_squared]
+        asked = [name for name, w in zip(ALL, wanted, strict=True) if w]
+        out = token_outputs(leaves[0], targets, head, asked, temperature=temperature)
+        got = [out.get(name) for name in ALL]
         if rows:
             sum((m.float() * o).sum() for m, o in zip(mix, got, strict=True) if o is not None).backward()
     finally:
@@ -85,10 +86,10 @@ def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, en
 def test_extreme_logits_stay_finite():
     hidden, weight, _, targets = make(dtype=torch.float32)
     hidden = (hidden * 1e4).requires_grad_()
-    out = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True, sum_pi_squared=True)
-    (out.log_probs.sum() + out.entropy.sum() + out.sum_pi_squared.sum()).backward()
-    assert torch.isfinite(out.log_probs).all() and torch.isfinite(hidden.grad).all()
-    torch.testing.assert_close(out.entropy, torch.zeros_like(out.entropy), atol=1e-3, rtol=0)
+    out = token_outputs(hidden, targets, LogitLayer(weight), ALL, temperature=1.0)
+    (out["log_probs"].sum() + out["entropy"].sum() + out["sum_pi_squared"].sum()).backward()
+    assert torch.isfinite(out["log_probs"]).all() and torch.isfinite(hidden.grad).all()
+    torch.testing.assert_close(out["entropy"], torch.zeros_like(out["entropy"]), atol=1e-3, rtol=0)
 
 
 def test_head_gradient_goes_into_an_existing_buffer():
@@ -97,7 +98,7 @@ def test_head_gradient_goes_into_an_existing_buffer():
     held.grad = torch.ones_like(held)
     buffer = held.grad
     for w in (fresh, held):
-        token_stats(hidden, targets, Head(w), temperature=1.0).log_probs.sum().backward()
+        token_outputs(hidden, targets, LogitLayer(w), ALL[:1], temperature=1.0)["log_probs"].sum().backward()
     assert held.grad is buffer
     torch.testing.assert_close(held.grad, fresh.grad + 1)
 
@@ -105,40 +106,41 @@ def test_head_gradient_goes_into_an_existing_buffer():
 def test_without_grad_for_the_head():
     hidden, weight, _, targets = make(dtype=torch.float32)
     hidden.requires_grad_()
-    token_stats(hidden, targets, Head(weight), temperature=1.0).log_probs.sum().backward()
+    token_outputs(hidden, targets, LogitLayer(weight), ALL[:1], temperature=1.0)["log_probs"].sum().backward()
     assert weight.grad is None and hidden.grad is not None
 
 
 def test_bfloat16_products_upcast_before_the_softmax():
     hidden, weight, _, targets = make(rows=64, width=64, vocab=500, dtype=torch.float32)
     weight = weight / 8
-    exact = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
+    exact = token_outputs(hidden, targets, LogitLayer(weight), ALL[:2], temperature=1.0)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
-    assert rough.log_probs.dtype == torch.float32
-    assert 0 < float((rough.log_probs - exact.log_probs).abs().max()) < 0.05
+        rough = token_outputs(hidden, targets, LogitLayer(weight), ALL[:2], temperature=1.0)
+    assert rough["log_probs"].dtype == torch.float32
+    assert 0 < float((rough["log_probs"] - exact["log_probs"]).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature):
     hidden, weight, _, targets = make(dtype=torch.float32)
     with pytest.raises(ValueError, match="temperature"):
-        token_stats(hidden, targets, Head(weight), temperature=temperature)
+        token_outputs(hidden, targets, LogitLayer(weight), ALL[:1], temperature=temperature)
 
 
 _MEMORY = """
 import resource, sys, torch
-from verl.engine.training.log_prob import Head, token_stats
+from verl.engine.training.log_prob import LogitLayer, token_outputs
+ALL = ("log_probs", "entropy")
 torch.set_num_threads(1)
 vocab, width, rows = int(sys.argv[1]), 16, 512
 weight = torch.zeros(vocab, width).normal_().requires_grad_()
 weight.grad = torch.zeros(vocab, width)
 hidden = torch.randn(rows, width, requires_grad=True)
 targets = torch.randint(0, 2000, (rows,))
-token_stats(hidden[:8], targets[:8], Head(weight[:64]), temperature=1.0, entropy=True).entropy.sum().backward()
+token_outputs(hidden[:8], targets[:8], LogitLayer(weight[:64]), ALL[:2], temperature=1.0)["entropy"].sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-out = token_stats(hidden, targets, Head(weight), temperature=1.0, entropy=True)
-(out.log_probs.sum() + out.entropy.sum()).backward()
+out = token_outputs(hidden, targets, LogitLayer(weight), ALL[:2], temperature=1.0)
+(out["log_probs"].sum() + out["entropy"].sum()).backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

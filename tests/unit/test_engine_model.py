@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
-from tests.unit.engine_cases import assert_close, gradients, reference, rows_of, simple_loss
-from verl.engine.training.local_engine import LocalEngine
+from tests.unit.engine_cases import BOTH, assert_close, gradients, reference, rows_of, simple_loss
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 
 GROUPS = [(7, [5, 9, 1, 0, 3]), (1, [4]), (12, [6, 6]), (3, [0, 0]), (5, [2, 11, 40])]
@@ -34,7 +34,7 @@ ARCHITECTURES = {
 
 def build(tmp_path, arch="qwen3", role=FP32, model=None, **options):
     path = tiny_model(tmp_path / arch, arch, scale=4.0, **ARCHITECTURES.get(arch, {}))
-    return path, LocalEngine(path, role_cfg=role, model_cfg=model, device="cpu", **options)
+    return path, FSDPEngine(path, role_cfg=role, model_cfg=model, device="cpu", **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -47,9 +47,9 @@ def test_same_numbers_as_a_padded_forward(tmp_path, arch):
     logp, entropy = reference(plain, rows, temperature=0.7)
     total = len(logp)
 
-    stats = engine.log_probs(rows, temperature=0.7, entropy=True)
-    torch.testing.assert_close(torch.from_numpy(stats.log_probs), logp.detach(), rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(torch.from_numpy(stats.entropy), entropy.detach(), rtol=1e-5, atol=2e-5)
+    stats = engine.forward(rows, BOTH, temperature=0.7)
+    torch.testing.assert_close(torch.from_numpy(stats["log_probs"]), logp.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(torch.from_numpy(stats["entropy"]), entropy.detach(), rtol=1e-5, atol=2e-5)
 
     class Whole:
         pass
@@ -58,7 +58,7 @@ def test_same_numbers_as_a_padded_forward(tmp_path, arch):
     whole.rows, whole.log_probs, whole.entropy = rows, logp, entropy
     simple_loss(total, 0.1)(whole)[0].backward()
     engine._optimizer.step = lambda: None
-    result = engine.step(rows, simple_loss(total, 0.1), temperature=0.7, entropy=True)
+    result = engine.step(rows, simple_loss(total, 0.1), BOTH, temperature=0.7)
     theirs = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in plain.named_parameters()}
     assert_close(gradients(engine), theirs, 1e-4 if arch in ("gemma2", "gpt_oss") else 2e-5)
     assert result.metrics["mean"] == pytest.approx(float(logp.mean()), rel=1e-5)
@@ -72,26 +72,28 @@ def test_full_logits_path_agrees(tmp_path):
     rows = rows_of(GROUPS)
     _, fused = build(tmp_path)
     _, full = build(tmp_path, model={"use_fused_kernels": False})
-    assert fused._head is not None and full._head is None
-    a = fused.log_probs(rows, temperature=1.3, entropy=True)
-    b = full.log_probs(rows, temperature=1.3, entropy=True)
+    assert fused._model.head.layer is not None and full._model.head.layer is None
+    a = fused.forward(rows, BOTH, temperature=1.3)
+    b = full.forward(rows, BOTH, temperature=1.3)
     torch.testing.assert_close(
-        torch.from_numpy(a.log_probs), torch.from_numpy(b.log_probs), rtol=1e-5, atol=1e-5
+        torch.from_numpy(a["log_probs"]), torch.from_numpy(b["log_probs"]), rtol=1e-5, atol=1e-5
     )
-    torch.testing.assert_close(torch.from_numpy(a.entropy), torch.from_numpy(b.entropy), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(a["entropy"]), torch.from_numpy(b["entropy"]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_head_that_is_more_than_a_product_is_found_out(tmp_path):
     path = tiny_model(tmp_path / "m", "qwen3")
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     plain.lm_head.register_forward_hook(lambda module, inputs, output: output * 2 + 1)
-    engine = LocalEngine.from_module(plain, role_cfg=FP32, device="cpu")
-    assert engine._head is None
+    engine = FSDPEngine.from_module(plain, role_cfg=FP32, device="cpu")
+    assert engine._model.head.layer is None
     rows = rows_of(GROUPS)
-    stats = engine.log_probs(rows, temperature=1.0)
+    stats = engine.forward(rows, temperature=1.0)
     plain.set_attn_implementation("eager")
     logp, _ = reference(plain, rows)
-    torch.testing.assert_close(torch.from_numpy(stats.log_probs), logp.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(stats["log_probs"]), logp.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_stays_near_float32(tmp_path):
@@ -99,10 +101,10 @@ def test_bfloat16_stays_near_float32(tmp_path):
     _, exact = build(tmp_path)
     _, rough = build(tmp_path, role={"fsdp_config": {"dtype": "bfloat16"}})
     assert rough.compute_dtype == torch.bfloat16
-    a, b = exact.log_probs(rows, temperature=1.0), rough.log_probs(rows, temperature=1.0)
-    difference = torch.from_numpy(a.log_probs - b.log_probs).abs()
+    a, b = exact.forward(rows, temperature=1.0), rough.forward(rows, temperature=1.0)
+    difference = torch.from_numpy(a["log_probs"] - b["log_probs"]).abs()
     assert 0 < float(difference.mean()) < 0.03
-    result = rough.step(rows, simple_loss(len(a.log_probs)), temperature=1.0)
+    result = rough.step(rows, simple_loss(len(a["log_probs"])), temperature=1.0)
     assert result.refused == "" and all(p.grad.dtype == torch.float32 for p in rough.module.parameters())
 
 
@@ -125,7 +127,7 @@ def test_directories_that_cannot_work(tmp_path, kind):
     else:
         model = {"override_config": {"hiden_size": 3}}
     with pytest.raises(UserError, match="model\\.") as caught:
-        LocalEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
+        FSDPEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
     assert len(str(caught.value)) < 400
 
 
@@ -134,7 +136,7 @@ def test_an_architecture_with_its_own_attention_is_refused(tmp_path):
 
     module = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(UserError, match="own attention"):
-        LocalEngine.from_module(module, device="cpu")
+        FSDPEngine.from_module(module, device="cpu")
 
 
 def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):
@@ -142,9 +144,9 @@ def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):
     path = tiny_model(
         tmp_path / "m", "opt", word_embed_proj_dim=32, ffn_dim=64, dropout=0.3, max_position_embeddings=64
     )
-    engine = LocalEngine(path, role_cfg=FP32, device="cpu", model_cfg={"enable_gradient_checkpointing": True})
+    engine = FSDPEngine(path, role_cfg=FP32, device="cpu", model_cfg={"enable_gradient_checkpointing": True})
     rows = rows_of([(5, [4, 3]), (7, [6])])
-    expected = torch.from_numpy(engine.log_probs(rows, temperature=1.0).log_probs)
+    expected = torch.from_numpy(engine.forward(rows, temperature=1.0)["log_probs"])
     seen = []
 
     def loss(batch):

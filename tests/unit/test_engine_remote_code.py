@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.unit.engine_cases import rows_of
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 
 FP32 = {"fsdp_config": {"dtype": "float32"}}
@@ -53,24 +53,24 @@ def own_model(tmp_path, monkeypatch) -> Path:
 
 def test_a_model_with_its_own_code_is_resumed(own_model, tmp_path) -> None:
     trusting = {"trust_remote_code": True}
-    engine = LocalEngine(own_model, model_cfg=trusting, role_cfg=FP32, device="cpu")
+    engine = FSDPEngine(own_model, model_cfg=trusting, role_cfg=FP32, device="cpu")
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.add_(0.01)
     engine.save_weights(tmp_path / "saved")
     rows = rows_of([(7, [5, 9]), (1, [4])])
-    expected = engine.log_probs(rows, temperature=1.0).log_probs
+    expected = engine.forward(rows, temperature=1.0)["log_probs"]
 
-    again = LocalEngine(own_model, model_cfg=trusting, role_cfg=FP32, device="cpu")
-    assert again.log_probs(rows, temperature=1.0).log_probs.tolist() != expected.tolist()
+    again = FSDPEngine(own_model, model_cfg=trusting, role_cfg=FP32, device="cpu")
+    assert again.forward(rows, temperature=1.0)["log_probs"].tolist() != expected.tolist()
     again.load_weights(tmp_path / "saved")
-    assert again.log_probs(rows, temperature=1.0).log_probs.tolist() == expected.tolist()
+    assert again.forward(rows, temperature=1.0)["log_probs"].tolist() == expected.tolist()
 
 
 def test_a_saved_model_with_its_own_code_stands_alone(own_model, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    engine = LocalEngine(own_model, model_cfg={"trust_remote_code": True}, role_cfg=FP32, device="cpu")
+    engine = FSDPEngine(own_model, model_cfg={"trust_remote_code": True}, role_cfg=FP32, device="cpu")
     engine.save_weights(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
@@ -79,7 +79,7 @@ def test_a_saved_model_with_its_own_code_stands_alone(own_model, tmp_path) -> No
 
 
 def _rotations(path: Path, **override) -> torch.Tensor:
-    engine = LocalEngine(path, model_cfg={"override_config": override}, role_cfg=FP32, device="cpu")
+    engine = FSDPEngine(path, model_cfg={"override_config": override}, role_cfg=FP32, device="cpu")
     (buffer,) = (b for n, b in engine.module.named_buffers() if n.endswith("rotary_emb.inv_freq"))
     return buffer.double()
 
@@ -99,7 +99,7 @@ def test_rope_scaling_keeps_theta_and_lasts(tmp_path) -> None:
     powers = torch.arange(0, 16, 2, dtype=torch.float64) / 16
     scaling = {"type": "linear", "factor": 4.0}
     torch.testing.assert_close(_rotations(path, rope_scaling=scaling), 20_000.0**-powers / 4)
-    engine = LocalEngine(
+    engine = FSDPEngine(
         path, model_cfg={"override_config": {"rope_scaling": scaling}}, role_cfg=FP32, device="cpu"
     )
     engine.save_weights(tmp_path / "saved")
@@ -133,12 +133,12 @@ def test_layers_of_two_kinds_are_set_by_kind(tmp_path) -> None:
 def test_a_run_with_overrides_resumes_with_them(tmp_path) -> None:
     path = tiny_model(tmp_path / "m")
     model = {"override_config": {"rope_theta": 77.0}}
-    first = LocalEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
+    first = FSDPEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
     first.save_weights(tmp_path / "saved")
-    second = LocalEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
+    second = FSDPEngine(path, model_cfg=model, role_cfg=FP32, device="cpu")
     second.load_weights(tmp_path / "saved")
     rows = rows_of([(7, [5, 9]), (1, [4])])
     assert (
-        first.log_probs(rows, temperature=1.0).log_probs.tolist()
-        == second.log_probs(rows, temperature=1.0).log_probs.tolist()
+        first.forward(rows, temperature=1.0)["log_probs"].tolist()
+        == second.forward(rows, temperature=1.0)["log_probs"].tolist()
     )

@@ -15,8 +15,8 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine_cases import rows_of, simple_loss
 from tests.unit.fsdp_cases import role
-from verl.engine.training.local_engine import LocalEngine
-from verl.engine.training.sharded_state import plan_files
+from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.weight_files import plan_files
 from verl.errors import UserError
 
 ROLE = role(
@@ -64,7 +64,7 @@ def sharded(
     engine.schedule(8)
     if load:
         # Where the weights were before must not matter.
-        engine.log_probs(rows_of(GROUPS), temperature=1.0)
+        engine.forward(rows_of(GROUPS), temperature=1.0)
         engine.load_weights(Path(load) / "w")
         engine.load_optimizer(Path(load) / "o")
     go(engine, steps)
@@ -91,7 +91,7 @@ def test_two_ranks_one_rank_one_device_and_back(tmp_path: Path, arch: str, tied:
     on_one = ranks.run(sharded, 1, path, two, 0, one)[0][0]
     same(on_one, saved)
 
-    engine = LocalEngine(path, role_cfg=ROLE, device="cpu")
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     engine.schedule(8)
     engine.load_weights(Path(one) / "w")
     engine.load_optimizer(Path(one) / "o")
@@ -122,7 +122,7 @@ def test_what_is_written_is_a_hugging_face_directory(tmp_path: Path) -> None:
         there, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    engine = LocalEngine.from_module(loaded, role_cfg=ROLE, device="cpu", trainable=False)
+    engine = FSDPEngine.from_module(loaded, role_cfg=ROLE, device="cpu", trainable=False)
     for name, tensor in engine.named_weights():
         assert torch.equal(tensor, saved[name]), name
     assert json.loads((there / "config.json").read_text()) == _described(path, tmp_path / "plain")
@@ -130,7 +130,7 @@ def test_what_is_written_is_a_hugging_face_directory(tmp_path: Path) -> None:
 
 
 def _described(path: Path, to: Path) -> Any:
-    LocalEngine(path, role_cfg=ROLE, device="cpu").save_weights(to)
+    FSDPEngine(path, role_cfg=ROLE, device="cpu").save_weights(to)
     return json.loads((to / "config.json").read_text())
 
 
@@ -153,32 +153,16 @@ def refusal(work: Callable[[], Any]) -> str:
     return ""
 
 
-def damaged(path: str, directory: str) -> str:
-    from verl.engine.training.fsdp_engine import FSDPEngine
-
-    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
-    return refusal(lambda: engine.load_weights(Path(directory)))
-
-
-def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "m")
-    other = tiny_model(tmp_path / "other")
-    file = other / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    messages = ranks.run(damaged, 2, str(path), str(other))
-    assert messages[0] == messages[1] and "model.safetensors is damaged" in messages[0]
-
-
 def full_disk(path: str, directory: str, error: Exception) -> str:
     """Rank 1 cannot write."""
     import torch.distributed as dist
 
-    from verl.engine.training import sharded_state
+    from verl.engine.training import weight_files
     from verl.engine.training.fsdp_engine import FSDPEngine
 
     engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     if dist.get_rank() == 1:
-        sharded_state.write_file = _raising(error)  # type: ignore[assignment]
+        weight_files._write_file = _raising(error)  # type: ignore[assignment]
     try:
         engine.save_weights(Path(directory))
     except Exception as raised:
@@ -202,22 +186,3 @@ def _raising(error: Exception) -> Any:
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path: Path, error: Exception) -> None:
     messages = ranks.run(full_disk, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"), error)
     assert all("No space left" in message for message in messages)
-
-
-def blown_up(path: str, directory: str) -> str:
-    """A share of one weight on rank 1 alone is not finite."""
-    import torch.distributed as dist
-
-    from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.engine.training.sharding import local
-
-    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
-    if dist.get_rank() == 1:
-        local(engine.module.get_output_embeddings().weight).data[0, 0] = float("inf")
-    return refusal(lambda: engine.save_weights(Path(directory)))
-
-
-def test_weights_that_are_not_finite_on_one_rank_are_not_written(tmp_path: Path) -> None:
-    messages = ranks.run(blown_up, 2, str(tiny_model(tmp_path / "m")), str(tmp_path / "out"))
-    assert all("blown it up" in message for message in messages)
-    assert not (tmp_path / "out").exists()

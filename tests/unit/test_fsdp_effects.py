@@ -21,7 +21,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine_cases import simple_loss
 from tests.unit.fsdp_cases import role, rows, total
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 
 LAYERS = 4
 ROWS = 4
@@ -139,10 +139,10 @@ def order(path: str) -> dict[str, tuple[str, bytes]]:
         for number, layer in enumerate(one._layers):
             # Inside the layer: on the layer itself FSDP's hook, which gathers, may come after this one.
             layer.mlp.register_forward_pre_hook(lambda *_, number=number, log=events: log.append(number))
-        one.log_probs(rows()[:ROWS], temperature=1.0)
+        one.forward(rows()[:ROWS], temperature=1.0)
         events.clear()
         with traffic(events):
-            values = one.log_probs(rows()[:ROWS], temperature=1.0).log_probs
+            values = one.forward(rows()[:ROWS], temperature=1.0)["log_probs"]
         out[name] = "".join("g" if isinstance(e, Sent) else str(e) for e in events), values.tobytes()
     return out
 
@@ -191,17 +191,17 @@ def buffers(path: str) -> dict[str, tuple[set[torch.dtype], np.ndarray]]:
     out = {}
     for name, fsdp in {"as they are": {}, "bf16": {"mixed_precision": {"buffer_dtype": "bf16"}}}.items():
         one = build(path, fsdp)
-        values = one.log_probs(rows(), temperature=1.0).log_probs
+        values = one.forward(rows(), temperature=1.0)["log_probs"]
         out[name] = {b.dtype for b in one.module.buffers()}, values
     return out
 
 
 def test_buffers_take_the_type_asked_for_and_compute_in_it(model: str) -> None:
-    local = LocalEngine(model, role_cfg=role(), device="cpu", trainable=False)
-    exact = local.log_probs(rows(), temperature=1.0).log_probs
+    local = FSDPEngine(model, role_cfg=role(), device="cpu", trainable=False)
+    exact = local.forward(rows(), temperature=1.0)["log_probs"]
     for buffer in local.module.buffers():
         buffer.data = buffer.data.to(BF16)
-    rounded = local.log_probs(rows(), temperature=1.0).log_probs
+    rounded = local.forward(rows(), temperature=1.0)["log_probs"]
     assert np.abs(rounded - exact).max() > 3e-4
     for found in ranks.run(buffers, 2, model):
         assert found["as they are"][0] == {torch.float32} and found["bf16"][0] == {BF16}
@@ -218,13 +218,13 @@ def units(path: str, least: list[int]) -> list[list[int]]:
     for size in least:
         one, events = build(path, {"wrap_policy": {"min_num_params": size}}), []
         with traffic(events):
-            one.log_probs(rows()[:ROWS], temperature=1.0)
+            one.forward(rows()[:ROWS], temperature=1.0)
         out.append([e.elements for e in events])
     return out
 
 
 def test_units_are_merged_until_they_have_min_num_params(model: str) -> None:
-    module = LocalEngine(model, role_cfg=role(), device="cpu", trainable=False).module
+    module = FSDPEngine(model, role_cfg=role(), device="cpu", trainable=False).module
     layer = sum(p.numel() for p in module.model.layers[0].parameters())
     rest = sum(p.numel() for p in module.parameters()) - LAYERS * layer
     expected = {
@@ -243,7 +243,7 @@ def offloading(path: str) -> dict[bool, tuple[set[str], set[str], int]]:
     out = {}
     for on in (False, True):
         one = build(path, {"offload_policy": on})
-        parts = [part for part in one.scorer.modules() if isinstance(part, FSDPModule)]
+        parts = [part for part in one._model.head.modules() if isinstance(part, FSDPModule)]
         groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
         step(one)
         places = {p.to_local().device.type for p in one.module.parameters()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.engine_cases import rows_of, simple_loss
 from tests.unit.fsdp_cases import assert_same, locally, on_ranks, role
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -46,7 +45,7 @@ def loaded(paths: list[str]) -> list[tuple[dict[str, torch.Tensor], dict[str, to
             (
                 {n: t.clone() for n, t in one.named_weights()},
                 {n: b.clone() for n, b in one.module.named_buffers()},
-                one.log_probs(rows_of(ROWS), temperature=1.0).log_probs,
+                one.forward(rows_of(ROWS), temperature=1.0)["log_probs"],
             )
         )
     return out
@@ -63,8 +62,8 @@ def test_meta_initialisation_is_a_normal_load(tmp_path: Path) -> None:
     paths += [as_pickle(tmp_path), without_prefix(tmp_path)]
     found = ranks.run(loaded, 2, paths)
     for number, path in enumerate(paths):
-        local = LocalEngine(path, role_cfg=TRAINED, device="cpu")
-        expected = local.log_probs(rows_of(ROWS), temperature=1.0).log_probs
+        local = FSDPEngine(path, role_cfg=TRAINED, device="cpu")
+        expected = local.forward(rows_of(ROWS), temperature=1.0)["log_probs"]
         for weights, buffers, log_probs in (one[number] for one in found):
             assert weights.keys() == dict(local.named_weights()).keys(), path
             for name, tensor in local.named_weights():
@@ -105,50 +104,6 @@ def test_other_architectures_train_the_same(tmp_path: Path, arch: str) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------
 
 
-def refusing(path: str, how: str) -> tuple[str, str, bool, bool, float]:
-    """A step that goes wrong on rank 1 alone, and one after it."""
-    one = engine(path)
-    rows = rows_of(ROWS)
-    mine = rows[:5] if one.dp_rank == 0 else rows[5:]
-    good = simple_loss(30)
-
-    def bad(batch: Any) -> Any:
-        value, metrics = good(batch)
-        if one.dp_rank == 1:
-            value = value * float("nan") if how == "loss" else value + (batch.log_probs * 0).sqrt().sum()
-        return value, metrics
-
-    one.step(mine, good, temperature=1.0)
-    before = snapshot(one)
-    result = one.step(mine, bad, temperature=1.0)
-    unmoved = equal(before, snapshot(one))
-    after = one.step(mine, good, temperature=1.0)
-    return result.refused, after.refused, unmoved, equal(before, snapshot(one)), result.grad_norm
-
-
-def snapshot(one: Any) -> dict[str, torch.Tensor]:
-    from verl.engine.training.sharding import local
-
-    out = {n: local(p).clone() for n, p in one.module.named_parameters()}
-    for name, parameter in one._names.items():
-        for key, value in one._optimizer.state[parameter].items():
-            out[f"{name}/{key}"] = local(value).clone()
-    return out
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_what_is_not_finite_on_one_rank_moves_nothing_on_any(tmp_path: Path, how: str) -> None:
-    found = ranks.run(refusing, 2, str(tiny_model(tmp_path / "m")), how)
-    for refused, after, unmoved, stood_still, norm in found:
-        assert how in refused and refused == found[0][0]
-        assert after == "" and unmoved and not stood_still and math.isnan(norm)
-    assert ("0:1@0" in found[0][0]) == (how == "loss")
-
-
 def complaint(path: str, role_cfg: dict[str, Any]) -> str:
     from verl.errors import UserError
 
@@ -178,7 +133,7 @@ def mixed(path: str) -> dict[str, Any]:
     one = engine(path, role(fsdp={"dtype": "bfloat16", "mixed_precision": {"buffer_dtype": "bfloat16"}}))
     rows = rows_of(ROWS)
     mine = rows[:5] if one.dp_rank == 0 else rows[5:]
-    log_probs = one.log_probs(rows, temperature=1.0).log_probs
+    log_probs = one.forward(rows, temperature=1.0)["log_probs"]
     result = one.step(mine, simple_loss(30), temperature=1.0)
     return {
         "log_probs": log_probs,
@@ -186,15 +141,15 @@ def mixed(path: str) -> dict[str, Any]:
         "masters": {p.dtype for p in one.module.parameters()},
         "gradients": {p.grad.dtype for p in one.module.parameters()},
         "buffers": {b.dtype for b in one.module.buffers()},
-        "head": one._head is not None,
+        "head": one._model.head.layer is not None,
         "weights": {t.dtype for _, t in one.named_weights()},
     }
 
 
 def test_mixed_precision_keeps_float32_masters(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "m", scale=4.0)
-    exact = LocalEngine(path, role_cfg=role(), device="cpu")
-    expected = exact.log_probs(rows_of(ROWS), temperature=1.0).log_probs
+    exact = FSDPEngine(path, role_cfg=role(), device="cpu")
+    expected = exact.forward(rows_of(ROWS), temperature=1.0)["log_probs"]
     norm = exact.step(rows_of(ROWS), simple_loss(30), temperature=1.0).grad_norm
     for one in ranks.run(mixed, 2, str(path)):
         assert one["masters"] == one["gradients"] == one["weights"] == {torch.float32}
@@ -218,7 +173,7 @@ def test_three_uneven_shards_and_offloading_train_the_same(tmp_path: Path) -> No
     path = str(tiny_model(tmp_path / "m", vocab_size=259, hidden_size=20, intermediate_size=31))
     base = role(optim={"lr": 1e-3, "weight_decay": 0.1}, grad_clip=0.5)
     away = base | {"fsdp_config": base["fsdp_config"] | {"param_offload": True, "optimizer_offload": True}}
-    local = LocalEngine(path, role_cfg=base, device="cpu")
+    local = FSDPEngine(path, role_cfg=base, device="cpu")
     for _ in range(3):
         local.step(rows_of(ROWS), simple_loss(30), temperature=1.0)
     three = ranks.run(trained, 3, path, base, 3)
@@ -248,20 +203,3 @@ def counting(path: str) -> tuple[int, int, float]:
 def test_layers_are_recomputed_when_asked_for(tmp_path: Path) -> None:
     for without, recomputed, _ in ranks.run(counting, 2, str(tiny_model(tmp_path / "m"))):
         assert recomputed == 2 * without > 0
-
-
-def reference(path: str) -> tuple[np.ndarray, bool]:
-    one = engine(path, role(), trainable=False, role="ref")
-    rows = rows_of(ROWS)
-    one.offload()
-    one.onload()
-    values = one.log_probs(rows if one.dp_rank == 0 else [], temperature=1.0).log_probs
-    return values, any(p.requires_grad or p.grad is not None for p in one.module.parameters())
-
-
-def test_a_reference_is_sharded_without_an_optimizer(tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "m")
-    local = LocalEngine(path, role_cfg=role(), device="cpu", trainable=False, role="ref")
-    (values, trains), (none, _) = ranks.run(reference, 2, str(path))
-    np.testing.assert_allclose(values, local.log_probs(rows_of(ROWS), temperature=1.0).log_probs, atol=2e-6)
-    assert not trains and none.shape == (0,)

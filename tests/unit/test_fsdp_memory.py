@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.fsdp_cases import role
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.engine.training.weight_source import FileSource, RankZeroSource, WeightSource
 from verl.platform import detect
 
@@ -79,7 +79,7 @@ class Counted(WeightSource):
 
 def building(path: str, fsdp: dict[str, Any], model_cfg: dict[str, Any]) -> dict[str, Any]:
     """Bytes: at most while the engine was built, at the end; and where the weights came from."""
-    from verl.engine.training import fsdp_engine
+    from verl.engine.training import model
 
     detect("cpu").prepare()  # looks at the processor once, with matrices of its own
     held, used = Held(), []
@@ -89,10 +89,10 @@ def building(path: str, fsdp: dict[str, Any], model_cfg: dict[str, Any]) -> dict
         used.append(type(source).__name__)
         return Counted(source, held)
 
-    opened, fsdp_engine.open_source = fsdp_engine.open_source, watched
+    opened, model.open_source = model.open_source, watched
     with held:
         options = {"role_cfg": role(fsdp=fsdp), "model_cfg": model_cfg}
-        engine = fsdp_engine.FSDPEngine(path, device="cpu", **options)
+        engine = FSDPEngine(path, device="cpu", **options)
         end = held.now()
     del engine
     return {"most": held.most, "end": end, "source": used}
@@ -100,7 +100,7 @@ def building(path: str, fsdp: dict[str, Any], model_cfg: dict[str, Any]) -> dict
 
 def sizes(path: str) -> tuple[int, int, int]:
     """Bytes of the whole model, of its largest unit, of its largest tensor."""
-    module = LocalEngine(path, role_cfg=role(), device="cpu", trainable=False).module
+    module = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False).module
     whole = sum(p.numel() * 4 for p in module.parameters())
     layer = sum(p.numel() * 4 for p in module.model.layers[0].parameters())
     rest = whole - SHAPE["num_hidden_layers"] * layer

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tests.unit.fsdp_cases import assert_same, locally, on_ranks, role
 from tests.unit.test_fsdp_checkpoint import ROLE, same, save, sharded, state
 from tests.unit.test_fsdp_engine import complaint
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any], str]]
 
@@ -38,7 +38,7 @@ def test_two_ranks_share_the_products(tmp_path: Path, arch: str, tied: bool) -> 
     }
     found = check(2, path, cases, locally(path, role()))
     assert found[0]["cut"]["rows"] == found[1]["cut"]["rows"]
-    module = LocalEngine(path, role_cfg=role(), device="cpu", trainable=False).module
+    module = FSDPEngine(path, role_cfg=role(), device="cpu", trainable=False).module
     layers = sum(p.numel() for n, p in module.named_parameters() if n.endswith("proj.weight"))
     whole = sum(p.numel() for p in module.parameters())
     biases = sum(p.numel() for n, p in module.named_parameters() if n.endswith("proj.bias"))
@@ -63,7 +63,7 @@ def test_checkpoints_go_to_one_device_and_back(tmp_path: Path) -> None:
     here, there, local = (str(tmp_path / name) for name in ("here", "there", "local"))
     two = {"tensor_parallel_size": 2}
     saved, ended = ranks.run(sharded, 4, path, None, 2, here, 1, two)[0]
-    engine = LocalEngine(path, role_cfg=ROLE, device="cpu")
+    engine = FSDPEngine(path, role_cfg=ROLE, device="cpu")
     engine.schedule(8)
     engine.load_weights(Path(here) / "w")
     engine.load_optimizer(Path(here) / "o")
@@ -92,8 +92,8 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_the_configuration_checks_layouts() -> None:
+    from verl.config import load
     from verl.config.check import check as check_config
-    from verl.config.load import load
 
     def problems(*argv: str) -> str:
         base = ("trainer.n_gpus_per_node=4", "trainer.device=cpu", "data.train_files=x.parquet")

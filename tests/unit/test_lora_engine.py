@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from tests.unit.engine_cases import reference, rows_of, simple_loss
+from tests.unit.engine_cases import BOTH, reference, rows_of, simple_loss
 from tests.unit.lora_cases import RANK, disturb, engine, lora, trained
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 
 pytest.importorskip("peft")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def log_probs(one: Any) -> np.ndarray:
-    return one.log_probs(rows_of(ROWS), temperature=1.0).log_probs
+    return one.forward(rows_of(ROWS), temperature=1.0)["log_probs"]
 
 
 def step(one: Any, **more: Any) -> Any:
@@ -50,8 +50,8 @@ def copies(one: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in one.module.named_parameters()}
 
 
-def full(path: str | Path, **options: Any) -> LocalEngine:
-    return LocalEngine(str(path), role_cfg=trained(), device="cpu", **options)
+def full(path: str | Path, **options: Any) -> FSDPEngine:
+    return FSDPEngine(str(path), role_cfg=trained(), device="cpu", **options)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -118,7 +118,7 @@ def test_files_are_what_was_trained(models: dict[str, str], arch: str, tmp_path:
 def test_the_reference_is_the_base_whatever_was_learned(models: dict[str, str], dtype: str) -> None:
     role = trained(fsdp={"dtype": dtype})
     one = engine(models["qwen3"], role)
-    base = LocalEngine(models["qwen3"], role_cfg=role, device="cpu")
+    base = FSDPEngine(models["qwen3"], role_cfg=role, device="cpu")
     tolerance = 1e-6 if dtype == "float32" else 2e-2
     expected = log_probs(base)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_batching_does_not_change_the_answer(models: dict[str, str]) -> None:
         for checkpointing in (False, True):
             one = engine(models["qwen3"], role, enable_gradient_checkpointing=checkpointing)
             disturb(one)
-            result = step(one, entropy=True)
+            result = step(one, outputs=BOTH)
             grads = {n: p.grad.clone() for n, p in one._names.items()}
             found.append((result, grads))
     first, gradients = found[0]
@@ -158,7 +158,7 @@ def test_start_values_depend_on_seed_and_name_alone(models: dict[str, str]) -> N
     tensor = a["model.layers.0.self_attn.q_proj.lora_A.weight"]
     assert 0.9 / 32**0.5 < float(tensor.abs().max()) <= 1 / 32**0.5 and abs(float(tensor.mean())) < 0.05
     assert all(not t.any() for name, t in a.items() if ".lora_B." in name)
-    seeded = LocalEngine(models["qwen3"], role_cfg=trained(), model_cfg=lora(), device="cpu", seed=1)
+    seeded = FSDPEngine(models["qwen3"], role_cfg=trained(), model_cfg=lora(), device="cpu", seed=1)
     assert not torch.equal(
         dict(seeded.adapter_weights())["model.layers.0.self_attn.q_proj.lora_A.weight"], tensor
     )
@@ -297,7 +297,7 @@ def test_the_output_layer(models: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="shares its weight with the embedding"):
         engine(models["llama"], target_modules=["lm_head", "q_proj"])
     one = engine(models["qwen3"], target_modules=["lm_head"])
-    assert one._head is None, "the formula would leave the adapter out"
+    assert one._model.head.layer is None, "the formula would leave the adapter out"
     disturb(one)
     step(one)
     one.save_weights(tmp_path / "actor")
@@ -315,9 +315,9 @@ def test_without_peft_the_message_says_what_to_install(
 
 
 def test_large_models_are_written_in_parts(models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
-    from verl.engine.training import sharded_state
+    from verl.engine.training import weight_files
 
-    monkeypatch.setattr(sharded_state.plan_files, "__defaults__", (30_000,))
+    monkeypatch.setattr(weight_files.plan_files, "__defaults__", (30_000,))
     one = engine(models["qwen3_moe"])
     disturb(one)
     one.save_weights(tmp_path / "actor")
@@ -334,8 +334,8 @@ def test_the_single_operation_computes_what_pefts_layer_does(
 ) -> None:
     role, tolerance = trained(fsdp={"dtype": dtype}), 1e-5 if dtype == "float32" else 4e-2
     ours, theirs = engine(models[arch], role), engine(models[arch], role)
-    assert len(ours._fused) > 8
-    theirs._fused._forwards.clear()
+    assert len(ours._model.fused) > 8
+    theirs._model.fused._forwards.clear()
     for one in (ours, theirs):
         disturb(one)
     np.testing.assert_allclose(log_probs(ours), log_probs(theirs), atol=tolerance)

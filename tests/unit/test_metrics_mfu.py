@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests import ranks
 from tests.tiny import tiny_config, tiny_model
-from verl.engine.training.local_engine import LocalEngine
+from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.flops import model_cost, product_weights
 from verl.platform import detect
-from verl.platform.peaks import half_precision_peak
+from verl.platform.base import half_precision_peak
 from verl.tracking.mfu import ModelCost, mfu, step_mfu
 from verl.trajectory import Prompt, Trajectory
 
@@ -117,7 +117,7 @@ def test_peaks_by_name(name: str, tera: float) -> None:
 def test_a_device_without_a_known_peak_has_no_such_metric(tmp_path) -> None:
     assert half_precision_peak("Some New Thing") is None
     assert detect("cpu").peak_flops(torch.bfloat16) is None
-    engine = LocalEngine(
+    engine = FSDPEngine(
         tiny_model(tmp_path / "m"), role_cfg={"fsdp_config": {"dtype": "float32"}}, device="cpu"
     )
     assert engine.cost() is None

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import tiny_config
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
-from verl.engine.rollout.native.memory import bytes_per_token
-from verl.engine.rollout.native.writer import Calls
+from verl.engine.rollout.native.architecture import AttentionCalls, bytes_per_token
 from verl.errors import UserError
 from verl.models import load as models
 from verl.models.layers import attention_sizes
@@ -168,7 +167,7 @@ def test_a_model_that_cannot_choose_rows_gives_the_same(monkeypatch: pytest.Monk
 
 def test_passes_that_attend_in_another_order_are_an_error() -> None:
     first, second = torch.nn.Identity(), torch.nn.Identity()
-    calls = Calls()
+    calls = AttentionCalls()
     for _ in range(2):
         calls.start()
         assert [calls.number(m) for m in (first, second, first)] == [0, 1, 2]

@@ -267,9 +267,9 @@ class Cuda:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_failed_capture_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    from verl.platform.graphs import Recorder
+    from verl.platform.cuda import GraphRecorder
 
-    cuda, record = Cuda(monkeypatch, ends), Recorder()
+    cuda, record = Cuda(monkeypatch, ends), GraphRecorder()
 
     def fails() -> None:
         cuda.broken = True

@@ -148,16 +148,27 @@ def test_ties_at_the_border_are_kept() -> None:
 
 def test_uniforms_are_uniform_and_independent_of_order() -> None:
     seeds = np.repeat(np.arange(300, dtype=np.uint64), 300)
-    positions = np.block(np.arange(300, dtype=np.uint64), 300)
-    u = uniforms(seeds, positions)
+    positions = np.tile(np.arange(300, dtype=np.uint64), 300)
+    first = np.zeros_like(seeds)
+    u = uniforms(seeds, first, positions)
     assert u.min() >= 0 and u.max() < 1
     counts = np.histogram(u, 100, (0, 1))[0]
     assert ((counts - 900) ** 2 / 900).sum() < 180  # 99 degrees of freedom, far in the tail
     grid = u.reshape(300, 300)
     assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
     assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
-    np.testing.assert_array_equal(uniforms(seeds[::-1], positions[::-1]), u[::-1])
+    np.testing.assert_array_equal(uniforms(seeds[::-1], first, positions[::-1]), u[::-1])
     assert len(np.unique(u)) == len(u)
+
+
+def test_each_call_draws_from_a_stream_of_its_own() -> None:
+    """Call 0 has the stream that runs had before calls were counted."""
+    seeds, positions = np.zeros(20_000, np.uint64), np.arange(20_000, dtype=np.uint64)
+    streams = [uniforms(seeds, np.full_like(seeds, call), positions) for call in range(4)]
+    np.testing.assert_array_equal(streams[0][:2], [0.6524484863740322, 0.7012121095215252])
+    assert len(np.unique(streams)) == 4 * 20_000
+    assert np.abs(np.corrcoef(streams) - np.eye(4)).max() < 0.03
+    assert np.abs(np.mean(streams, 1) - 0.5).max() < 0.01
 
 
 def test_rare_tokens_are_never_of_probability_zero() -> None:

@@ -5,23 +5,23 @@ A processor has no second memory, so places are written down by a stand-in for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.engine_cases import rows_of, simple_loss
-from verl.config import Map, load
-from verl.engine.training.local_engine import LocalEngine
-from verl.engine.training.offload import Offloading
-from verl.trajectory import Batch, Trajectory
+from tests.unit.engine_cases import rows_of
+from verl.algorithms.objective import count_denominators
+from verl.config import load
+from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.trajectory import Batch, Trajectory, segments_of
 from verl.workers import build, codec
-from verl.workers.local import build_roles
-from verl.workers.train_worker import TrainWorker
+from verl.workers.roles import WorkerSet
+from verl.workers.start import start_here
+from verl.workers.worker import Worker
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 BOTH = [f"{ACTOR}.param_offload=True", f"{ACTOR}.optimizer_offload=True"]
@@ -36,40 +36,40 @@ class Places:
         self.found: list[tuple[str, set[str]]] = []
 
     def at(self, engine: Any) -> set[str]:
-        return self.here.setdefault(id(engine.scorer), set(ALL))
+        return self.here.setdefault(id(engine), set(ALL))
 
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Places:
-    """Watches every `LocalEngine` of a test."""
+    """Watches every `FSDPEngine` of a test."""
     seen = Places()
 
-    def moved(move: Callable[..., None], away: bool) -> Callable[..., None]:
-        def wrapped(self: Offloading, module: Any, optimizer: Any, *device: Any) -> None:
-            named = {"weights"} if self.weights else set()
-            named |= {"optimizer"} if self.optimizer and optimizer is not None else set()
-            held = seen.here.setdefault(id(module), set(ALL))
-            seen.here[id(module)] = held - named if away else held | named
-            move(self, module, optimizer, *device)
+    def moved(name: str, away: bool) -> None:
+        method = getattr(FSDPEngine, name)
 
-        return wrapped
+        def wrapped(self: Any, *, optimizer: bool = away) -> None:
+            named = {"weights"} if self._weights_leave else set()
+            named |= (
+                {"optimizer"} if self._state_leaves and optimizer and self._optimizer is not None else set()
+            )
+            seen.here[id(self)] = seen.at(self) - named if away else seen.at(self) | named
+            method(self) if away else method(self, optimizer=optimizer)
+
+        monkeypatch.setattr(FSDPEngine, name, wrapped)
 
     def watched(name: str) -> None:
-        method = getattr(LocalEngine, name)
+        method = getattr(FSDPEngine, name)
 
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             seen.found.append((f"{self.role} {name}", set(seen.at(self))))
             return method(self, *args, **kwargs)
 
-        monkeypatch.setattr(LocalEngine, name, wrapped)
+        monkeypatch.setattr(FSDPEngine, name, wrapped)
 
-    back = Offloading.back
-    monkeypatch.setattr(Offloading, "back", moved(back, away=False))
-    monkeypatch.setattr(
-        Offloading, "away", moved(lambda s, m, o: back(s, m, o, torch.device("cpu")), away=True)
-    )
+    moved("offload", away=True)
+    moved("onload", away=False)
     for name in (
-        "log_probs",
+        "forward",
         "step",
         "named_weights",
         "save_weights",
@@ -98,24 +98,29 @@ def configured(folder: Path, *words: str) -> Any:
     )
 
 
-def answers() -> list[Trajectory]:
+PARTS = [(step, part) for step in ("save", "load") for part in ("weights", "optimizer")]
+
+
+def responses() -> list[Trajectory]:
     rows = rows_of([(5, [3, 4]), (7, [2, 6])])
     for row in rows:
         row.loss_mask = row.response_mask
     return rows
 
 
-def train_step(roles: Any, folder: Path) -> None:
+def train_step(workers: WorkerSet, folder: Path) -> None:
     """What the loop asks of the roles in a step."""
-    batch = Batch(answers())
-    roles.actor.old_log_probs(batch)
-    if roles.reference is not None:
-        roles.reference.log_probs(batch)
-    assert not roles.actor.update(batch, step=1).refused
-    roles.actor.save(folder)
-    roles.actor.save_optimizer(folder)
-    roles.actor.load(folder)
-    roles.actor.load_optimizer(folder)
+    batch = Batch(responses())
+    workers.policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs"})
+    if "ref" in workers.roles:
+        workers.roles["ref"].forward(batch, "ref", {"log_probs": "ref_log_probs"})
+    assert not workers.policy.update(batch, step=1).refused
+    for step, part in PARTS:
+        getattr(workers.policy, step)(part, folder)
+
+
+def engine_of(workers: WorkerSet, role: str = "actor") -> Any:
+    return workers.policy.group.calls.workers[0].engine(role)
 
 
 @pytest.fixture
@@ -137,13 +142,13 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     ]
-    roles = build_roles(with_vllm(configured(tmp_path, *BOTH, *reference)), tiny_tokenizer(), total_steps=1)
-    engines = [roles.actor.engine, roles.reference.engine]  # type: ignore[attr-defined]
+    workers = start_here(with_vllm(configured(tmp_path, *BOTH, *reference)), tiny_tokenizer(), total_steps=1)
+    engines = [engine_of(workers), engine_of(workers, "ref")]
     assert places.at(engines[0]) == AWAY and places.at(engines[1]) == {"optimizer"}  # which it does not have
-    train_step(roles, tmp_path / "saved")
+    train_step(workers, tmp_path / "saved")
     assert places.found == [
-        ("actor log_probs", WEIGHTS),
-        ("ref log_probs", ALL),
+        ("actor forward", WEIGHTS),
+        ("ref forward", ALL),
         ("actor step", ALL),
         ("actor step", ALL),
         ("actor save_weights", AWAY),
@@ -156,16 +161,16 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
 
 
 def test_a_sampler_on_the_trainers_tensors_keeps_them(tmp_path: Path, places: Places) -> None:
-    roles = build_roles(configured(tmp_path, *BOTH), tiny_tokenizer(), total_steps=1)
-    assert places.at(roles.actor.engine) == WEIGHTS  # type: ignore[attr-defined]
-    train_step(roles, tmp_path / "saved")
+    workers = start_here(configured(tmp_path, *BOTH), tiny_tokenizer(), total_steps=1)
+    assert places.at(engine_of(workers)) == WEIGHTS
+    train_step(workers, tmp_path / "saved")
     assert places.found[1] == ("actor step", ALL)
-    assert places.at(roles.actor.engine) == WEIGHTS  # type: ignore[attr-defined]
+    assert places.at(engine_of(workers)) == WEIGHTS
 
 
 def test_a_pass_that_fails_leaves_the_device_free(tmp_path: Path, places: Places, separate: None) -> None:
-    roles = build_roles(with_vllm(configured(tmp_path, *BOTH)), tiny_tokenizer(), total_steps=1)
-    engine: Any = roles.actor.engine  # type: ignore[attr-defined]
+    workers = start_here(with_vllm(configured(tmp_path, *BOTH)), tiny_tokenizer(), total_steps=1)
+    engine = engine_of(workers)
     with pytest.raises(ZeroDivisionError), engine.on_device(optimizer=True):
         assert places.at(engine) == ALL
         raise ZeroDivisionError
@@ -176,22 +181,22 @@ def test_a_training_rank_does_the_same(
     tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_vllm(configured(tmp_path, *BOTH))
-    host = TrainWorker(config.to_dict(), 0, 1)
-    host.join("127.0.0.1", 0)
-    host.build(total_steps=1)
-    rows = answers()
-    host.take_rows(codec.encode(rows, ["loss_mask"]))
-    host.old_log_probs(1.0)
-    host.log_probs_of([0, 2], 1.0)
-    advantages = [{"rows": [0, 1, 2, 3], "denominators": denominators(rows)}]
-    result = host.update(codec.collect(rows, ["advantages"]), advantages, 1.0)
+    worker = Worker(config)
+    worker.build(total_steps=1)
+    rows = segments_of(responses())
+    worker.receive_rows(codec.encode(rows, ["loss_mask"]))
+    worker.forward("old_log_prob", "actor", {"log_probs": "old_log_probs"})
+    worker.log_probs_of([0, 2])
+    counts = asdict(count_denominators(rows, 12.0))
+    mini = {"rows": [0, 1, 2, 3], "denominators": counts, "trajectory_tokens": None}
+    result = worker.update(codec.collect(rows, ["advantages"]), [mini])
     assert not result["results"][0]["refused"]
-    host.send_weights(None, [], 1, False)
-    for name in ("save_weights", "save_optimizer", "load_weights", "load_optimizer"):
-        getattr(host, name)(str(tmp_path / "saved"))
+    worker.send_weights(None, [], 1, False)
+    for step, part in PARTS:
+        getattr(worker, step)("actor", part, str(tmp_path / "saved"))
     assert places.found == [
-        ("actor log_probs", WEIGHTS),
-        ("actor log_probs", WEIGHTS),
+        ("actor forward", WEIGHTS),
+        ("actor forward", WEIGHTS),
         ("actor step", ALL),
         ("actor named_weights", AWAY),
         ("actor save_weights", AWAY),
@@ -199,31 +204,4 @@ def test_a_training_rank_does_the_same(
         ("actor load_weights", AWAY),
         ("actor load_optimizer", AWAY),
     ]
-    assert places.at(host.actor) == AWAY
-
-
-def denominators(rows: list[Trajectory]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from verl.algorithms.objective import count_denominators
-
-    return asdict(count_denominators(rows, 12.0))
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, {"param_offload": True}, {"param_offload": True, "optimizer_offload": True}]
-)
-def test_moving_changes_no_weight(tmp_path: Path, flags: dict[str, bool]) -> None:
-    path = tiny_model(tmp_path / "m")
-    rows, ends = rows_of([(5, [3, 4]), (7, [2, 6])]), []
-    for given in ({}, flags):
-        role = Map.of({"fsdp_config": {"dtype": "float32", **given}, "optim": {"lr": 1e-2}})
-        engine = LocalEngine(path, role_cfg=role, device="cpu")
-        for _ in range(3):
-            with engine.on_device():
-                before = engine.log_probs(rows, temperature=1.0).log_probs
-            with engine.on_device(optimizer=True):
-                engine.step(rows, simple_loss(15), temperature=1.0)
-        ends.append((before, {n: t.clone() for n, t in engine.named_weights()}))
-    assert np.array_equal(ends[0][0], ends[1][0])
-    assert all(torch.equal(ends[0][1][name], tensor) for name, tensor in ends[1][1].items())
+    assert places.at(worker.engine()) == AWAY

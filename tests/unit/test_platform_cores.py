@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl.engine.rollout.vllm import launch
-from verl.platform import cores
+from verl.platform import host
 from verl.platform.cpu import CpuPlatform
 from verl.reward.pool import FunctionSpec, Pool
 
@@ -22,7 +22,7 @@ EIGHT = set(range(8))
 @pytest.fixture
 def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A machine of eight cores whose control group has this cpu.max; nobody chose a number of threads."""
-    monkeypatch.setattr(cores, "cgroups", lambda controller: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr(host, "cgroups", lambda controller: [tmp_path / "inner", tmp_path])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: EIGHT, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return lambda text: (tmp_path / "cpu.max").write_text(f"{text}\n") and None
@@ -47,24 +47,24 @@ def test_a_quota_is_heeded_where_it_is_less_than_the_cores(
     limit: int | None,
 ) -> None:
     quota(text)
-    assert cores.cores() == (8, allowed) and cores.usable() == usable and cores.thread_limit() == limit
+    assert host.cores() == (8, allowed) and host.usable() == usable and host.thread_limit() == limit
     assert Pool(FunctionSpec(), workers=4)._cpus == usable
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert cores.thread_limit() is None and cores.usable() == usable, "who says a number gets it"
+    assert host.thread_limit() is None and host.usable() == usable, "who says a number gets it"
 
 
 def test_the_tightest_quota_of_either_version_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [tmp_path / name for name in ("a", "b", "c")]
-    monkeypatch.setattr(cores, "cgroups", lambda controller: places)
+    monkeypatch.setattr(host, "cgroups", lambda controller: places)
     for place in places:
         place.mkdir()
     (places[0] / "cpu.max").write_text("max 100000\n")
     (places[1] / "cpu.max").write_text("300000 100000\n")
     (places[2] / "cpu.cfs_quota_us").write_text("-1\n")
     (places[2] / "cpu.cfs_period_us").write_text("100000\n")
-    assert cores.cores()[1] == 3.0
+    assert host.cores()[1] == 3.0
     (places[2] / "cpu.cfs_quota_us").write_text("150000\n")
-    assert cores.cores()[1] == 1.5
+    assert host.cores()[1] == 1.5
 
 
 def test_a_processor_computes_with_no_more_threads_than_the_quota(
@@ -106,5 +106,5 @@ def test_vllm_starts_as_many_threads_and_binds_none(
 
 
 def test_it_costs_no_torch() -> None:
-    code = "import sys, verl.cli.doctor, verl.platform.cores; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl.cli.doctor, verl.platform.host; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

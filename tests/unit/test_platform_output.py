@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from verl import interrupt
-from verl.platform import output
-from verl.platform.output import Spared
+from verl.platform import processes
+from verl.platform.processes import Spared
 
 FULL = "/dev/full"
 pytestmark = pytest.mark.skipif(not os.path.exists(FULL), reason=f"needs {FULL}")
@@ -35,9 +35,9 @@ def test_what_cannot_be_printed_is_dropped(full) -> None:
 def test_both_streams_are_spared_once(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    output.spare()
+    processes.spare()
     once = sys.stdout
-    output.spare()
+    processes.spare()
     assert sys.stdout is once and isinstance(sys.stderr, Spared)
     print("heard")
     assert capsys.readouterr().out == "heard\n"

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from verl.config import Map
+from verl.config.rules.profiling import check_options
 from verl.errors import UserError
-from verl.platform.recording import recording
-from verl.profiling.options import check_options
-from verl.profiling.plan import ProfilePlan, nsight_options, plan_for
-from verl.profiling.profiler import StepProfiler, open_profiler
+from verl.platform import platform_of
+from verl.tracking.profiler import ProfilePlan, StepProfiler, nsight_options, open_profiler, plan_for
 from verl.tracking.timer import Phases
 
 
@@ -189,22 +188,17 @@ def test_memory_on_a_processor_names_what_lives_and_what_was_allocated(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("tool", "changes", "words"),
-    [
-        ("nsys", {}, "records CUDA devices; this process works on cpu"),
-        ("npu", {}, "needs an Ascend device"),
-        ("torch", {"actor": ON | {"tool_config": {"torch": {"content": ["cpu"]}}}}, "torch.content is not known"),
-        ("torch", {"actor": ON | {"tool_config": {"torch": {"discrete": True}}}}, "leave it False"),
-    ],
-)  # fmt: skip
-def test_what_cannot_work_here_says_what_to_do(tool: str, changes: dict[str, Any], words: str) -> None:
+    ("tool", "words"),
+    [("nsys", "records CUDA devices; this process works on cpu"), ("npu", "needs an Ascend device")],
+)
+def test_what_cannot_work_here_says_what_to_do(tool: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        open_profiler(config(tool, **changes), roles=("actor",), rank=0, device="cpu")
+        open_profiler(config(tool), roles=("actor",), rank=0, device="cpu")
 
 
 def test_nsys_must_have_started_the_process() -> None:
     with pytest.raises(UserError, match=r"does not run under nsys\. Start the command as `nsys profile"):
-        recording("cuda").require_nsys()
+        platform_of("cuda").require_nsys()
 
 
 def test_options_for_workers_under_nsys() -> None:
@@ -217,6 +211,8 @@ def test_options_for_workers_under_nsys() -> None:
 def test_arguments_of_tools() -> None:
     assert check_options("nsys", {"anything": 1}) == "" == check_options("torch", {"contents": ["cpu"]})
     assert "depth is not known" in check_options("torch_memory", {"depth": 1})
+    assert "torch.content is not known" in check_options("torch", {"content": ["cpu"]})
+    assert "leave it False" in check_options("torch", {"discrete": True})
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ import pytest
 from tests.tiny import tiny_model
 from verl.config import load
 from verl.errors import UserError
-from verl.platform import limits
+from verl.platform import host
 
 pytest.importorskip("ray", reason="Ray is not installed")
+from verl.workers import compare_nodes
+from verl.workers.compare_nodes import BAD, NOTE, Finding, NodeNeeds, compare, needs_of
+from verl.workers.node_facts import collect
 from verl.workers.ray import nodes
-from verl.workers.ray.nodes import Wanted
 
 HUB = "somebody/tiny"
 
@@ -43,126 +45,113 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     return put
 
 
+def findings(needs: NodeNeeds, mine: dict[str, Any], theirs: dict[str, Any]) -> list[Finding]:
+    """What is not fine between the driver and one more node."""
+    found = compare([theirs | {"name": "10.0.0.2"}], mine, needs)
+    return [f for f in found if f.level in (BAD, NOTE)]
+
+
 def test_another_revision_of_a_hub_model_is_a_difference(hub) -> None:
-    wanted = Wanted((HUB,))
+    needs = NodeNeeds((HUB,))
     hub("a" * 40)
-    mine = nodes.facts(wanted)
-    assert (
-        mine[f"model {HUB}"] == f"revision {'a' * 40}" and nodes.differences(mine, nodes.facts(wanted)) == []
-    )
+    mine = collect((HUB,))
+    assert findings(needs, mine, collect((HUB,))) == []
     hub("b" * 40)
-    theirs = nodes.facts(wanted)
-    assert nodes.differences(mine, theirs) == [
-        f"model {HUB}: revision {'b' * 40}, the driver has: revision {'a' * 40}"
-    ]
+    (found,) = findings(needs, mine, collect((HUB,)))
+    assert found.level == BAD and found.name == "10.0.0.2"
+    assert f"another revision ({'b' * 40}) than the driver ({'a' * 40})" in found.found
 
 
 def test_a_hub_model_that_a_node_has_yet_to_fetch_is_said_to_be_unknown(hub, monkeypatch) -> None:
-    wanted = Wanted((HUB,))
+    needs = NodeNeeds((HUB,))
     hub("a" * 40)
-    mine = nodes.facts(wanted)
+    mine = collect((HUB,))
     hub("")
-    theirs = nodes.facts(wanted)
-    assert nodes.differences(mine, theirs) == [] == nodes.differences(theirs, mine)
-    assert nodes.uncompared(mine, theirs) == [
-        f"model {HUB}: not in its cache of models: it would be fetched there, and cannot be compared with the driver's"
-    ]
-    assert "the driver has yet to fetch it" in nodes.uncompared(theirs, mine)[0]
+    theirs = collect((HUB,))
+    (found,) = findings(needs, mine, theirs)
+    assert (found.name, found.level) == ("10.0.0.2", NOTE) and "cannot be compared" in found.found
+    assert [(f.name, f.level) for f in findings(needs, theirs, mine)] == [("the driver", NOTE)]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (said,) = nodes.differences(mine, nodes.facts(wanted))
-    assert "not in its cache of models, and HF_HUB_OFFLINE is set there" in said
+    (found,) = findings(needs, mine, collect((HUB,)))
+    assert found.level == BAD and "HF_HUB_OFFLINE is set" in found.found
 
 
-def test_versions_of_what_the_run_uses_are_compared(monkeypatch) -> None:
-    installed = {"vllm": "0.30.0+cpu", "peft": "0.21.2", "torch": "2.13.0"}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise nodes.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(nodes.metadata, "version", version)
+def test_versions_of_what_the_run_uses_are_compared() -> None:
     base = ["actor_rollout_ref.model.path=none", "actor_rollout_ref.rollout.name=native"]
-    plain, lora = load(base), load([*base, "actor_rollout_ref.model.lora_rank=4"])
-    served = load([*base, "actor_rollout_ref.rollout.name=vllm"])
-    assert nodes.packages_of(plain) == ()
-    assert nodes.packages_of(lora) == ("peft",) and "vllm" in nodes.packages_of(served)
-    wanted = Wanted((), packages=(*nodes.packages_of(lora), *nodes.packages_of(served)))
-    mine = nodes.facts(wanted)
-    assert mine["vllm"] == "0.30.0" and mine["vllm-ascend"] == "not installed"
-    installed |= {"vllm": "0.29.0"}
-    del installed["peft"]
-    assert nodes.differences(mine, nodes.facts(wanted)) == [
-        "peft: not installed, the driver has: 0.21.2",
-        "vllm: 0.29.0, the driver has: 0.30.0",
-    ]
-    assert nodes.differences(nodes.facts(Wanted(())), nodes.facts(Wanted(()))) == []
+    plain = needs_of(load(base))
+    lora = needs_of(load([*base, "actor_rollout_ref.model.lora_rank=4"]))
+    vllm = needs_of(load([*base, "actor_rollout_ref.rollout.name=vllm"]))
+    mine = collect() | {"packages": {"vllm": "0.30.0+cpu", "peft": "0.21.2", "torch": "2.13.0"}}
+    theirs = mine | {"packages": {"vllm": "0.29.0", "torch": "2.13.0+cu130"}}
+    assert findings(plain, mine, theirs) == []
+    assert [f.name for f in findings(vllm, mine, theirs)] == ["vllm"]
+    (found,) = findings(lora, mine, theirs)
+    assert found.name == "peft" and found.found == "the driver has 0.21.2; 10.0.0.2 has missing"
 
 
 def test_open_files_are_raised_before_anything_is_refused(monkeypatch) -> None:
     now = [256, 2048]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(now))
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.__setitem__(slice(2), pair))
-    assert nodes.facts(Wanted((), files=1280))["open files (ulimit -n)"] == "enough" and now == [1280, 2048]
-    assert nodes.facts(Wanted((), files=4096))["open files (ulimit -n)"] == "2048, needed: 4096"
-    assert limits.raise_open_files(100) == 2048, "never lowered"
+    assert host.raise_open_files(1280) == 1280 and now == [1280, 2048]
+    assert host.raise_open_files(4096) == 2048 and host.raise_open_files(100) == 2048, "never lowered"
     now[:] = [256, resource.RLIM_INFINITY]
-    assert limits.raise_open_files(5000) == 5000
+    assert host.raise_open_files(5000) == 5000
     now[:] = [resource.RLIM_INFINITY] * 2
-    assert limits.raise_open_files(5000) == math.inf
+    assert host.raise_open_files(5000) == math.inf
 
 
 def test_room_for_a_transfer_of_weights(tmp_path, monkeypatch) -> None:
-    model = tiny_model(tmp_path / "model", "qwen3")
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    model = str(tiny_model(tmp_path / "model", "qwen3"))
+    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     words = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=native"]
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    assert nodes.room_of(load(words)) == size // 2
-    assert nodes.room_of(load([*words, "actor_rollout_ref.model.lora_rank=4"])) == 0
-    assert nodes.room_of(load(["actor_rollout_ref.rollout.name=native"])) == 0, "no model is known"
-    monkeypatch.setattr(nodes.node_facts, "model_files", lambda path: {"bytes": 16 << 30})
+
+    def room(*more: str) -> int:
+        return needs_of(load([*words, *more]), model).room
+
+    assert room() == size // 2
+    assert room("actor_rollout_ref.model.lora_rank=4") == 0
+    assert needs_of(load([])).room == 0, "no model is known"
+    monkeypatch.setattr(compare_nodes, "model_files", lambda path: {"bytes": 16 << 30})
     apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
-    assert nodes.room_of(load([*words, f"{bucket}=1024"])) == 32 << 20
-    assert nodes.room_of(load([*words, f"{bucket}=8"])) == 16 << 20
-    assert nodes.room_of(load([*words, *apart, f"{bucket}=1024"])) == 2 << 30
-    monkeypatch.setattr(nodes.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    text = nodes.facts(Wanted((), room=2 << 30))["shared memory"]
-    assert "/dev/shm has 64 MiB free, a transfer of weights takes 2048 MiB" in text
-    assert "--shm-size" in text and bucket in text
-    assert nodes.facts(Wanted((), room=64 << 20))["shared memory"] == "enough"
+    assert room(f"{bucket}=1024") == 32 << 20
+    assert room(f"{bucket}=8") == 16 << 20
+    assert room(*apart, f"{bucket}=1024") == 2 << 30
+    small = collect() | {"shm": {"free": 64 << 20, "total": 1 << 30}}
+    (found,) = findings(NodeNeeds(room=2 << 30), collect(), small)
+    assert "/dev/shm: 0.1 GiB free of 1.0 GiB" in found.found and "takes 2.0 GiB" in found.found
+    assert "--shm-size" in found.todo and bucket in found.todo
+    assert findings(NodeNeeds(room=64 << 20), collect(), small) == []
 
 
 def agents(monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any] | None, here: bool = True) -> nodes.Agents:
-    """Agents of the driver's node, and of one more that responses `theirs`."""
+    """Agents of the driver's node, and of one more that has `theirs` instead of the driver's facts."""
     one = object.__new__(nodes.Agents)
     one._own, one._works_here = "own", here
     one._nodes = {"far": SimpleNamespace(address="10.0.0.2")} if theirs is not None else {}
-    one._agents = dict(one._nodes)
-    monkeypatch.setattr(one, "_ask", lambda wanted: {"far": nodes.facts(wanted) | theirs})
+    asked = SimpleNamespace(facts=SimpleNamespace(remote=lambda models: collect(models) | (theirs or {})))
+    one._probes = dict.fromkeys(one._nodes, asked)
+    monkeypatch.setattr(nodes, "ask_all", lambda refs, timeout: {n: (ref, None) for n, ref in refs.items()})
     return one
 
 
 def test_everything_that_is_wrong_comes_in_one_message(monkeypatch, hub) -> None:
     hub("")
-    good = agents(monkeypatch, {})
-    (said,) = good.check(HUB, None, 8)
-    assert said.startswith(f"10.0.0.2: model {HUB}: not in its cache")
-    bad = agents(monkeypatch, {"torch": "2.0.0", "shared memory": "/dev/shm has 1 MiB free"})
+    (said, *_) = agents(monkeypatch, {}).check(NodeNeeds((HUB,)), None)
+    assert HUB in said and "cannot be compared" in said
+    theirs = {"packages": collect()["packages"] | {"torch": "2.0.0"}, "shm": {"free": 1, "total": 1 << 30}}
     with pytest.raises(
-        UserError,
-        match=r"not alike: 10\.0\.0\.2: torch: 2\.0\.0, the driver has: 2.*too little: 10\.0\.0\.2: ",
+        UserError, match=r"do not fit the run: torch: .*10\.0\.0\.2 has 2\.0\.0.*; 10\.0\.0\.2: /dev/shm"
     ):
-        bad.check(HUB, None, 8)
+        agents(monkeypatch, theirs).check(NodeNeeds((HUB,), room=2), None)
 
 
 def test_a_machine_of_its_own_is_looked_at_too(monkeypatch) -> None:
-    monkeypatch.setattr(nodes.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(nodes.node_facts.probe, "shared_memory", lambda: {"free": 1 << 20, "total": 1 << 30})
     alone = agents(monkeypatch, None)
-    assert alone.check("/none", None, 8, room=1 << 20) == []
-    with pytest.raises(
-        UserError, match="a node has too little: this machine: shared memory: /dev/shm has 1 MiB"
-    ):
-        alone.check("/none", None, 8, room=2 << 20)
-    assert agents(monkeypatch, None, here=False).check("/none", None, 8, room=2 << 20) == [], (
-        "no worker runs here"
-    )
+    assert alone.check(NodeNeeds(("/none",), room=1 << 20), None) == []
+    with pytest.raises(UserError, match=r"this machine \(driver\): /dev/shm: 0\.0 GiB"):
+        alone.check(NodeNeeds(("/none",), room=2 << 20), None)
+    away = agents(monkeypatch, None, here=False)
+    assert away.check(NodeNeeds(("/none",), room=2 << 20), None) == [], "no worker runs here"

@@ -84,7 +84,7 @@ def test_so_are_all_ports_of_a_run_of_two_ranks(tmp_path: Path) -> None:
                     continue  # it has ended
             time.sleep(0.5)
     assert run.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert any("TrainWorker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
+    assert any("Worker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
     assert not outside(sorted(seen))
 
 
@@ -151,17 +151,15 @@ def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(
     from tests.ray_cluster import cluster_of
     from verl.config import load
     from verl.errors import UserError
-    from verl.workers.ray.actors import TrainActor
-    from verl.workers.ray.worker_group import RayWorkerGroup, WorkerHandle
+    from verl.workers.ray.actors import WorkerActor
+    from verl.workers.ray.calls import RayCalls, WorkerHandle
 
     plain = json.loads(json.dumps(load(["trainer.device=cpu"]).to_dict(), default=str))
     with cluster_of(1) as cluster, socket.create_server(("127.0.0.1", 0)) as taken:
         ray.init(address=cluster.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         try:
-            handles = [TrainActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
-            group = RayWorkerGroup(
-                [WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)]
-            )
+            handles = [WorkerActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
+            group = RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
             group.call("facts")
             port, before = taken.getsockname()[1], time.monotonic()
             with pytest.raises(UserError, match=rf"rank 0 of 2 cannot meet .* 127\.0\.0\.1:{port}: .*in use"):

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed")
 from verl.workers.ray import build
-from verl.workers.ray.worker_group import WorkerFailed
+from verl.workers.ray.calls import WorkerFailed
 
 
 class Silent:
-    """A `RayWorkerGroup` whose workers never response."""
+    """A `RayCalls` whose workers never response."""
 
     def __init__(self, workers: list[Any]):
         self.workers = workers
@@ -30,7 +30,7 @@ def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_t
     handle = SimpleNamespace()
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: handle))
     monkeypatch.setattr(build, "RolloutActor", actor)
-    monkeypatch.setattr(build, "RayWorkerGroup", Silent)
+    monkeypatch.setattr(build, "RayCalls", Silent)
     monkeypatch.setattr(build, "end_workers", ended.extend)
     cluster: Any = SimpleNamespace(nodes=list)
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_run import HOSTILE, hostile_answer, make_run
+from tests.fake_run import HOSTILE, hostile_response, make_run
 from verl.report import summary, write_report
-from verl.report.answers import Limits, pack_answers, spread
 from verl.report.build import escape_json, page_data, thin
 from verl.report.read import Metrics, read_run
+from verl.report.responses import Limits, pack_responses, spread
 
 DATA = re.compile(r'<script type="application/json" id="run-data">(.*?)</script>', re.DOTALL)
 
@@ -51,7 +51,7 @@ def test_hostile_text_cannot_close_the_data_block(tmp_path: Path) -> None:
     assert "onerror=alert(1)>" not in page
     data = json.loads(DATA.search(page).group(1))
     assert data["experiment"] == HOSTILE + "{{data}}{{script}}"
-    assert data["answers"]["prompts"][0] == HOSTILE
+    assert data["responses"]["prompts"][0] == HOSTILE
 
 
 def test_policy_names_the_hashes_of_script_and_style(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_thousand_steps_are_fast_and_small(tmp_path: Path) -> None:
     assert min(took) < 0.5, f"{min(took):.2f} s of CPU"
 
 
-def test_page_stays_small_when_answers_are_huge(tmp_path: Path) -> None:
+def test_page_stays_small_when_responses_are_huge(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 4)
     row = json.loads((run / "trajectories/4.jsonl").read_text().splitlines()[0])
     count = 4000
@@ -118,9 +118,9 @@ def test_page_stays_small_when_answers_are_huge(tmp_path: Path) -> None:
         (run / f"trajectories/{step}.jsonl").write_text("".join(rows))
     page = write_report(run, Limits(page_bytes=1_000_000))
     assert page.stat().st_size < 2_000_000
-    answers = data_of(page)["answers"]
-    assert answers["stepsOnDisk"] == 40 and 0 < len(answers["steps"]) < 40
-    assert "more characters in the file" in answers["rows"][0]["o"]
+    responses = data_of(page)["responses"]
+    assert responses["stepsOnDisk"] == 40 and 0 < len(responses["steps"]) < 40
+    assert "more characters in the file" in responses["rows"][0]["o"]
 
 
 @given(st.sets(st.integers(0, 10_000), min_size=1, max_size=200), st.integers(3, 40))
@@ -136,10 +136,10 @@ def test_spread_has_the_ends_and_no_repeats(steps: set[int], limit: int) -> None
         assert set(picked) == steps
 
 
-def test_packed_answers_unpack_to_what_was_written(tmp_path: Path) -> None:
+def test_packed_responses_unpack_to_what_was_written(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2, prompts=2)
     rows = [json.loads(x) for x in (run / "trajectories/2.jsonl").read_text().splitlines()]
-    packed = pack_answers(read_run(run).answer_files, Counter())
+    packed = pack_responses(read_run(run).response_files, Counter())
     mine = [r for r in packed.rows if r["s"] == 2]
     assert len(mine) == len(rows) == 16
     for got, want in zip(mine, rows, strict=True):
@@ -155,10 +155,10 @@ def test_packed_answers_unpack_to_what_was_written(tmp_path: Path) -> None:
 def test_missing_token_columns_and_failed_scores_are_kept_as_such(tmp_path: Path) -> None:
     file = tmp_path / "1.jsonl"
     bare = {"step": 1, "uid": "a", "index": 0, "input": "p", "output": "o", "gts": "g", "score": 0.5}
-    odd = hostile_answer(1) | {"log_probs": None, "advantages": [1.0], "mask": None}
+    odd = hostile_response(1) | {"log_probs": None, "advantages": [1.0], "mask": None}
     file.write_text(json.dumps(bare) + "\n" + json.dumps(odd) + "\n" + '{"torn')
     bad: Counter[str] = Counter()
-    packed = pack_answers({1: file}, bad)
+    packed = pack_responses({1: file}, bad)
     assert bad == {"1.jsonl": 1} and packed.without_tokens == 1
     first, second = packed.rows
     assert "t" not in first and first["sc"] == 0.5 and first["a"] is None
@@ -168,7 +168,9 @@ def test_missing_token_columns_and_failed_scores_are_kept_as_such(tmp_path: Path
 
 def test_groups_stay_whole(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
-    packed = pack_answers(read_run(run).answer_files, Counter(), Limits(answers_between=10, answers_ends=20))
+    packed = pack_responses(
+        read_run(run).response_files, Counter(), Limits(responses_between=10, responses_ends=20)
+    )
     sizes = Counter((r["s"], r["u"]) for r in packed.rows)
     assert set(sizes.values()) == {8}
     assert Counter(r["s"] for r in packed.rows) == {1: 24, 2: 16, 3: 24}
@@ -246,7 +248,7 @@ def test_the_curves_mark_resumes_and_lost_workers(tmp_path: Path) -> None:
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [died, *others]))
     read = read_run(run)
-    marks = page_data(read, pack_answers(read.answer_files, read.unreadable))["marks"]
+    marks = page_data(read, pack_responses(read.response_files, read.unreadable))["marks"]
     assert marks == [{"kind": "resume", "step": 1}, {"kind": "sampler_died", "step": 3}]
 
 
@@ -265,7 +267,7 @@ def test_page_says_what_could_not_be_read(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "actor/ent')
     read = read_run(run)
-    data = page_data(read, pack_answers(read.answer_files, read.unreadable))
+    data = page_data(read, pack_responses(read.response_files, read.unreadable))
     assert data["unreadable"] == {"metrics.jsonl": 1} and data["lastStep"] == 2
 
 

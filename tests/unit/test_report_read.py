@@ -94,7 +94,7 @@ def test_events_keep_the_newest_and_count_all(tmp_path: Path) -> None:
 
 def test_folder_without_files_and_no_folder(tmp_path: Path) -> None:
     run = read_run(tmp_path)
-    assert (run.metrics.steps, run.events.total, run.config, run.answer_files) == ([], 0, {}, {})
+    assert (run.metrics.steps, run.events.total, run.config, run.response_files) == ([], 0, {}, {})
     with pytest.raises(FileNotFoundError, match="no run folder at"):
         read_run(tmp_path / "absent")
 
@@ -112,9 +112,9 @@ def test_config_yaml_runs_no_code(tmp_path: Path) -> None:
     assert read_run(tmp_path).unreadable == {"config.yaml": 1}
 
 
-def test_answer_files_are_ordered_by_number(tmp_path: Path) -> None:
+def test_response_files_are_ordered_by_number(tmp_path: Path) -> None:
     folder = tmp_path / "trajectories"
     folder.mkdir()
     for name in ("10.jsonl", "9.jsonl", "x.jsonl", "3.jsonl.tmp"):
         (folder / name).write_text("")
-    assert list(read_run(tmp_path).answer_files) == [9, 10]
+    assert list(read_run(tmp_path).response_files) == [9, 10]

@@ -57,11 +57,11 @@ class Quiet:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self.records[step] = metrics
 
-    def progress(self, name: str, total: int):
+    def progress(self, name: str, total: int, beat: Any = None):
         return lambda count: None
 
     def save(self, trainer: PPOTrainer, *_: Any) -> None:
-        self.positions[trainer.step] = trainer.draws.position(trainer.step)
+        self.positions[trainer.step] = trainer.schedule.position(trainer.step)
 
     def resume(self, trainer: PPOTrainer) -> int:
         return 0
@@ -97,11 +97,22 @@ class Run:
         settings_ = RolloutSettings(SamplingParams(max_tokens=64), n=N, seed=3)
         rollouts = RolloutManager(engine, settings_, decode=lambda ids: "", on_finished=self._score)
         rewards = Space(score_batch=self._nothing, check_errors=lambda batch: {})
+        workers = Space(
+            policy=self, roles={"actor": self}, sampler=engine, weight_sync=self, profiler=None, devices=1
+        )
         parts = Parts(
-            stream=self.stream, rollouts=rollouts, rewards=rewards, actor=self, reference=None, kl_controller=None,
-            weight_sync=self, sampler=engine, validator=None, checkpoints=self.quiet, tracking=self.quiet,
-            phases=Phases(), report=self.quiet, loop=self.runner,
-        )  # fmt: skip
+            self.stream,
+            rollouts,
+            rewards,
+            workers,
+            None,
+            None,
+            self.quiet,
+            self.quiet,
+            Phases(),
+            self.quiet,
+            self.runner,
+        )
         self.trainer = PPOTrainer(self.config, parts, steps)
 
     async def _nothing(self, batch: Batch) -> None: ...

@@ -16,7 +16,7 @@ from verl.rollout.resumable import ResumableGeneration
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.shared_memory import BucketSender
-from verl.workers import request_codec
+from verl.workers import codec
 from verl.workers.rollout_worker import RolloutWorker
 
 
@@ -52,9 +52,9 @@ class Pool(Given):
         self.host = host
 
     async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
-        ask = request_codec.GenerateRequest(request_id, np.asarray(prompt_ids), sampling, group)
-        await self.host.submit(request_codec.encode_requests([ask]))
-        (response,) = request_codec.decode_results(await self.host.results(5.0))
+        ask = codec.GenerateRequest(request_id, np.asarray(prompt_ids), sampling, group)
+        await self.host.submit(codec.encode_requests([ask]))
+        (response,) = codec.decode_results(await self.host.results(5.0))
         assert response.completion is not None, response.error
         return response.completion
 
@@ -201,12 +201,12 @@ def test_a_dead_engine_gives_what_it_has_and_then_its_reason(byte_tokenizer: Any
 
     async def go() -> None:
         asks = [
-            request_codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4))
+            codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4))
             for name in ("first", "b", "c")
         ]
         await host.alive()
-        await host.submit(request_codec.encode_requests(asks))
-        (response,) = request_codec.decode_results(await host.results(5.0))
+        await host.submit(codec.encode_requests(asks))
+        (response,) = codec.decode_results(await host.results(5.0))
         assert (response.id, response.error) == ("first", None), (
             "no request has the engine's death for a response"
         )
@@ -225,9 +225,7 @@ def test_a_death_while_answers_are_waited_for_ends_the_wait(byte_tokenizer: Any)
         waiting = asyncio.create_task(host.results(30.0))
         await asyncio.sleep(0.05)
         await host.submit(
-            request_codec.encode_requests(
-                [request_codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))]
-            )
+            codec.encode_requests([codec.GenerateRequest("b", np.arange(2), SamplingParams(max_tokens=4))])
         )
         with pytest.raises(EngineDead, match="core stopped"):
             await asyncio.wait_for(waiting, 5)
@@ -301,13 +299,11 @@ def test_answers_are_gathered_where_many_are_under_way(byte_tokenizer: Any) -> N
     host = _host(byte_tokenizer, Slow(ids))
 
     async def go() -> list[int]:
-        asks = [
-            request_codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids
-        ]
-        await host.submit(request_codec.encode_requests(asks))
+        asks = [codec.GenerateRequest(name, np.arange(2), SamplingParams(max_tokens=4)) for name in ids]
+        await host.submit(codec.encode_requests(asks))
         sizes: list[int] = []
         while sum(sizes) < 400:
-            sizes.append(len(request_codec.decode_results(await host.results(5.0))))
+            sizes.append(len(codec.decode_results(await host.results(5.0))))
         return sizes
 
     sizes = asyncio.run(go())

@@ -112,7 +112,7 @@ def on_a_full_disk(words: list[str]) -> int:
 
 def test_a_full_disk_fails_the_save_and_no_rank_leaves(model: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
     out = tmp_path / "out"
-    assert ranks.run(on_a_full_disk, 2, arguments(model, data, out, *FOUR), join=False) == [0, 0]
+    assert ranks.run(on_a_full_disk, 2, arguments(model, data, out, *FOUR), join=False) == [4, 0]
     kinds = [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
     assert kinds.count("checkpoint_failed") == 2 and "checkpoint_saved" not in kinds
     assert records(out)[-1]["step"] == 4 and not list(out.glob("global_step_*"))

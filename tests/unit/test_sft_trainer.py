@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiny import tiny_model
 from verl.data.sft import SFTRow
-from verl.trainer.sft_objective import as_trajectory
+from verl.trainer.sft_setup import as_trajectory
 from verl.trainer.sft_trainer import main
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven"]

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import folder_lock
-from verl.tracking.dumps import Dumper
 from verl.tracking.folder_lock import FolderInUse
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
+from verl.tracking.responses import Dumper
 from verl.tracking.run_folder import RunFolder, _git_commit, mask_secrets, versions
 
 
@@ -177,13 +177,14 @@ def test_dumper_writes_whole_files_and_reports_failures(tmp_path):
     dumper = Dumper(lambda kind, **fields: events.append((kind, fields)))
     (tmp_path / "file").write_text("in the way")
     for step in range(20):
-        dumper.submit(tmp_path / "out" / f"{step}.jsonl", lambda step=step: [{"step": step}] * 3)
-    dumper.submit(tmp_path / "file" / "1.jsonl", lambda: [{"a": 1}])
+        dumper.submit(tmp_path / "out" / f"{step}.jsonl", [{"step": step}] * 3)
+    dumper.submit(tmp_path / "file" / "1.jsonl", [{"a": 1}])
 
     def bad():
+        yield {"a": 1}
         raise RuntimeError("no rows")
 
-    dumper.submit(tmp_path / "x.jsonl", bad)
+    dumper.submit(tmp_path / "x.jsonl", bad())
     dumper.close()
     dumper.close()
     assert [len(records(tmp_path / "out" / f"{s}.jsonl")) for s in range(20)] == [3] * 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 import threading
@@ -44,8 +43,8 @@ def wait_until(condition, seconds=10.0):
     return condition()
 
 
-def test_watchdog_names_phase_and_stacks_and_grows_its_pauses():
-    phases, events, out = Phases(), [], io.StringIO()
+def test_watchdog_names_phase_and_stacks_and_grows_its_pauses(capsys):
+    phases, events = Phases(), []
     times = []
 
     def on_event(kind, **fields):
@@ -61,7 +60,7 @@ def test_watchdog_names_phase_and_stacks_and_grows_its_pauses():
     worker.start()
     try:
         with (
-            Watchdog(phases, 0.1, on_event, stream=out, extra=lambda: "worker 3: busy") as dog,
+            Watchdog(phases, 0.1, on_event, extra=lambda: "worker 3: busy") as dog,
             phases("step"),
             phases("gen", waits_for="3 of 8 answers"),
         ):
@@ -77,7 +76,7 @@ def test_watchdog_names_phase_and_stacks_and_grows_its_pauses():
     assert (kind, fields["phase"], fields["waits_for"]) == ("watchdog", "gen", "3 of 8 answers")
     assert "stuck_worker" in fields["stacks"] and "thread the-worker" in fields["stacks"]
     assert "thread MainThread" in fields["stacks"] and "verl-watchdog" not in fields["stacks"]
-    text = out.getvalue()
+    text = capsys.readouterr().err
     assert "in step since" in text and "gen since" in text and "waiting for 3 of 8 answers" in text
     assert "worker 3: busy" in text
     first, second = times[1] - times[0], times[2] - times[1]
@@ -93,19 +92,19 @@ def test_watchdog_goes_on_when_the_workers_cannot_be_asked():
     def on_event(kind, **fields):
         reports.append(fields["extra"])
 
-    with Watchdog(Phases(), 0.05, on_event, stream=io.StringIO(), extra=broken):
+    with Watchdog(Phases(), 0.05, on_event, extra=broken):
         assert wait_until(lambda: len(reports) >= 2)
     assert reports[0] == "the workers cannot be asked: RuntimeError: no cluster"
 
 
-def test_watchdog_is_silent_while_things_move():
-    phases, out = Phases(), io.StringIO()
-    with Watchdog(phases, 0.2, lambda *a, **k: None, stream=out) as dog:
+def test_watchdog_is_silent_while_things_move(capsys):
+    phases = Phases()
+    with Watchdog(phases, 0.2, lambda *a, **k: None) as dog:
         end = time.monotonic() + 0.6
         while time.monotonic() < end:
             phases.beat()
             time.sleep(0.01)
-    assert dog.reports == 0 and out.getvalue() == ""
+    assert dog.reports == 0 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("timeout", [0, -1, None])

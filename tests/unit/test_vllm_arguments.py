@@ -217,8 +217,11 @@ def test_request_arguments() -> None:
 
 
 def test_an_answer_that_goes_on_has_draws_of_its_own() -> None:
-    seeds = {request_seed(7, start) for start in range(50)}
-    assert len(seeds) == 50 and request_seed(7, 0) == 7 and all(0 <= s < 1 << 63 for s in seeds)
+    """So does every later call of a trajectory."""
+    asked = [SamplingParams(9, seed=7, start=start, call=call) for start in range(50) for call in range(3)]
+    seeds = {request_seed(sampling) for sampling in asked}
+    assert len(seeds) == 150 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert request_seed(asked[0]) == 7, "the first call has the seed itself"
 
 
 def test_the_batch_calls_dict() -> None:

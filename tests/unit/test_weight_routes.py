@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed")
 
 from tests.weight_sync_processes import channel_name
-from verl.platform import handles
+from verl.platform.cpu import CpuPlatform
 from verl.weight_sync.shared_memory import attempt, offer
 from verl.workers.ray import remote_weight_sync
 from verl.workers.ray.replicas import Replica
@@ -129,11 +129,11 @@ def test_a_trial_sees_whether_bytes_arrive(monkeypatch: pytest.MonkeyPatch, good
         table.append(buffer)
         return {"at": len(table) - 1}
 
-    monkeypatch.setattr(handles, "share", share)
+    monkeypatch.setattr(CpuPlatform, "share_memory", lambda self, buffer: share(buffer))
     monkeypatch.setattr(
-        handles,
-        "open_shared",
-        lambda note: table[note["at"]] if good else torch.zeros(4096, dtype=torch.uint8),
+        CpuPlatform,
+        "open_memory",
+        lambda self, note: table[note["at"]] if good else torch.zeros(4096, dtype=torch.uint8),
     )
     channel, found = channel_name("trial"), []
     reading = threading.Thread(target=lambda: found.append(attempt(channel, 0, 20)))

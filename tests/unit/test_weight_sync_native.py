@@ -14,8 +14,8 @@ import torch
 from tests.tiny import tiny_model
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
-from verl.engine.training.local_engine import LocalEngine
-from verl.models.load import checkpoint_names
+from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.models.adapters import exported
 from verl.models.names import CheckpointViews
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.sender import InProcessSync
@@ -44,7 +44,7 @@ def response(sampler: NativeEngine) -> Any:
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_views_are_the_checkpoint_in_the_models_own_memory(tmp_path: Path, arch: str) -> None:
     model = load(tmp_path, arch)
-    views, copies = dict(CheckpointViews(model).named()), dict(checkpoint_names(model))
+    views, copies = dict(CheckpointViews(model).named()), dict(exported(model))
     assert views.keys() == copies.keys()
     storages = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
     for name, view in views.items():
@@ -60,9 +60,9 @@ def test_loading_in_place_is_as_if_built_from_the_new_weights(tmp_path: Path, ar
     before = response(sampler)
     places = {n: t.data_ptr() for n, t in sampler.named_weights()}
     new = load(tmp_path, arch, 1)
-    sampler.load_weights(checkpoint_names(new), 5)
+    sampler.load_weights(exported(new), 5)
     assert sampler.version == 5 and places == {n: t.data_ptr() for n, t in sampler.named_weights()}
-    compare(checksums(checkpoint_names(new)), sampler.checksums())
+    compare(checksums(exported(new)), sampler.checksums())
     expected, got = response(engine(new, dtype=dtype)), response(sampler)
     assert got.token_ids.tolist() == expected.token_ids.tolist() != before.token_ids.tolist()
     assert got.log_probs.tolist() == expected.log_probs.tolist() and got.versions == (5,)
@@ -71,12 +71,12 @@ def test_loading_in_place_is_as_if_built_from_the_new_weights(tmp_path: Path, ar
 def test_the_models_own_fused_names_are_taken_too(tmp_path: Path) -> None:
     sampler, new = engine(load(tmp_path, "qwen3_moe", 0)), load(tmp_path, "qwen3_moe", 1)
     sampler.load_weights(new.state_dict().items(), 1)
-    compare(checksums(checkpoint_names(new)), sampler.checksums())
+    compare(checksums(exported(new)), sampler.checksums())
 
 
 def test_a_load_that_fails_leaves_a_sampler_that_refuses_until_one_succeeds(tmp_path: Path) -> None:
     sampler, new = engine(load(tmp_path, "qwen3", 0)), load(tmp_path, "qwen3", 1)
-    whole = list(checkpoint_names(new))
+    whole = list(exported(new))
     for weights, words in (
         (whole[1:], "no value came for 1 weights, among them .'model.embed_tokens.weight'"),
         ([*whole, ("extra", torch.zeros(1))], "'extra' is no weight"),
@@ -93,7 +93,7 @@ def test_a_load_that_fails_leaves_a_sampler_that_refuses_until_one_succeeds(tmp_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verification_sees_a_stale_packed_copy(tmp_path: Path, dtype: str) -> None:
     """The weights agree, but the sampler would compute with what it packed from older ones."""
-    trainer = LocalEngine.from_module(load(tmp_path, "qwen3"))
+    trainer = FSDPEngine.from_module(load(tmp_path, "qwen3"))
     sampler = engine(trainer.module, dtype=dtype)
     sync = InProcessSync(trainer, sampler)
     assert sync.push(1, verify=True).verified
@@ -109,7 +109,7 @@ def test_verification_sees_a_stale_packed_copy(tmp_path: Path, dtype: str) -> No
 def test_verification_sees_a_push_that_forgets_the_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = LocalEngine.from_module(load(tmp_path, "qwen3"))
+    trainer = FSDPEngine.from_module(load(tmp_path, "qwen3"))
     sampler = engine(trainer.module)
     response(sampler)
     monkeypatch.setattr(type(sampler._runner.linears), "invalidate", lambda self: None)

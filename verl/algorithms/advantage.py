@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.registry import ESTIMATORS, AdvantageEstimator
+from verl.algorithms.registry import ESTIMATORS
 
 EPSILON = 1e-6
 
@@ -61,8 +61,8 @@ def on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor, dtype: to
     return (per_response.unsqueeze(-1) * response_mask).to(dtype)
 
 
-@ESTIMATORS.register(AdvantageEstimator.GRPO)
-@ESTIMATORS.register(AdvantageEstimator.GRPO_VECTORIZED)
+@ESTIMATORS.register("grpo")
+@ESTIMATORS.register("grpo_vectorized")
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: torch.Tensor,

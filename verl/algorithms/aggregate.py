@@ -37,11 +37,13 @@ def agg_loss(
     batch_num_tokens: Count | None = None,
     global_batch_size: Count | None = None,
     loss_scale_factor: float | None = None,
+    trajectory_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Aggregate per-token terms [b, L] under a mask [b, L] into a scalar (algorithms.md §4).
 
     batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
-    one; None counts what is given here. loss_scale_factor is H (None: L). The value is multiplied by
+    one; None counts what is given here. loss_scale_factor is H (None: L). trajectory_tokens [b] is T_i, where rows are
+    segments of trajectories that have others (None: a row's own tokens). The value is multiplied by
     `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0.
     Raises ValueError for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
     """
@@ -56,12 +58,13 @@ def agg_loss(
     carrying = (loss_mask.sum(-1) > 0).sum()
     responses = _count(global_batch_size, carrying, "global_batch_size", loss_agg_mode, dp_size)
     if loss_agg_mode == "seq-mean-token-mean":
-        terms = terms / loss_mask.sum(-1, keepdim=True).clamp(min=1)
+        tokens = loss_mask.sum(-1) if trajectory_tokens is None else trajectory_tokens
+        terms = terms / tokens.unsqueeze(-1).clamp(min=1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
-        max_response_length = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-        if max_response_length <= 0:
-            raise ValueError(f"loss_scale_factor must be greater than 0, not {max_response_length}")
-        terms = terms / max_response_length
+        scale = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        if scale <= 0:
+            raise ValueError(f"loss_scale_factor must be greater than 0, not {scale}")
+        terms = terms / scale
     return terms.sum() / responses * dp_size
 
 

@@ -6,7 +6,7 @@ lacks can be imported; calling one raises ValueError that says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from verl.algorithms.advantage import (
@@ -55,7 +55,7 @@ __all__ = [
     "register_policy_loss",
 ]
 
-# The tables the trainer reads. The functions below look them up here, so a test may put others in their place.
+# The tables the trainer reads.
 ADV_ESTIMATOR_REGISTRY: dict[str, Algorithm] = ESTIMATORS.functions
 POLICY_LOSS_REGISTRY: dict[str, Algorithm] = LOSSES.functions
 
@@ -78,32 +78,34 @@ _LATER_LOSSES = (
 )
 
 
-def register_adv_est(name: Name) -> Callable[[F], F]:
+def register_adv_est(name: Name, needs: Collection[str] = ()) -> Callable[[F], F]:
     """Decorator: an advantage estimator under `name`, for `algorithm.adv_estimator=name`.
 
     The function is called with keywords and receives those it names among token_level_rewards,
     response_mask, index, config, … (verl.algorithms.driver); it returns (advantages, returns), both [N, L].
+    needs: columns that have to be there, e.g. {"ref_log_probs"}; those that required parameters name are.
     ValueError if another function has the name.
     """
-    return ESTIMATORS.register(name, ADV_ESTIMATOR_REGISTRY)
+    return ESTIMATORS.register(name, needs)
 
 
 def get_adv_estimator_fn(name_or_enum: Name) -> Algorithm:
     """The estimator under a name. ValueError "Unknown advantage estimator simply: …" if there is none."""
-    return ESTIMATORS.get(name_or_enum, ADV_ESTIMATOR_REGISTRY)
+    return ESTIMATORS.get(name_or_enum)
 
 
-def register_policy_loss(name: Name) -> Callable[[F], F]:
+def register_policy_loss(name: Name, needs: Collection[str] = ()) -> Callable[[F], F]:
     """Decorator: a policy loss under `name`, for `actor_rollout_ref.actor.policy_loss.loss_mode=name`.
 
-    Signature: verl.algorithms.policy_loss. ValueError if another function has the name.
+    A function of one argument gets `verl.algorithms.objective.LossInputs`, with the columns that `needs` names; any other
+    is called with the public signature of `verl.algorithms.policy_loss`. ValueError if another function has the name.
     """
-    return LOSSES.register(name, POLICY_LOSS_REGISTRY)
+    return LOSSES.register(name, needs)
 
 
 def get_policy_loss_fn(name: Name) -> Algorithm:
     """The policy loss under a name. ValueError naming those that exist if there is none."""
-    return LOSSES.get(name, POLICY_LOSS_REGISTRY)
+    return LOSSES.get(name)
 
 
 def __getattr__(name: str) -> Any:

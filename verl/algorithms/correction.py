@@ -82,8 +82,9 @@ def correct(
         weights, found = importance_weights(tokens, correction.weighting)
         metrics |= found
         for row, mask, part in zip(rows, masks, _split(weights, masks), strict=True):
-            row.is_weights = np.zeros(row.length, np.float32)
-            row.is_weights[mask] = part
+            whole = np.zeros(row.length, np.float32)
+            whole[mask] = part
+            row.is_weights = whole
     if correction.rules:
         kept, found = rejection(tokens, correction.rules)
         metrics |= found

@@ -19,32 +19,19 @@ from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS, Algorithm
 from verl.algorithms.settings import setting
-from verl.trajectory import Batch, Trajectory
+from verl.trajectory import COLUMNS, Batch, Trajectory
 
-# Estimator argument → column of the trajectories.
-_TOKEN_COLUMNS = {
-    "values": "values",
-    "old_log_probs": "old_log_probs",
-    "ref_log_prob": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "rollout_is_weights": "is_weights",
-}
+_OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}
 
 
 def compute_advantages(
-    batch: Batch,
-    algorithm: Any,
-    rollout_n: int,
-    kl_beta: float | None = None,
-    *,
-    extras: Mapping[str, Any] | None = None,
+    batch: Batch, algorithm: Any, rollout_n: int, kl_beta: float | None = None
 ) -> dict[str, float]:
     """Fill token_rewards, advantages, returns and loss_mask of every trajectory; return what is to be logged.
 
     `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
     `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
-    log-probs must be there). `extras`: further arguments that an estimator may name (reward_baselines,
-    sum_pi_squared), over the whole batch, first dimension N. Responses that do not count (see
+    log-probs must be there). Responses that do not count (see
     `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
@@ -72,10 +59,9 @@ def compute_advantages(
     if correction.active and not correction.bypass:
         metrics |= correct(rows.trajectories, correction)
     if len(rows):
-        chosen = {name: value[usable] for name, value in (extras or {}).items()}
         whole = advantage.PER_ANSWER.get(estimator)
         if whole is None:
-            _estimate(rows, _rewards(rows), estimator, algorithm, chosen)
+            _estimate(rows, _rewards(rows), estimator, algorithm)
         else:
             _estimate_responses(rows, whole, algorithm)
     return metrics
@@ -127,14 +113,10 @@ def _needed(rows: Batch, column: str) -> torch.Tensor:
     return _pad(rows, column)
 
 
-def _estimate(
-    rows: Batch, rewards: torch.Tensor, estimator: Algorithm, algorithm: Any, extras: Mapping[str, Any]
-) -> None:
+def _estimate(rows: Batch, rewards: torch.Tensor, estimator: Algorithm, algorithm: Any) -> None:
     """Call the estimator with the arguments it names and write its results into the rows."""
     mask = _pad(rows, "response_mask")
-    offered = _offer(rows, rewards, mask, algorithm) | {
-        name: (lambda value=value: value) for name, value in extras.items()
-    }
+    offered = _offer(rows, rewards, mask, algorithm)
     advantages, returns = estimator(**_arguments(estimator, offered, str(algorithm.adv_estimator)))
     for name, result in (("advantages", advantages), ("returns", returns)):
         if tuple(result.shape) != tuple(mask.shape):
@@ -181,9 +163,9 @@ def _offer(
         "non_tensor_batch": lambda: _view(rows).non_tensor_batch,
         "batch": lambda: _view(rows).batch,
     }
-    for argument, column in _TOKEN_COLUMNS.items():
-        if rows.has(column):
-            offered[argument] = lambda column=column: _pad(rows, column)  # type: ignore[misc]
+    for name, column in COLUMNS.items():
+        if name not in _OFFERED_APART and rows.has(name):
+            offered[column.public] = lambda name=name: _pad(rows, name)  # type: ignore[misc]
     return offered
 
 

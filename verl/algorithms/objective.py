@@ -1,13 +1,14 @@
 """The actor's objective on one micro-batch: policy term − entropy bonus + KL to the reference.
 
-The training engine calls an `ActorObjective` with flat response tokens and never learns what it computes.
-Counts of the whole mini-batch are known before its first micro-batch, so parts add up exactly.
+The training engine calls an `ActorObjective` with flat response tokens and never learns what it computes. A policy loss gets
+one `LossInputs`. Counts of the whole mini-batch are known before its first micro-batch, so parts add up exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +17,10 @@ import torch
 from verl.algorithms.aggregate import agg_loss, masked
 from verl.algorithms.importance import parse_correction
 from verl.algorithms.kl import clipped_tokens, kl_penalty
-from verl.algorithms.policy_loss import weights_now
+from verl.algorithms.policy_loss import compute_policy_loss_reinforce, weights_now
 from verl.algorithms.registry import LOSSES
 from verl.algorithms.settings import setting
-from verl.trajectory import Trajectory
+from verl.trajectory import Segment
 
 if TYPE_CHECKING:
     from verl.engine.training.base import MicroBatch
@@ -29,10 +30,10 @@ Metrics = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class LossDenominators:
-    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B responses that have one, and H."""
+    """Counts over a whole mini-batch, all ranks: T tokens in the loss, B trajectories that have one, and H."""
 
     tokens: int
-    responses: int
+    trajectories: int
     max_response_length: float | None
 
     def as_batch_info(self) -> dict[str, Any]:
@@ -40,28 +41,39 @@ class LossDenominators:
         return {
             "dp_size": 1,
             "batch_num_tokens": self.tokens,
-            "global_batch_size": self.responses,
+            "global_batch_size": self.trajectories,
             "loss_scale_factor": self.max_response_length,
         }
 
 
-def loss_mask(row: Trajectory) -> np.ndarray:
-    """m of a response, bool [L]: its loss mask, or its policy mask where no phase has set one."""
-    return row.response_mask if row.loss_mask is None else row.loss_mask
+def loss_mask(row: Segment) -> np.ndarray:
+    """m of a segment, bool [L]: its loss mask, or its policy mask where no phase has set one."""
+    found = row.columns.get("loss_mask")
+    return row.columns["response_mask"] if found is None else found
 
 
-def count_denominators(rows: Sequence[Trajectory], max_response_length: float | None) -> LossDenominators:
+def count_denominators(rows: Sequence[Segment], max_response_length: float | None) -> LossDenominators:
     """T and B of a mini-batch, after rejection and drops; `max_response_length` is H of seq-mean-token-sum-norm."""
-    tokens = [int(np.count_nonzero(loss_mask(row))) for row in rows]
-    return LossDenominators(sum(tokens), sum(count > 0 for count in tokens), max_response_length)
+    counts = [int(np.count_nonzero(loss_mask(row))) for row in rows]
+    carrying = {id(row.trajectory or row) for row, count in zip(rows, counts, strict=True) if count}
+    return LossDenominators(sum(counts), len(carrying), max_response_length)
+
+
+def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
+    """T_i for each row: loss tokens of all segments of its trajectory. None where every trajectory has one segment."""
+    if all(row.trajectory is None or len(row.trajectory.segments) == 1 for row in rows):
+        return None
+    return [
+        sum(int(np.count_nonzero(loss_mask(one))) for one in (row.trajectory or row).segments) for row in rows
+    ]
 
 
 class LossConfig:
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
-    def __init__(self, actor: Any, denominators: LossDenominators, rollout_correction: Any = None):
+    def __init__(self, actor: Any, global_batch_info: dict[str, Any], rollout_correction: Any = None):
         self._actor = actor
-        self.global_batch_info = denominators.as_batch_info()
+        self.global_batch_info = global_batch_info
         self.rollout_correction = rollout_correction
 
     def __getattr__(self, name: str) -> Any:
@@ -81,9 +93,9 @@ class LossConfig:
 
 
 class PaddedMicroBatch:
-    """Rows of a micro-batch as [b, W]: W is the longest response, padding on the right."""
+    """Segments of a micro-batch as [b, W]: W is the longest response, padding on the right."""
 
-    def __init__(self, rows: Sequence[Trajectory], like: torch.Tensor):
+    def __init__(self, rows: Sequence[Segment], like: torch.Tensor):
         lengths = [row.length for row in rows]
         self.rows, self.like = rows, like
         self.shape = (len(rows), max([1, *lengths]))
@@ -107,9 +119,58 @@ class PaddedMicroBatch:
     def needed(self, name: str, why: str) -> torch.Tensor:
         """A column that every row must have. ValueError naming the first that lacks it."""
         for row in self.rows:
-            if getattr(row, name) is None:
+            if row.columns.get(name) is None:
                 raise ValueError(f"{why}: response {row.index} of {row.uid} has no {name}")
-        return self.column([getattr(row, name) for row in self.rows])
+        return self.column([row.columns[name] for row in self.rows])
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """What a policy loss gets: tensors [b, W] over the segments of a micro-batch, padded on the right.
+
+    log_probs carries grad; old_log_probs are sg(log_probs) in a step's only update; loss_mask is m, response_mask p.
+    rollout_is_weights multiply the policy term, None without. entropy is None unless it was computed; columns: those that the
+    loss declared, by name. trajectory_tokens [b]: T_i where trajectories have several segments, else None.
+    """
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    response_mask: torch.Tensor
+    loss_agg_mode: str
+    config: LossConfig
+    rollout_is_weights: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    trajectory_tokens: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def aggregate(self, terms: torch.Tensor) -> torch.Tensor:
+        """The scalar of per-token terms [b, W], by the configured mode and the counts of the mini-batch."""
+        return agg_loss(terms, self.loss_mask, self.loss_agg_mode, **self.config.global_batch_info)
+
+
+PolicyLoss = Callable[[LossInputs], "tuple[torch.Tensor, dict[str, Any]]"]
+
+
+def on_inputs(function: Callable[..., Any]) -> PolicyLoss:
+    """A registered loss as a function of `LossInputs`: one of a single argument as it is, any other by the public signature."""
+    if len(inspect.signature(function).parameters) == 1:
+        return function
+
+    def call(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+        found: tuple[torch.Tensor, dict[str, Any]] = function(
+            old_log_prob=inputs.old_log_probs,
+            log_prob=inputs.log_probs,
+            advantages=inputs.advantages,
+            response_mask=inputs.loss_mask,
+            loss_agg_mode=inputs.loss_agg_mode,
+            config=inputs.config,
+            rollout_is_weights=inputs.rollout_is_weights,
+        )
+        return found
+
+    return call
 
 
 class ActorObjective:
@@ -117,20 +178,34 @@ class ActorObjective:
 
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
-    `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler.
+    `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
+    rows (by id) whose trajectory has other segments.
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
     and weighs by its share of the mini-batch's tokens, so that weights add up to 1 and parts just add.
     """
 
-    def __init__(self, actor: Any, denominators: LossDenominators, rollout_correction: Any = None):
+    def __init__(
+        self,
+        actor: Any,
+        denominators: LossDenominators,
+        rollout_correction: Any = None,
+        tokens_of: Mapping[int, int] | None = None,
+    ):
+        self._actor, self._rollout_correction = actor, rollout_correction
         self._correction = parse_correction(rollout_correction)
-        loss_mode = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
-        self._policy_loss = LOSSES.get("bypass_mode" if self._correction.bypass else loss_mode)
+        name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
+        if self._correction.bypass and name == "bypass_mode":
+            name = "vanilla"
+        self._loss, self._needs = (
+            on_inputs(LOSSES.get(name)),
+            LOSSES.needs(name) - {"advantages", "response_mask"},
+        )
+        if self._correction.bypass and self._correction.reinforce:
+            self._loss = on_inputs(compute_policy_loss_reinforce)
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
-        self._denominators = denominators
-        self._config = LossConfig(actor, denominators, rollout_correction)
+        self._denominators, self._tokens_of = denominators, tokens_of
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
         self._use_kl = bool(setting(actor, "use_kl_loss", False))
         self._kl_coef = float(setting(actor, "kl_loss_coef", 0.001))
@@ -139,61 +214,68 @@ class ActorObjective:
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
         area = PaddedMicroBatch(micro.rows, micro.log_probs)
-        mask = area.column([loss_mask(row) for row in micro.rows])
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
-        log_prob = area.pad(micro.log_probs)
-        pg_loss, metrics = self._policy_term(area, log_prob, mask, tokens)
-        loss = pg_loss
-        parts = {"actor/pg_loss": pg_loss}
-        if self._entropy_coeff and micro.entropy is None:
+        inputs = self._inputs(area, micro)
+        pg_loss, found = self._loss(inputs)
+        metrics = {name: (_number(value) * tokens, float(tokens)) for name, value in found.items()}
+        loss, parts = pg_loss, {"actor/pg_loss": pg_loss}
+        if self._entropy_coeff and inputs.entropy is None:
             raise ValueError(f"entropy_coeff={self._entropy_coeff} needs the engine's entropy of this pass")
-        if micro.entropy is not None:
-            entropy = micro.entropy if self._entropy_coeff else micro.entropy.detach()
-            parts["actor/entropy_loss"] = self._aggregate(area.pad(entropy), mask)
+        if inputs.entropy is not None:
+            parts["actor/entropy_loss"] = inputs.aggregate(inputs.entropy)
             if self._entropy_coeff:
                 loss = loss - self._entropy_coeff * parts["actor/entropy_loss"]
         if self._use_kl:
             ref = area.needed("ref_log_probs", "use_kl_loss")
-            parts["actor/kl_loss"] = self._aggregate(kl_penalty(log_prob, ref, self._kl_type), mask)
+            terms = kl_penalty(inputs.log_probs, ref, self._kl_type)
+            parts["actor/kl_loss"] = inputs.aggregate(terms)
             loss = loss + self._kl_coef * parts["actor/kl_loss"]
             metrics["actor/kl_coef"] = (self._kl_coef * tokens, float(tokens))
-            clipped = masked(clipped_tokens(log_prob, ref, self._kl_type), mask).sum()
+            clipped = masked(clipped_tokens(inputs.log_probs, ref, self._kl_type), inputs.loss_mask).sum()
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
         parts["actor/loss"] = loss
         share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
         values = torch.stack([part.detach() for part in parts.values()]).tolist()
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
-    def _aggregate(self, terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return agg_loss(terms, mask, self._mode, **self._denominators.as_batch_info())
-
-    def _policy_term(
-        self, area: PaddedMicroBatch, log_prob: torch.Tensor, mask: torch.Tensor, tokens: int
-    ) -> tuple[torch.Tensor, Metrics]:
-        """The registered loss on this micro-batch; its metrics weigh by tokens."""
+    def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
+        log_probs = area.pad(micro.log_probs)
         bypass = self._correction.bypass
-        old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_prob(area, log_prob)
-        loss, metrics = self._policy_loss(
-            old_log_prob=old,
-            log_prob=log_prob,
+        old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_probs(area, log_probs)
+        entropy = micro.entropy
+        if entropy is not None and not self._entropy_coeff:
+            entropy = entropy.detach()
+        info, counts = self._denominators.as_batch_info(), None
+        if self._tokens_of is not None:
+            counts = torch.tensor([self._tokens_of[id(row)] for row in area.rows], device=log_probs.device)
+            info["trajectory_tokens"] = counts
+        return LossInputs(
+            log_probs=log_probs,
+            old_log_probs=old,
             advantages=area.needed("advantages", "policy loss"),
-            response_mask=mask,
+            loss_mask=area.column([loss_mask(row) for row in area.rows]),
+            response_mask=area.column([row.columns["response_mask"] for row in area.rows]),
             loss_agg_mode=self._mode,
-            config=self._config,
-            rollout_is_weights=self._weights(area, log_prob, old),
+            config=LossConfig(self._actor, info, self._rollout_correction),
+            rollout_is_weights=self._weights(area, log_probs, old),
+            entropy=None if entropy is None else area.pad(entropy),
+            trajectory_tokens=counts,
+            columns={name: area.needed(name, "policy loss") for name in self._needs},
         )
-        return loss, {name: (_number(value) * tokens, float(tokens)) for name, value in metrics.items()}
 
     def _weights(
         self, area: PaddedMicroBatch, log_prob: torch.Tensor, old: torch.Tensor
     ) -> torch.Tensor | None:
         """Importance weights: the rows' own, else with bypass those of the current policy over the sampler."""
-        if any(row.is_weights is not None for row in area.rows):
+        bypass, reinforce = self._correction.bypass, self._correction.reinforce
+        if bypass and not reinforce:
+            return None  # in the ratio they would count twice
+        if any("is_weights" in row.columns for row in area.rows):
             return area.needed("is_weights", "rollout correction")
         how = self._correction.weighting
-        if how is None or not (self._correction.bypass and self._correction.reinforce):
+        if how is None or not bypass:
             return None
-        policy = area.column([row.response_mask for row in area.rows])
+        policy = area.column([row.columns["response_mask"] for row in area.rows])
         return weights_now(log_prob, old, policy, how)
 
 
@@ -201,14 +283,14 @@ def _number(value: Any) -> float:
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
-def _old_log_prob(area: PaddedMicroBatch, log_prob: torch.Tensor) -> torch.Tensor:
+def _old_log_probs(area: PaddedMicroBatch, log_prob: torch.Tensor) -> torch.Tensor:
     """old_log_probs; sg(logp) for rows that have none: the step's first update is its own old policy."""
-    have = [row.old_log_probs is not None for row in area.rows]
+    have = ["old_log_probs" in row.columns for row in area.rows]
     current = log_prob.detach()
     if not any(have):
         return current
     parts = [
-        row.old_log_probs if known else np.zeros(row.length)
+        row.columns["old_log_probs"] if known else np.zeros(row.length)
         for row, known in zip(area.rows, have, strict=True)
     ]
     given = area.column([np.asarray(part) for part in parts])

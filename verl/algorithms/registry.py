@@ -1,43 +1,33 @@
-"""The two registries through which estimators and policy losses are found: built-in ones and users' own.
+"""The two registries through which estimators and policy losses are found, and what each declares that it needs.
 
-An algorithm is one function under one name. Names of the public interface that this release does not have
-are known, so that asking for one says so; a user may put a function of their own under them.
+An algorithm is one function, one registration and the columns that it needs: `@register_adv_est("mine", needs={"ref_log_probs"})`.
+The loop runs the passes that produce what is needed (`verl.algorithms.needs`). Names of the public interface that this
+release does not have are known, so that asking for one says so; a user may put a function of their own under them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
 from verl.config.schema.actor import POLICY_LOSSES
+from verl.config.schema.algorithm import ESTIMATORS as PUBLIC_ESTIMATORS
+from verl.trajectory import COLUMNS
 
 Algorithm = Callable[..., Any]
 F = TypeVar("F", bound=Algorithm)
 Name = str | Enum
 
+AdvantageEstimator = StrEnum("AdvantageEstimator", [(n.upper(), n) for n in PUBLIC_ESTIMATORS])  # type: ignore[misc]
+"""Names of the estimators of the public interface."""
 
-class AdvantageEstimator(StrEnum):
-    """Names of the estimators of the public interface (spec: algorithms.md §3)."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GRPO_PASSK = "grpo_passk"
-    GDPO = "gdpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    OPO = "opo"
-    GPG = "gpg"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+_COLUMN_OF = {column.public: name for name, column in COLUMNS.items() if column.public}
 
 
 class Registry:
-    """Functions by name.
+    """Functions by name, and the columns that each needs.
 
     `kind` is how errors call them, `decorator` the name of the user's decorator, `known` every name of the
     public interface, whether there is a function for it or not.
@@ -48,47 +38,54 @@ class Registry:
         self.decorator = decorator
         self.known = known
         self.functions: dict[str, Algorithm] = {}
+        self._needs: dict[str, frozenset[str]] = {}
 
-    def register(self, name: Name, functions: dict[str, Algorithm] | None = None) -> Callable[[F], F]:
+    def register(self, name: Name, needs: Collection[str] = ()) -> Callable[[F], F]:
         """Decorator: make a function known under `name` (str, or an enum member with a str value).
 
-        `functions`: the table to use instead of this registry's own. ValueError if another function has the
-        name already; the same function again is harmless.
+        needs: names of columns that must be there when it is called, beside those that its required parameters name.
+        ValueError if another function has the name already; the same function again is harmless.
         """
-        table = self.functions if functions is None else functions
         key = _key(name)
 
         def add(function: F) -> F:
-            taken = table.setdefault(key, function)
+            taken = self.functions.setdefault(key, function)
             if taken is not function:
                 raise ValueError(
                     f"{self.kind} {key!r} is already registered by {taken.__module__}.{taken.__qualname__}; "
                     f"choose another name for {function.__module__}.{function.__qualname__}"
                 )
+            self._needs[key] = frozenset(needs)
             return function
 
         return add
 
-    def get(self, name: Name, functions: dict[str, Algorithm] | None = None) -> Algorithm:
+    def get(self, name: Name) -> Algorithm:
         """The function registered under `name`.
 
         ValueError for an unknown name, and for one that this release does not have; both list what is there.
         """
-        table = self.functions if functions is None else functions
         key = _key(name)
-        if key in table:
-            return table[key]
-        there = f"There are: {', '.join(sorted(table))}; your own can be added with @{self.decorator}(name)."
+        if key in self.functions:
+            return self.functions[key]
+        there = f"There are: {', '.join(sorted(self.functions))}; your own can be added with @{self.decorator}(name)."
         if key in self.known:
             raise ValueError(f"{self.kind} {key!r} is not in this release. {there}")
         raise ValueError(f"Unknown {self.kind} simply: {key}. {there}")
+
+    def needs(self, name: Name) -> frozenset[str]:
+        """Columns that the function must find: those declared, and those that its required parameters name."""
+        parameters = inspect.signature(self.get(name)).parameters.values()
+        required = {_COLUMN_OF.get(p.name, p.name) for p in parameters if p.default is p.empty}
+        offered = {*_COLUMN_OF.values(), "reward_baselines"}
+        return self._needs.get(_key(name), frozenset()) | (required & offered)
 
 
 def _key(name: Name) -> str:
     return str(name.value) if isinstance(name, Enum) else name
 
 
-ESTIMATORS = Registry("advantage estimator", "register_adv_est", tuple(e.value for e in AdvantageEstimator))
+ESTIMATORS = Registry("advantage estimator", "register_adv_est", PUBLIC_ESTIMATORS)
 LOSSES = Registry("policy loss", "register_policy_loss", POLICY_LOSSES)
 
 

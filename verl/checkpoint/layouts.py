@@ -61,7 +61,9 @@ def model_directory(path: Path, role: str = "actor") -> Path | None:
     """
     path = Path(path)
     for place in (path, path / role, path / role / "huggingface", path / "huggingface"):
-        if (place / "config.json").is_file() and any(_weights(place)):
+        if (place / "config.json").is_file() and (
+            any(place.glob("*.safetensors")) or any(place.glob("pytorch_model*.bin"))
+        ):
             return place
     step = newest_by_name(path)
     return model_directory(step, role) if step is not None else None
@@ -77,26 +79,20 @@ def newest_by_name(root: Path) -> Path | None:
     return max(manifest.step_directories(root), key=lambda p: manifest.step_of(p) or 0, default=None)
 
 
-def _weights(place: Path) -> list[Path]:
-    return [*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")]
-
-
-def foreign_advice(path: Path, layout: str) -> str:
-    """What to do with a checkpoint that is not ours, as one sentence for an error message."""
-    if layout == VERL_HF:
-        weights = model_directory(path)
-        return f"its weights can start a new run: actor_rollout_ref.model.path={weights}"
-    if layout == VERL_FSDP:
-        return (
-            "its shards (model_world_size_*_rank_*.pt) have to be merged into a Hugging Face directory first "
-            "(the public model_merger does it); then start with actor_rollout_ref.model.path=<that directory>"
-        )
-    if layout == VERL_MEGATRON:
-        return (
-            "its distributed checkpoint (dist_ckpt/) has to be merged into a Hugging Face directory first "
-            "(the public model_merger does it); then start with actor_rollout_ref.model.path=<that directory>"
-        )
-    if layout == HUGGING_FACE:
-        weights = model_directory(path) or path
-        return f"a model directory cannot be resumed; start with actor_rollout_ref.model.path={weights}"
-    return "it cannot be resumed"
+def foreign(path: Path) -> str:
+    """Why a directory that is not a checkpoint of ours cannot be resumed, and what to do; "" for anything else."""
+    layout = detect(path)
+    if layout in (None, OURS, RUN) or (path / "state").is_dir():  # the latter: ours, unfinished
+        return ""
+    merge = "the public model_merger does it); then start with actor_rollout_ref.model.path=<that directory>"
+    advice = {
+        VERL_HF: f"its weights can start a new run: actor_rollout_ref.model.path={model_directory(path)}",
+        VERL_FSDP: "its shards (model_world_size_*_rank_*.pt) have to be merged into a Hugging Face directory first "
+        f"({merge}",
+        VERL_MEGATRON: "its distributed checkpoint (dist_ckpt/) has to be merged into a Hugging Face directory first "
+        f"({merge}",
+        HUGGING_FACE: "a model directory cannot be resumed; start with "
+        f"actor_rollout_ref.model.path={model_directory(path) or path}",
+    }
+    what = advice.get(str(layout), "it cannot be resumed")
+    return f"{path} is not a checkpoint of this verl ({layout}): {what}"

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,9 +60,17 @@ def step_directories(root: Path) -> Iterator[Path]:
         yield from (p for p in root.iterdir() if step_of(p) is not None and p.is_dir())
 
 
-def stale_directories(root: Path) -> list[Path]:
-    """Left-overs of interrupted saves and deletions: global_step_*.tmp directly under root."""
-    return sorted(p for p in root.glob("global_step_*.tmp") if p.is_dir()) if root.is_dir() else []
+def stale_entries(root: Path) -> list[Path]:
+    """Left-overs of interrupted saves and deletions: global_step_*.tmp directly under root, whatever they are."""
+    return sorted(root.glob("global_step_*.tmp"))
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, a file, or a link (never what it points to); nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def files_under(directory: Path) -> list[str]:

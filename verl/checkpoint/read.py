@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from verl.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     read_manifest,
-    stale_directories,
+    remove,
+    stale_entries,
     step_directories,
     step_of,
     sync_directory,
@@ -59,12 +59,8 @@ def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist or is not a directory")
-    if not (path / NAME).is_file():
-        layout = layouts.detect(path)
-        if layout is not None and not (path / "state").is_dir():
-            raise CheckpointError(
-                f"{path} is not a checkpoint of this verl ({layout}): {layouts.foreign_advice(path, layout)}"
-            )
+    if why := layouts.foreign(path):
+        raise CheckpointError(why)
     manifest = read_manifest(path)
     verify(path, manifest, hashes=hashes)
     try:
@@ -79,7 +75,7 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
 
     A `.tmp` that was already sealed and only lacked its rename is published; every other one is removed.
     """
-    for path in stale_directories(Path(root)):
+    for path in stale_entries(Path(root)):
         final = path.with_suffix("")
         try:
             if step_of(final) is not None and not final.exists():
@@ -90,7 +86,7 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
                 continue
         except CheckpointError as error:
             on_event("checkpoint_unfinished", path=str(path), message=f"unfinished, removed: {error}")
-        shutil.rmtree(path)
+        remove(path)
         on_event("checkpoint_stale_removed", path=str(path))
 
 
@@ -104,29 +100,24 @@ def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Ch
     root = Path(root)
     if tidy:
         clean(root, on_event=on_event)
+
+    def pass_over(path: Path, error: CheckpointError) -> None:
+        what = layouts.foreign(path) or error
+        on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
+
     found: list[tuple[int, int, Path]] = []
     for path in sorted(step_directories(root)):
         try:
             manifest = read_manifest(path)
             found.append((manifest.serial, manifest.step, path))
         except CheckpointError as error:
-            _pass_over(path, error, on_event)
+            pass_over(path, error)
     for _, _, path in sorted(found, reverse=True):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
-            _pass_over(path, error, on_event)
+            pass_over(path, error)
     return None
-
-
-def _pass_over(path: Path, error: CheckpointError, on_event: OnEvent) -> None:
-    layout = layouts.detect(path)
-    what = (
-        f"{path} is {layout}"
-        if layout not in (None, layouts.OURS) and not (path / "state").is_dir()
-        else error
-    )
-    on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
 
 
 def resolve_resume(
@@ -139,14 +130,13 @@ def resolve_resume(
     usable. CheckpointError says what is wrong and what to change.
     """
     root = Path(root)
-    if mode == "disable":
-        clean(root, on_event=on_event)
-        return None
+    if mode not in ("auto", "disable", "resume_path"):
+        raise CheckpointError(f"trainer.resume_mode={mode!r}: use auto, disable or resume_path")
     if mode == "auto":
         return newest(root, on_event=on_event)
-    if mode != "resume_path":
-        raise CheckpointError(f"trainer.resume_mode={mode!r}: use auto, disable or resume_path")
     clean(root, on_event=on_event)
+    if mode == "disable":
+        return None
     if not path:
         raise CheckpointError(
             "trainer.resume_mode=resume_path needs trainer.resume_from_path=<run folder or global_step_N>"
@@ -155,27 +145,23 @@ def resolve_resume(
 
 
 def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:
+    key = f"trainer.resume_from_path={path}"
     if not path.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path={path} does not exist or is not a directory")
+        raise CheckpointError(f"{key} does not exist or is not a directory")
+    if path.name in ("actor", "critic") and (path.parent / NAME).is_file():
+        path = path.parent
     if step_of(path) is not None or (path / NAME).is_file():
         return open_checkpoint(path)
-    if path.name in ("actor", "critic") and (path.parent / NAME).is_file():
-        return open_checkpoint(path.parent)
-    layout = layouts.detect(path)
-    if layout not in (None, layouts.RUN):
-        raise CheckpointError(
-            f"trainer.resume_from_path={path} is not a checkpoint of this verl ({layout}): "
-            f"{layouts.foreign_advice(path, str(layout))}"
-        )
+    if why := layouts.foreign(path):
+        raise CheckpointError(f"{key}: {why}")
     problems: list[str] = []
 
     def note(kind: str, **fields: Any) -> None:
-        if kind == "checkpoint_passed_over":
-            problems.append(str(fields["message"]))
+        problems.append(str(fields["message"]))
         on_event(kind, **fields)
 
     found = newest(path, on_event=note, tidy=False)
     if found is None:
-        why = "; ".join(problems) if problems else "it holds no global_step_N"
-        raise CheckpointError(f"trainer.resume_from_path={path} has no complete checkpoint: {why}")
+        why = "; ".join(problems) or "it holds no global_step_N"
+        raise CheckpointError(f"{key} has no complete checkpoint: {why}")
     return found

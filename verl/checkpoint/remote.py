@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from verl.checkpoint.manifest import (
     NAME,
     CheckpointError,
     read_manifest,
+    remove,
     step_of,
     sync_directory,
     sync_tree,
@@ -91,8 +91,7 @@ class RemoteCopies:
         final = root / copy.name
         beside = root / f"{copy.name}.tmp"
         with self._system(f"fetching {copy.name}") as (system, base):
-            if beside.exists():
-                shutil.rmtree(beside)
+            remove(beside)
             beside.mkdir(parents=True)
             source = f"{base}/{copy.name}"
             system.get_file(f"{source}/{NAME}", str(beside / NAME))
@@ -102,8 +101,7 @@ class RemoteCopies:
                 system.get_file(f"{source}/{name}", str(beside / name))
             verify(beside, manifest)
             sync_tree(beside)
-            if final.exists():
-                shutil.rmtree(final)
+            remove(final)
             os.rename(beside, final)
             sync_directory(root)
         return final

@@ -1,30 +1,24 @@
 """Random states on disk without pickle: arrays as safetensors, scalars as JSON.
 
-Kept: Python's `random`, numpy's global generator, torch's CPU generator, and whatever tensors the caller adds
-(device generators, generators of its own).
+Kept: Python's `random`, numpy's global generator and torch's CPU generator.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.checkpoint.manifest import CheckpointError
 
-if TYPE_CHECKING:
-    import torch
-
 _ARRAYS = "rng.safetensors"
 _SCALARS = "rng.json"
 
 
-def save(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the three global random states, and `extra` uint8 state tensors under their names."""
+def save(directory: Path) -> None:
+    """Write the three global random states."""
     import torch
     from safetensors.numpy import save_file
 
@@ -35,8 +29,6 @@ def save(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> No
         "numpy": np.ascontiguousarray(key, dtype=np.uint32),
         "torch": torch.get_rng_state().numpy(),
     }
-    for name, state in (extra or {}).items():
-        arrays[f"extra.{name}"] = state.detach().cpu().numpy()
     scalars = {
         "python": {"version": version, "gauss": python_gauss},
         "numpy": {
@@ -50,8 +42,8 @@ def save(directory: Path, extra: Mapping[str, torch.Tensor] | None = None) -> No
     (directory / _SCALARS).write_text(json.dumps(scalars, indent=1), "utf-8")
 
 
-def load(directory: Path) -> dict[str, torch.Tensor]:
-    """Restore what `save` wrote; returns the `extra` tensors. CheckpointError if the files do not read."""
+def load(directory: Path) -> None:
+    """Restore what `save` wrote. CheckpointError if the files do not read."""
     import torch
     from safetensors.numpy import load_file
 
@@ -60,13 +52,8 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
         scalars = json.loads((directory / _SCALARS).read_text("utf-8"))
         python, legacy = scalars["python"], scalars["numpy"]
         python_state = (python["version"], tuple(int(w) for w in arrays["python"]), python["gauss"])
-        numpy_state = (
-            legacy["kind"],
-            arrays["numpy"],
-            legacy["position"],
-            legacy["has_gauss"],
-            legacy["gauss"],
-        )
+        numbers = (legacy[name] for name in ("position", "has_gauss", "gauss"))
+        numpy_state = (legacy["kind"], arrays["numpy"], *numbers)
         torch_state = torch.from_numpy(arrays["torch"])
     except Exception as error:
         raise CheckpointError(
@@ -75,5 +62,3 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
-    prefix = "extra."
-    return {n.removeprefix(prefix): torch.from_numpy(a) for n, a in arrays.items() if n.startswith(prefix)}

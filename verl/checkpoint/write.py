@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import (
@@ -24,6 +23,7 @@ from verl.checkpoint.manifest import (
     files_under,
     hash_files,
     read_manifest,
+    remove,
     replace_text,
     step_directories,
     sync_directory,
@@ -72,14 +72,22 @@ class CheckpointWriter:
         self._step = step
         self._keep = keep
         self._on_event = on_event
-        self._beside = self._root / f"global_step_{step}.tmp"
+        self._final = self._root / f"global_step_{step}"
+        self._beside = self._final.with_suffix(".tmp")
         self._started = time.perf_counter()
         self.problem = ""
 
     def fill(self, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]) -> None:
         """Write the parts and the loop's state into the unfinished directory."""
         try:
-            _fill(self._root, self._beside, self._step, parts, loop_state)
+            self._root.mkdir(parents=True, exist_ok=True)
+            remove(self._beside)
+            for name, write in parts.items():
+                directory = self._beside / name
+                directory.mkdir(parents=True, exist_ok=True)
+                write(directory)
+            (self._beside / LOOP).parent.mkdir(parents=True, exist_ok=True)
+            write_synced(self._beside / LOOP, json.dumps({"step": self._step, **loop_state}, indent=1))
         except Exception as error:
             self._fail(error)
             if getattr(error, "ends_the_run", False):
@@ -90,113 +98,82 @@ class CheckpointWriter:
         if self.problem:
             return None
         try:
-            manifest, hash_seconds = _seal(self._root, self._beside, self._step)
-            final = _publish(self._root, self._beside, self._step)
+            size, hash_seconds = self._seal()
+            self._publish()
         except Exception as error:
             self._fail(error)
             return None
         self._on_event(
             "checkpoint_saved",
             step=self._step,
-            path=str(final),
-            bytes=manifest.size,
+            path=str(self._final),
+            bytes=size,
             seconds=round(time.perf_counter() - self._started, 4),
-            hash_gb_per_s=round(manifest.size / max(hash_seconds, 1e-9) / 1e9, 3),
+            hash_gb_per_s=round(size / max(hash_seconds, 1e-9) / 1e9, 3),
         )
-        _after_publishing(self._root, final, self._step, self._keep, self._on_event)
-        return final
+        self._tidy()
+        return self._final
+
+    def _seal(self) -> tuple[int, float]:
+        """Sync and seal the filled directory; returns its bytes and the seconds spent hashing."""
+        # Like the umask made the directory: some writers make their files private (0600).
+        mode = self._beside.stat().st_mode & 0o666
+        for path in self._beside.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+        sync_tree(self._beside)
+        hashing = time.perf_counter()
+        files = hash_files(self._beside, files_under(self._beside))
+        hash_seconds = time.perf_counter() - hashing
+        serial = max((serial for serial, *_ in _sealed(self._root)), default=0) + 1
+        manifest = Manifest(self._step, serial, time.time(), files)
+        write_manifest(self._beside, manifest)
+        return manifest.size, hash_seconds
+
+    def _publish(self) -> None:
+        """Give the sealed directory its final name. An older one of the same step makes room by a rename."""
+        # A crash between the two renames leaves the new one sealed as .tmp: the reader publishes it.
+        retired = retire(self._final) if self._final.exists() else None
+        try:
+            os.rename(self._beside, self._final)
+        except OSError:
+            if retired is not None:
+                os.rename(retired, self._final)
+            raise
+        sync_directory(self._root)
+
+    def _tidy(self) -> None:
+        """The pointer file and the retention. The checkpoint is safe already: a failure here is only an event."""
+        try:
+            replace_text(self._root / LATEST, str(self._step))
+            for retired in self._root.glob(f"{self._final.name}.deleted*.tmp"):
+                remove(retired)
+            for old in surplus(self._root, self._keep) if self._keep and self._keep >= 1 else ():
+                remove(retire(old))
+                self._on_event("checkpoint_deleted", step=self._step, path=str(old))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            message = f"step {self._step} is saved, but tidying up {self._root} failed ({what})"
+            self._on_event("checkpoint_cleanup_failed", step=self._step, error=what, message=message)
 
     def _fail(self, error: Exception) -> None:
+        """Tell what failed and remove the unfinished directory; the next start tries again where that fails too."""
         self.problem = f"{type(error).__name__}: {error}"
         ends = getattr(error, "ends_the_run", False)
+        left = "those saved before stay" if ends else "the run goes on with the checkpoints saved before"
         self._on_event(
             "checkpoint_failed",
             step=self._step,
             path=str(self._beside),
             error=self.problem,
             traceback="".join(traceback.format_exception(error)),
-            message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); "
-            + ("those saved before stay" if ends else "the run goes on with the checkpoints saved before"),
+            message=f"the checkpoint of step {self._step} could not be saved ({self.problem}); {left}",
         )
-        _discard(self._beside, self._on_event)
-
-
-def _fill(
-    root: Path,
-    beside: Path,
-    step: int,
-    parts: Mapping[str, Callable[[Path], Any]],
-    loop_state: Mapping[str, Any],
-) -> None:
-    """Fill the unfinished directory."""
-    root.mkdir(parents=True, exist_ok=True)
-    if beside.exists():
-        shutil.rmtree(beside)
-    beside.mkdir()
-    for name, write in parts.items():
-        relative = PurePosixPath(name)
-        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-            raise CheckpointError(f"{name!r} is not a relative path inside the checkpoint")
-        directory = beside / relative
-        directory.mkdir(parents=True, exist_ok=True)
-        write(directory)
-    loop = beside / LOOP
-    loop.parent.mkdir(parents=True, exist_ok=True)
-    write_synced(loop, json.dumps({"step": step, **loop_state}, indent=1))
-
-
-def _seal(root: Path, beside: Path, step: int) -> tuple[Manifest, float]:
-    """Sync and seal the filled directory; returns the manifest and the seconds spent hashing."""
-    _share_like_the_folder(beside)
-    sync_tree(beside)
-    hashing = time.perf_counter()
-    files = hash_files(beside, files_under(beside))
-    hash_seconds = time.perf_counter() - hashing
-    manifest = Manifest(step, _next_serial(root), time.time(), files)
-    write_manifest(beside, manifest)
-    return manifest, hash_seconds
-
-
-def _share_like_the_folder(beside: Path) -> None:
-    """Give files the permissions that the umask gave their directory: some writers make theirs private (0600)."""
-    mode = beside.stat().st_mode & 0o666
-    for path in beside.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-
-
-def _publish(root: Path, beside: Path, step: int) -> Path:
-    """Give the sealed directory its final name. An older one of the same step makes room by a rename."""
-    final = root / f"global_step_{step}"
-    # A crash between the two renames leaves the new one sealed as .tmp: the reader publishes it.
-    retired = retire(final) if final.exists() else None
-    try:
-        os.rename(beside, final)
-    except OSError:
-        if retired is not None:
-            os.rename(retired, final)
-        raise
-    sync_directory(root)
-    return final
-
-
-def _after_publishing(root: Path, final: Path, step: int, keep: int | None, on_event: OnEvent) -> None:
-    """The pointer file and the retention. The checkpoint is safe already: a failure here is only an event."""
-    try:
-        replace_text(root / LATEST, str(step))
-        for retired in root.glob(f"{final.name}.deleted*.tmp"):
-            shutil.rmtree(retired)
-        if keep is not None and keep >= 1:
-            for old in surplus(root, keep):
-                shutil.rmtree(retire(old))
-                on_event("checkpoint_deleted", step=step, path=str(old))
-    except Exception as error:
-        on_event(
-            "checkpoint_cleanup_failed",
-            step=step,
-            error=f"{type(error).__name__}: {error}",
-            message=f"step {step} is saved, but tidying up {root} failed ({type(error).__name__}: {error})",
-        )
+        try:
+            remove(self._beside)
+        except OSError as failure:
+            what = f"{type(failure).__name__}: {failure}"
+            self._on_event("checkpoint_cleanup_failed", path=str(self._beside), error=what)
 
 
 def surplus(root: Path, keep: int) -> list[Path]:
@@ -221,10 +198,6 @@ def _sealed(root: Path) -> list[tuple[int, int, Path]]:
     return found
 
 
-def _next_serial(root: Path) -> int:
-    return max((serial for serial, *_ in _sealed(root)), default=0) + 1
-
-
 def retire(path: Path) -> Path:
     """Rename a checkpoint out of the way, to a name that every start cleans up."""
     number = 0
@@ -232,12 +205,3 @@ def retire(path: Path) -> Path:
         number += 1
     os.rename(path, retired)
     return retired
-
-
-def _discard(beside: Path, on_event: OnEvent) -> None:
-    """Remove an unfinished directory; if even that fails it is only reported (the next start tries again)."""
-    try:
-        if beside.exists():
-            shutil.rmtree(beside)
-    except OSError as error:
-        on_event("checkpoint_cleanup_failed", path=str(beside), error=f"{type(error).__name__}: {error}")

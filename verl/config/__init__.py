@@ -1,6 +1,6 @@
 """Configuration: schema, grammar, checks. Imports no torch and answers in under a second."""
 
-from verl.config.load import load
+from verl.config.command_line import load
 from verl.config.problems import ConfigError, Problem
 from verl.config.schema import Config, EvalConfig, GenerationConfig, Group, Map, Root, SFTConfig
 

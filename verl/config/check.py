@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.report import Report
+from verl.config.problems import Report
 from verl.config.rules import algorithm, data, lora, machine, profiling, sizes, values
 from verl.config.rules.context import Check
 from verl.config.schema.base import Root

@@ -2,46 +2,100 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from typing import Literal, NoReturn, overload
+from pathlib import Path
+from typing import Any, NoReturn
 
-from verl.config.load import Arguments, build, split_arguments
-from verl.config.problems import ConfigError
-from verl.config.report import EXIT_CONFIGURATION, EXIT_OK, Report
-from verl.config.schema import Config, EvalConfig, GenerationConfig, Root, SFTConfig
-
-PROGRAMS = {
-    "ppo": "verl.trainer.main_ppo",
-    "sft": "verl.trainer.sft_trainer",
-    "eval": "verl.trainer.main_eval",
-    "generation": "verl.trainer.main_generation",
-}
+from verl.config.coerce import expand
+from verl.config.files import read
+from verl.config.fill import fill
+from verl.config.grammar import GrammarError
+from verl.config.names import PROGRAMS
+from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
+from verl.config.resolve import Resolver
+from verl.config.schema import Root
 
 
-@overload
-def resolve(argv: Sequence[str] | None, entry: Literal["ppo"] = "ppo") -> Config: ...
-@overload
-def resolve(argv: Sequence[str] | None, entry: Literal["sft"]) -> SFTConfig: ...
-@overload
-def resolve(argv: Sequence[str] | None, entry: Literal["eval"]) -> EvalConfig: ...
-@overload
-def resolve(argv: Sequence[str] | None, entry: Literal["generation"]) -> GenerationConfig: ...
-@overload
-def resolve(argv: Sequence[str] | None, entry: str) -> Root: ...
-def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Root:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--help", "-h", "--hydra-help", nargs="?", const="")
+    parser.add_argument("--check", action="store_true")
+    for long, short in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+        parser.add_argument(long, short, type=lambda text: text.strip("'\""))
+    parser.add_argument("--cfg", "-c", dest="show", choices=("job", "all", "hydra"))
+    for accepted in (["--resolve"], ["--run", "-r"], ["--multirun", "-m"]):
+        parser.add_argument(*accepted, action="store_true")
+    return parser
+
+
+def split_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Options (`help` is None, "" for the overview, or a key) and `overrides` of a command line.
+
+    Raises ConfigError for an option that does not exist.
+    """
+    try:
+        found, rest = _parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError([Problem(error.argument_name or "", error.message)]) from None
+    found.overrides = [argument for argument in rest if not argument.startswith("-")]
+    options = "--cfg, --check, --config-dir, --config-name, --config-path, --help"
+    problems = [
+        Problem(argument.partition("=")[0], f"no such option; options: {options}; keys are set as key=value")
+        for argument in rest
+        if argument.startswith("-")
+    ]
+    if found.multirun:
+        text = "sweeps are not supported; start one run per set of overrides"
+        problems.append(Problem("--multirun", text))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def load(argv: Sequence[str], entry: str = "ppo") -> Any:
+    """The configuration an argument list describes: Config, SFTConfig, EvalConfig or GenerationConfig, by the entry point.
+
+    Raises ConfigError with every problem of grammar, type and spelling.
+    """
+    return build(split_arguments(argv), entry)
+
+
+def build(arguments: argparse.Namespace, entry: str) -> Root:
+    """The configuration that arguments (of `split_arguments`) describe, automatic values filled in.
+
+    Raises ConfigError with every problem of grammar, type and spelling. Looks at no file but the configuration's own,
+    and not at the machine: `verl.config.check` does.
+    """
+    try:
+        folders = [Path(expand(given)) for given in (arguments.config_path, arguments.config_dir) if given]
+    except GrammarError as error:
+        raise ConfigError([Problem("--config-path", str(error))]) from None
+    resolver = Resolver(entry)
+    for layer in read(arguments.config_name, folders or [Path()], entry):
+        resolver.add_layer(layer)
+    for argument in arguments.overrides:
+        resolver.add_override(argument)
+    resolver.finish()
+    fill(resolver)
+    if resolver.problems:
+        raise ConfigError(resolver.problems)
+    return resolver.root
+
+
+def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Any:
     """The configuration to run, checked; `argv` null means the process's own.
 
     Leaves the process (SystemExit) after --help, --cfg and --check, with 2 for a configuration that is wrong and 3
     where only the machine lacks something. What there is to say goes to stderr, once.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = split_arguments(arguments)
+        options = split_arguments(sys.argv[1:] if argv is None else argv)
         if options.help is not None:
             from verl.config.reference import help_text
 
-            _leave(help_text(entry, options.help, PROGRAMS[entry]), EXIT_OK)
+            _leave(help_text(entry, options.help), EXIT_OK)
         cfg = build(options, entry)
     except ConfigError as error:
         print(f"verl: {error}", file=sys.stderr)
@@ -53,7 +107,7 @@ def resolve(argv: Sequence[str] | None, entry: str = "ppo") -> Root:
     return cfg
 
 
-def _checked(cfg: Root, options: Arguments) -> None:
+def _checked(cfg: Root, options: argparse.Namespace) -> None:
     """Check; leave unless the run can start."""
     from verl.config.check import check
 
@@ -65,22 +119,20 @@ def _checked(cfg: Root, options: Arguments) -> None:
     if report.problems:
         print(f"verl: {report.problem_text()}", file=sys.stderr)
     if options.check:
-        _leave(_answer(report), report.exit_code)
+        _leave(_verdict(report), report.exit_code)
     if report.problems:
         raise SystemExit(report.exit_code)
 
 
-def _answer(report: Report) -> str:
+def _verdict(report: Report) -> str:
     """What --check prints: the plan and the verdict."""
     ours, theirs = len(report.of("configuration")), len(report.of("machine"))
+    verdict = "check: ok"
     if ours:
         verdict = f"check: the configuration has {ours} problem{'s' if ours > 1 else ''}"
     elif theirs:
-        verdict = (
-            f"check: the configuration is right; this machine lacks {theirs} thing{'s' if theirs > 1 else ''}"
-        )
-    else:
-        verdict = "check: ok"
+        lacks = f"this machine lacks {theirs} thing{'s' if theirs > 1 else ''}"
+        verdict = f"check: the configuration is right; {lacks}"
     plan = ["plan:", *(f"  {line}" for line in report.plan)] if report.plan and not ours else []
     return "\n".join([*plan, verdict])
 

@@ -43,17 +43,11 @@ def find() -> Devices:
 
 
 def _nodes(name: str) -> list[str]:
-    try:
-        return [entry for entry in os.listdir("/dev") if re.fullmatch(rf"{name}\d+", entry)]
-    except OSError:
-        return []
+    return [node.name for node in Path("/dev").glob(f"{name}*") if re.fullmatch(rf"{name}\d+", node.name)]
 
 
 def _proc_gpus() -> list[str]:
-    try:
-        return os.listdir("/proc/driver/nvidia/gpus")
-    except OSError:
-        return []
+    return [gpu.name for gpu in Path("/proc/driver/nvidia/gpus").glob("*")]
 
 
 def _amd_gpus() -> list[Path]:
@@ -69,10 +63,8 @@ def _amd_gpus() -> list[Path]:
 
 def _visible(variable: str, found: int) -> int:
     listed = os.environ.get(variable)
-    if listed is None:
-        return found
-    names = [n for n in listed.split(",") if n.strip() and n.strip() != "-1"]
-    return min(found, len(names))
+    names = [] if listed is None else [n for n in listed.split(",") if n.strip() not in ("", "-1")]
+    return found if listed is None else min(found, len(names))
 
 
 def _torch_has_cuda() -> bool:

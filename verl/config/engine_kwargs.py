@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.dtypes import float_name
+from verl.config.names import nearest
+
 KEY = "rollout.engine_kwargs.vllm"
 
+_SAME = (
+    "data_parallel_size gpu_memory_utilization dtype max_model_len max_num_seqs max_num_batched_tokens seed enforce_eager "
+    "enable_chunked_prefill enable_prefix_caching cudagraph_capture_sizes load_format logprobs_mode quantization "
+    "scheduling_policy disable_log_stats skip_tokenizer_init"
+)
 OURS: dict[str, str] = {
     "tensor_parallel_size": "tensor_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "seed": "seed",
-    "enforce_eager": "enforce_eager",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "cudagraph_capture_sizes": "cudagraph_capture_sizes",
-    "load_format": "load_format",
-    "logprobs_mode": "logprobs_mode",
-    "quantization": "quantization",
-    "scheduling_policy": "scheduling_policy",
-    "disable_log_stats": "disable_log_stats",
-    "skip_tokenizer_init": "skip_tokenizer_init",
+    **{name: name for name in _SAME.split()},
 }
 """vLLM's argument → the key under `rollout.` that sets it."""
 
@@ -45,14 +36,13 @@ FIXED: dict[str, str] = {
 }
 """Arguments that this engine sets for itself."""
 
-DROPPED = (
+DROPPED: tuple[str, ...] = (
     "swap_space",
     "disable_log_requests",
     "use_v2_block_manager",
     "num_scheduler_steps",
-    "preemption_mode",
-    "max_seq_len_to_capture",
 )
+DROPPED += ("preemption_mode", "max_seq_len_to_capture")
 _PACKED = "sequences are packed without padding; results are the same"
 _MULTIMODAL = ("mm_", "limit_mm_per_prompt", "disable_mm_preprocessor_cache", "interleave_mm_strings")
 
@@ -77,11 +67,11 @@ def translate(
     out = Translated()
     for name, value in given.items():
         if value is not None:
-            _one(out, name, value, known, rollout, text_only)
+            _translate_one(out, name, value, known, rollout, text_only)
     return out
 
 
-def _one(
+def _translate_one(
     out: Translated,
     name: str,
     value: Any,
@@ -93,15 +83,17 @@ def _one(
     if name == "padding_mode":
         out.notices.append(f"no effect: {key}: {_PACKED}")
     elif name == "image_processor_type":
-        out.notices.append(
-            f"dropped: {key}: the processor comes with the model (data.mm_processor_kwargs changes it)"
-        )
+        why = "the processor comes with the model (data.mm_processor_kwargs changes it)"
+        out.notices.append(f"dropped: {key}: {why}")
     elif text_only and name.startswith(_MULTIMODAL):
         out.notices.append(f"dropped: {key}: the model sees no images")
     elif name in FIXED:
         out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
     elif name in OURS:
-        _ours(out, name, value, rollout)
+        ours = OURS[name]
+        if ours in rollout and not _same(value, rollout[ours]):
+            message = f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead"
+            out.problems.append((f"{key}={value}", message))
     elif name in known or not known:
         out.arguments[name] = value
     elif name == "disable_mm_preprocessor_cache":
@@ -114,22 +106,9 @@ def _one(
     elif name in DROPPED:
         out.notices.append(f"dropped: {key}: the installed vLLM does not have it any more")
     else:
-        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = f"; nearest: {near[0]}" if near else ""
-        out.problems.append((key, f"the installed vLLM has no such argument{hint}"))
-
-
-def _ours(out: Translated, name: str, value: Any, rollout: Mapping[str, Any]) -> None:
-    ours = OURS[name]
-    if ours in rollout and not _same(value, rollout[ours]):
-        out.problems.append(
-            (f"{KEY}.{name}={value}", f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead")
-        )
+        out.problems.append((key, f"the installed vLLM has no such argument{nearest(name, known)}"))
 
 
 def _same(left: Any, right: Any) -> bool:
-    names = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-    left, right = (
-        names.get(str(v).removeprefix("torch."), v) if isinstance(v, str) else v for v in (left, right)
-    )
-    return bool(left == right)
+    """Equal, or two names of one floating type."""
+    return bool(left == right) or (float_name(left) is not None and float_name(left) == float_name(right))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from verl.config.schema.base import PATH, Group, Map, Root
+from verl.config.schema.base import PATH, Group, Map, Root, select
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Field:
 
 
 _FIELDS: dict[type[Group], dict[str, Field]] = {}
-_LEAVES: dict[type[Root], dict[str, Field]] = {}
+_LEAVES: dict[type[Group], dict[str, Field]] = {}
 
 
 def fields_of(cls: type[Group]) -> dict[str, Field]:
@@ -91,30 +92,20 @@ def locate(root: Group, path: str) -> Place | None:
     return None
 
 
-def walk(cls: type[Group], prefix: str = "") -> Iterator[tuple[str, Field]]:
-    """(dotted path, field) of every key that is not a group."""
-    for name, known in fields_of(cls).items():
-        if known.group is not None:
-            yield from walk(known.group, f"{prefix}{name}.")
-        else:
-            yield prefix + name, known
-
-
-def leaves(cls: type[Root]) -> dict[str, Field]:
-    """All keys of an entry point by dotted path."""
+def leaves(cls: type[Group]) -> dict[str, Field]:
+    """All keys of an entry point, or of a group, that are not groups, by dotted path."""
     if cls not in _LEAVES:
-        _LEAVES[cls] = dict(walk(cls))
+        found = _LEAVES[cls] = {}
+        for name, known in fields_of(cls).items():
+            inner = {"": known} if known.group is None else leaves(known.group)
+            found.update({f"{name}.{path}".rstrip("."): field for path, field in inner.items()})
     return _LEAVES[cls]
 
 
 def type_name(known: Field) -> str:
     """The type as the documentation writes it."""
-    text = (
-        "|".join(_plain_name(t) for t in known.type)
-        if isinstance(known.type, tuple)
-        else _plain_name(known.type)
-    )
-    return text + "?" if known.nullable else text
+    kinds = known.type if isinstance(known.type, tuple) else (known.type,)
+    return "|".join(_plain_name(kind) for kind in kinds) + ("?" if known.nullable else "")
 
 
 def _plain_name(kind: Any) -> str:
@@ -123,3 +114,30 @@ def _plain_name(kind: Any) -> str:
     if hasattr(kind, "__metadata__"):
         return "path"
     return "map" if kind is Map else kind.__name__
+
+
+def for_elsewhere(config: Root) -> dict[str, Any]:
+    """The configuration for processes that may start in another folder: plain nested data, as JSON has it.
+
+    A relative path of something that exists here is absolute in it. What does not exist stays as it is (the name of a model
+    on a hub, the text of a chat template), but for `global_profiler.save_path`, a folder that such a process makes.
+    """
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    for path, known in leaves(type(config)).items():
+        if known.is_path:
+            group, _, name = path.rpartition(".")
+            node, made = select(plain, group), path == "global_profiler.save_path"
+            found = node[name]
+            many = isinstance(found, list)
+            node[name] = [_absolute(p, made) for p in found] if many else _absolute(found, made)
+    return plain
+
+
+def _absolute(value: str | None, made: bool) -> str | None:
+    if not value:
+        return value
+    try:
+        path = Path(value).expanduser()
+        return str(path.absolute()) if made or path.exists() else value
+    except (OSError, ValueError):  # text that cannot be a file's name
+        return value

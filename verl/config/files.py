@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.names import BUILT_IN
 from verl.config.problems import ConfigError, Problem
-from verl.config.tables import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,9 @@ class Layer:
     choice: bool = False
 
 
-def read(name: str, folders: list[Path], entry: str) -> list[Layer]:
-    """The layers of a configuration, in the order in which they count. Raises ConfigError."""
+def read(name: str | None, folders: list[Path], entry: str) -> list[Layer]:
+    """The layers of a configuration (None: the entry point's own), in the order in which they count. Raises ConfigError."""
+    name = name or next(built_in for built_in, (program, _) in BUILT_IN.items() if program == entry)
     return list(_layers(name.removesuffix(".yaml").removesuffix(".yml"), folders, entry, ()))
 
 
@@ -37,21 +38,14 @@ def _layers(name: str, folders: list[Path], entry: str, parents: tuple[str, ...]
     tree = load_yaml(file)
     defaults = tree.pop("defaults", None)
     tree.pop("hydra", None)
-    own = Layer("", tree, str(file))
-    if defaults is None:
-        yield own
-        return
-    if not isinstance(defaults, list):
+    if not isinstance(defaults, list | None):
         raise _error(f"{file}: `defaults` is a list, for example [ppo_trainer, _self_]")
-    placed = False
-    for item in defaults:
+    items = defaults or []
+    for item in items if "_self_" in items else [*items, "_self_"]:
         if item == "_self_":
-            placed = True
-            yield own
+            yield Layer("", tree, str(file))
         else:
             yield from _default(item, file, folders, entry, (*parents, name))
-    if not placed:
-        yield own
 
 
 def _default(
@@ -99,30 +93,19 @@ def _find(name: str, folders: list[Path]) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-_FLOAT = (
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
-"""1e-6 is a number (YAML 1.2), which PyYAML takes for a string."""
-
-
 def load_yaml(file: Path) -> dict[str, Any]:
     """A YAML file's mapping; 1e-6 is a number and a repeated key an error. Raises ConfigError."""
     import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        pass
-
-    Loader.add_implicit_resolver(*_FLOAT)
-    Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _error(f"{file}: cannot be read as YAML: {error}") from error
-    if tree is not None and not isinstance(tree, dict):
+    if not isinstance(tree, dict):
         raise _error(f"{file}: expected a mapping of keys, got {type(tree).__name__}")
-    return tree or {}
+    return {str(name): content for name, content in tree.items()}
 
 
 def dump_yaml(tree: dict[str, Any]) -> str:
@@ -132,21 +115,10 @@ def dump_yaml(tree: dict[str, Any]) -> str:
     class Dumper(yaml.SafeDumper):
         pass
 
-    Dumper.add_implicit_resolver(*_FLOAT)
+    # 1e-6 is a number (YAML 1.2), which PyYAML takes for a string: a string of that form is quoted.
+    number = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000))
-
-
-def _unique_mapping(loader: Any, node: Any) -> dict[str, Any]:
-    import yaml
-
-    loader.flatten_mapping(node)
-    found: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        name = str(loader.construct_object(key_node, deep=True))
-        if name in found:
-            raise yaml.constructor.ConstructorError(None, None, f"key {name!r} twice", key_node.start_mark)
-        found[name] = loader.construct_object(value_node, deep=True)
-    return found
 
 
 def _error(message: str) -> ConfigError:

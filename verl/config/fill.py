@@ -2,154 +2,146 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl.config import devices as machine
-from verl.config.build import Builder
-from verl.config.coerce import CoerceError, expand
-from verl.config.fields import fields_of, locate
-from verl.config.grammar import Value
-from verl.config.problems import Problem
 from verl.config.rollout_engines import RELEASED
-from verl.config.schema.base import Group, Root, select
+from verl.config import devices as machine
+from verl.config.coerce import coerce, expand
+from verl.config.fields import Field, leaves, locate
+from verl.config.grammar import GrammarError, Value
+from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
+from verl.config.problems import Problem
+from verl.config.resolve import Resolver
+from verl.config.schema.base import Root, select
 
 _MISSING = object()
 
 
-def fill(builder: Builder) -> None:
+def fill(resolver: Resolver) -> None:
     """Resolve interpolations, then give every automatic key its value."""
-    if builder.deferred:
-        _interpolate(builder)
-    _old_spellings(builder)
-    complete(builder.root, builder)
+    if resolver.interpolated:
+        _interpolate(resolver)
+    _micro_batches(resolver)
+    _staleness(resolver)
+    complete(resolver.root, resolver.notice)
 
 
-def complete(root: Root, builder: Builder | None = None) -> None:
+def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None:
     """Give every automatic key its value."""
     _devices(root)
-    _follow(root, root, "")
-    _token_budgets(root)
-    _expand_defaults(root)
+    _follow(root)
+    _settle(root)
     for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
         if (rollout := root.select(path)) is not None:
             _rollout(rollout)
     if root.entry == "ppo":
-        _ppo(root, builder)
+        _ppo(root, say)
     if root.entry in ("ppo", "sft") and root.select("trainer.default_local_dir") is None:
         trainer = root["trainer"]
         trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
 
 
-def _interpolate(builder: Builder) -> None:
+def _interpolate(resolver: Resolver) -> None:
     """`${a.b}` and `${oc.select:…}`, against the tree as it would be without them."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    preview = copy.deepcopy(builder.root)
+    preview = copy.deepcopy(resolver.root)
     complete(preview)
-    tree = preview.to_dict()
-    for path, data in {**builder.written, **{p: v.data for p, v in builder.deferred.items()}}.items():
-        _plant(tree, path, data)
-    node = OmegaConf.create(tree)
-    for path, value in list(builder.deferred.items()):
-        place = locate(builder.root, path)
+    tree = OmegaConf.create(preview.to_dict())
+    broken: dict[str, OmegaConfBaseException] = {}
+    for path, data in resolver.written.items():
+        place = locate(preview, path)
+        if isinstance(data, str) and place is not None and place.field.is_path:
+            data = _environment(data, tree)
+        try:
+            OmegaConf.update(tree, path, data, merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            broken[path] = error
+    for path, value in resolver.interpolated.items():
+        place = locate(resolver.root, path)
         assert place is not None
         try:
-            if place.field.is_path and isinstance(value.data, str):
-                OmegaConf.update(node, path, _environment(value.data, tree))
-            found = OmegaConf.select(node, path, throw_on_missing=True)
+            if path in broken:
+                raise broken[path]
+            found = OmegaConf.select(tree, path, throw_on_missing=True)
             plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            resolver.set_leaf(place, path, Value.given(plain), value.text)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            builder.problems.append(Problem(path, f"{value.text!r} cannot be resolved: {reason}"))
-            continue
-        builder.set_leaf(place, path, Value(plain, str(plain), quoted=isinstance(plain, str)), value.text)
+            resolver.problems.append(Problem(path, f"{value.text!r} cannot be resolved: {reason}"))
 
 
-def _environment(text: str, tree: dict[str, Any]) -> str:
+def _environment(text: str, tree: Any) -> str:
     """`${HOME}` in a path means the environment, unless a key has that name."""
 
     def replace(found: re.Match[str]) -> str:
-        name = found[1]
-        return os.environ[name] if name in os.environ and name not in tree else found[0]
+        return found[0] if found[1] in tree else os.environ.get(found[1], found[0])
 
     return re.sub(r"\$\{(\w+)\}", replace, text)
 
 
-def _plant(tree: dict[str, Any], path: str, data: Any) -> None:
-    *parents, last = path.split(".")
-    for part in parents:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    tree[last] = data
-
-
-def _old_spellings(builder: Builder) -> None:
-    """Deprecated global micro-batch sizes and the public system's modes of staleness."""
-    root = builder.root
-    for path, (old, size) in builder.micro.items():
-        place = locate(root, path)
-        if place is None or size is None:
-            continue
-        given = getattr(place.owner, place.field.name)
-        if root.was_set(path) and given is not None and given != size:
-            message = f"both are set, to {size} and {given}; keep {path}"
-            builder.problems.append(Problem(f"{old}, {path}", message))
-            continue
-        ranks = data_parallel(root)
-        setattr(place.owner, place.field.name, math.ceil(size / ranks))
-        builder.notice(
-            f"{old} is deprecated; {path}={math.ceil(size / ranks)} ({size} over {ranks} data-parallel ranks)"
-        )
-    _staleness(builder)
-
-
-def _staleness(builder: Builder) -> None:
-    """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
-    mode_key, threshold_key = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
-    mode, threshold = builder.v1.get(mode_key), builder.v1.get(threshold_key)
-    if mode is None:
-        if threshold is not None:
-            builder.notice(
-                f"no effect: {threshold_key}={threshold} without {mode_key}; set trainer.max_staleness"
-            )
-        return
-    if threshold is not None and (
-        isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 1
-    ):
-        message = f"{threshold!r} is no whole number above 0; trainer.max_staleness is one less"
-        builder.problems.append(Problem(threshold_key, message))
-        return
-    if mode == "sync":
-        lag = 0
-    elif mode in ("colocate_async", "separate_async"):
-        lag = 1 if threshold is None else threshold - 1
-    else:
-        message = f"{mode!r} is none of sync, colocate_async, separate_async; or set trainer.max_staleness"
-        builder.problems.append(Problem(mode_key, message))
-        return
-    given = builder.root["trainer"].max_staleness
-    if not builder.root.was_set("trainer.max_staleness"):
-        builder.root["trainer"].max_staleness = lag
-        builder.root._set["trainer.max_staleness"] = 0
-        builder.notice(f"{mode_key}={mode} is now called trainer.max_staleness={lag}")
-    elif given != lag:
-        builder.notice(
-            f"{mode_key}={mode} means trainer.max_staleness={lag}; trainer.max_staleness={given} is kept"
-        )
-
-
-def data_parallel(root: Root) -> int:
-    """Ranks that hold different answers: devices over the sequence-parallel size."""
-    devices = (root.select("trainer.nnodes") or 1) * (root.select("trainer.n_gpus_per_node") or 1)
+def _micro_batches(resolver: Resolver) -> None:
+    """Deprecated: sizes of micro-batches over all devices."""
+    root = resolver.root
     split = root.select("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     split = split or root.select("engine.ulysses_sequence_parallel_size") or 1
-    return max(1, devices // split)
+    devices = (root.select("trainer.nnodes") or 1) * (root.select("trainer.n_gpus_per_node") or 1)
+    ranks = max(1, devices // split)
+    for old, value in resolver.old.items():
+        path = f"{old}_per_gpu"
+        place = locate(root, path)
+        if place is None:
+            continue
+        try:
+            size = coerce(value, place.field)
+        except GrammarError as error:
+            resolver.problems.append(Problem(old, str(error)))
+            continue
+        given = root.select(path)
+        if size is not None and root.was_set(path) and given not in (None, size):
+            message = f"both are set, to {size} and {given}; keep {path}"
+            resolver.problems.append(Problem(f"{old}, {path}", message))
+        elif size is not None:
+            share = math.ceil(size / ranks)
+            setattr(place.owner, place.field.name, share)
+            resolver.notice(f"{old} is deprecated; {path}={share} ({size} over {ranks} data-parallel ranks)")
+
+
+def _staleness(resolver: Resolver) -> None:
+    """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
+    mode, threshold = (
+        resolver.old[key].data if key in resolver.old else None for key in (STALENESS_MODE, STALENESS_LIMIT)
+    )
+    if mode is None:
+        if threshold is not None:
+            unused = f"{STALENESS_LIMIT}={threshold} without {STALENESS_MODE}"
+            resolver.notice(f"no effect: {unused}; set trainer.max_staleness")
+        return
+    if threshold is not None and not (type(threshold) is int and threshold > 0):
+        message = f"{threshold!r} is no whole number above 0; trainer.max_staleness is one less"
+        resolver.problems.append(Problem(STALENESS_LIMIT, message))
+        return
+    if mode not in ("sync", "colocate_async", "separate_async"):
+        message = f"{mode!r} is none of sync, colocate_async, separate_async; or set trainer.max_staleness"
+        resolver.problems.append(Problem(STALENESS_MODE, message))
+        return
+    lag = 0 if mode == "sync" else (threshold or 2) - 1
+    root = resolver.root
+    given = root["trainer"].max_staleness
+    if not root.was_set("trainer.max_staleness"):
+        root["trainer"].max_staleness = lag
+        root._set["trainer.max_staleness"] = 0
+        resolver.notice(f"{STALENESS_MODE}={mode} is now called trainer.max_staleness={lag}")
+    elif given != lag:
+        kept = f"trainer.max_staleness={given} is kept"
+        resolver.notice(f"{STALENESS_MODE}={mode} means trainer.max_staleness={lag}; {kept}")
 
 
 def _devices(root: Root) -> None:
@@ -164,66 +156,49 @@ def _devices(root: Root) -> None:
         trainer.n_gpus_per_node = max(1, found.count(kind)) if kind != "cpu" else 1
 
 
-def _follow(root: Root, node: Group, prefix: str) -> None:
-    """Give every null key that follows another one that one's value (chains included)."""
-    for name, known in fields_of(type(node)).items():
-        if known.group is not None:
-            _follow(root, getattr(node, name), f"{prefix}{name}.")
-        elif getattr(node, name) is None and "same_as" in known.about:
-            found = _leader(root, prefix + name, 0)
-            if found is not _MISSING:
-                setattr(node, name, copy.copy(found))
+def _follow(root: Root) -> None:
+    """Null keys that follow another one get its value, or that of the key which it follows."""
+    for node, name, path, known in _each(root):
+        if node[name] is None and "same_as" in known.about:
+            found = _leader(root, path)
+            node[name] = None if found is _MISSING else copy.copy(found)
 
 
-def _leader(root: Root, path: str, depth: int) -> Any:
-    """The value at a path, or of the key it follows."""
+def _settle(root: Root) -> None:
+    """A null `use_dynamic_bsz` means: by token budget only if no micro-batch size is given. `~` in default paths is
+    expanded; what the user wrote was when it was read."""
+    for node, name, _, known in _each(root):
+        value = node[name]
+        if value is None and name.endswith("use_dynamic_bsz"):
+            size = next(key for key in node if key.endswith("micro_batch_size_per_gpu"))
+            node[name] = node[size] is None
+        elif value is not None and known.is_path:
+            with contextlib.suppress(GrammarError):  # reported when the user's value was read
+                node[name] = [expand(v) for v in value] if isinstance(value, list) else expand(value)
+
+
+def _each(root: Root) -> Iterator[tuple[Any, str, str, Field]]:
+    """(group, name in it, path, field) of every key."""
+    for path, known in leaves(type(root)).items():
+        group, _, name = path.rpartition(".")
+        yield select(root, group), name, path, known
+
+
+def _leader(root: Root, path: str) -> Any:
+    """The value at a path, or of the key that it follows."""
     value = select(root, path, _MISSING)
     place = locate(root, path)
-    target = place.field.about.get("same_as") if place else None
-    if value is not None or target is None or depth > 8:
-        return float(value) if place and place.field.type is float and isinstance(value, int) else value
-    found = _leader(root, _absolute(path, target), depth + 1)
-    whole = place is not None and place.field.type is float and isinstance(found, int)
-    return float(found) if whole else found
+    if place is None:
+        return value
+    if value is None and "same_as" in place.field.about:
+        target = place.field.about["same_as"]
+        name = target.lstrip(".")
+        up = len(target) - len(name)
+        value = _leader(root, ".".join([*path.split(".")[:-up], name]) if up else name)
+    return float(value) if place.field.type is float and isinstance(value, int) else value
 
 
-def _absolute(path: str, target: str) -> str:
-    if not target.startswith("."):
-        return target
-    up = len(target) - len(target.lstrip("."))
-    parts = path.split(".")[:-up]
-    return ".".join([*parts, target.lstrip(".")])
-
-
-def _token_budgets(root: Root) -> None:
-    """A null `use_dynamic_bsz` means: by token budget only if no micro-batch size is given."""
-    for path, flag, size in (
-        ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-        ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-        ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-        ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-        ("rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-        ("reward_model.rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-    ):
-        node = root.select(path)
-        if node is not None and node[flag] is None:
-            node[flag] = node[size] is None
-
-
-def _expand_defaults(node: Group) -> None:
-    """`~` in defaults; what the user wrote was expanded when it was read."""
-    for name, known in fields_of(type(node)).items():
-        value = getattr(node, name)
-        if known.group is not None:
-            _expand_defaults(value)
-        elif known.is_path and value is not None:
-            try:
-                setattr(node, name, [expand(v) for v in value] if isinstance(value, list) else expand(value))
-            except CoerceError:
-                continue  # a variable that is not set was reported when the user's value was read
-
-
-def _ppo(root: Any, builder: Builder | None) -> None:
+def _ppo(root: Any, say: Callable[[str], None]) -> None:
     """Defaults of `main_ppo` that depend on other choices."""
     actor, rollout = root.actor_rollout_ref.actor, root.actor_rollout_ref.rollout
     mode = actor.policy_loss.loss_mode
@@ -231,7 +206,7 @@ def _ppo(root: Any, builder: Builder | None) -> None:
         actor.loss_agg_mode = "seq-mean-token-mean"
         if not root.was_set("critic.loss_agg_mode"):
             root.critic.loss_agg_mode = "seq-mean-token-mean"
-        _say(builder, f"loss_mode={mode}: actor.loss_agg_mode=seq-mean-token-mean, as in its paper")
+        say(f"loss_mode={mode}: actor.loss_agg_mode=seq-mean-token-mean, as in its paper")
     if root.actor_rollout_ref.ref.fsdp_config.dtype is None:
         root.actor_rollout_ref.ref.fsdp_config.dtype = actor.fsdp_config.dtype
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
@@ -242,15 +217,11 @@ def _ppo(root: Any, builder: Builder | None) -> None:
         actor.calculate_sum_pi_squared = True
     if root.reward_manager.source == "register":
         _reward_manager(root)
-    short = rollout.max_num_batched_tokens < rollout.max_model_len
-    if (
-        short
-        and not rollout.enable_chunked_prefill
-        and not root.was_set("actor_rollout_ref.rollout.max_num_batched_tokens")
-    ):
-        rollout.max_num_batched_tokens = rollout.max_model_len
-        text = f"rollout.max_num_batched_tokens={rollout.max_model_len}: a prompt is not cut (enable_chunked_prefill=False)"
-        _say(builder, text)
+    key, longest = "max_num_batched_tokens", rollout.max_model_len
+    given = rollout.enable_chunked_prefill or root.was_set(f"actor_rollout_ref.rollout.{key}")
+    if rollout[key] < longest and not given:
+        rollout[key] = longest
+        say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
 
 
 def _rollout(rollout: Any) -> None:
@@ -267,8 +238,3 @@ def _reward_manager(root: Any) -> None:
         name = root.reward_manager.name
         root.reward_model.reward_manager = "rate_limited" if name == "limited" else name
     root.reward_manager.name = root.reward_model.reward_manager
-
-
-def _say(builder: Builder | None, text: str) -> None:
-    if builder is not None:
-        builder.notice(text)

@@ -19,7 +19,7 @@ NULLS = ("null", "Null", "NULL", "None", "none")
 
 
 class GrammarError(ValueError):
-    """The text is no override; the message says why and what to write."""
+    """The text is no override, or its value does not fit the key; the message says why and what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Value:
     quoted: bool = False
     sweep: bool = False
 
+    @classmethod
+    def given(cls, data: Any, *, quoted: bool = False) -> Value:
+        """A value that comes as data, from a file or from inside a mapping."""
+        return cls(data, str(data), quoted=quoted or isinstance(data, str))
+
 
 @dataclass(frozen=True, slots=True)
 class Override:
@@ -40,30 +45,27 @@ class Override:
     key: str
     package: str | None
     value: Value | None
-    source: str
 
 
 def parse(argument: str) -> Override:
     """Parse one override. Raises GrammarError."""
     found = _OVERRIDE.fullmatch(argument.strip())
     if not found:
-        raise GrammarError(
-            f"{argument!r} is no override; write key=value, for example trainer.total_epochs=2"
-        )
-    op, key, package, right = found["op"] or "", found["key"], found["package"], found["value"]
+        example = "trainer.total_epochs=2"
+        raise GrammarError(f"{argument!r} is no override; write key=value, for example {example}")
+    op, right = found["op"] or "", found["value"]
     if right is None and op != "~":
-        hint = f"{argument}=…" if op != "+" else f"{argument}=value"
-        raise GrammarError(f"{argument!r} has no value; write {hint}")
+        raise GrammarError(f"{argument!r} has no value; write {argument}=value")
     try:
         value = None if right is None else parse_value(right)
     except GrammarError as error:
         raise GrammarError(f"{argument!r}: {error}") from None
-    return Override(op, key.strip("."), package, value, argument)
+    return Override(op, found["key"].strip("."), found["package"], value)
 
 
 def parse_value(text: str) -> Value:
     """Parse a right side. Raises GrammarError for quotes or brackets that do not balance, and for sweeps."""
-    from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, QuotedString, RangeSweep
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString, Sweep
     from hydra.errors import HydraException
 
     try:
@@ -74,8 +76,8 @@ def parse_value(text: str) -> Value:
     if isinstance(raw, QuotedString):
         return Value(raw.text, raw.text, quoted=True)
     if isinstance(raw, ChoiceSweep) and raw.simple_form:
-        return Value([_unquote(item) for item in raw.list], text.strip(), sweep=True)
-    if isinstance(raw, (ChoiceSweep, RangeSweep, IntervalSweep, Glob)):
+        return Value([getattr(item, "text", item) for item in raw.list], text.strip(), sweep=True)
+    if isinstance(raw, (Sweep, Glob)):
         raise GrammarError("sweeps are not supported; give one value")
     return Value(parsed.value(), text.strip())
 
@@ -87,13 +89,8 @@ def _hydra() -> Any:
     return OverridesParser.create()
 
 
-def _unquote(item: Any) -> Any:
-    return getattr(item, "text", item)
-
-
 def _widened(text: str) -> Value:
-    if trouble := unbalanced(text):
-        raise GrammarError(trouble)
+    split(text)  # raises for quotes and brackets that do not balance
     if text[:1] == "[" and text[-1:] == "]":
         return Value([parse_value(item).data for item in split(text[1:-1])], text)
     if text[:1] == "{" and text[-1:] == "}":
@@ -102,47 +99,26 @@ def _widened(text: str) -> Value:
     return Value(text, text)
 
 
-def unbalanced(text: str) -> str | None:
-    """What does not balance in `text` (quotes, brackets), or None."""
-    open_brackets: list[str] = []
-    quote = ""
-    escaped = False
-    for char in text:
-        if escaped:
-            escaped = False
-        elif char == "\\":
-            escaped = True
+def split(text: str) -> list[str]:
+    """Split at commas outside quotes and brackets; empty text gives no items. GrammarError if these do not balance."""
+    parts, start, quote, escaped = [], 0, "", False
+    closing: list[str] = []
+    for i, char in enumerate(text):
+        if escaped or char == "\\":
+            escaped = not escaped
         elif quote:
             quote = "" if char == quote else quote
         elif char in "'\"":
             quote = char
         elif char in _PAIRS:
-            open_brackets.append(_PAIRS[char])
-        elif char in _PAIRS.values() and (not open_brackets or open_brackets.pop() != char):
-            return f"{char!r} closes nothing; balance the brackets or quote the value"
-    if quote:
-        return f"the quote {quote} is not closed; close it, or put a backslash before it"
-    return (
-        f"{open_brackets[-1]!r} is missing; balance the brackets or quote the value"
-        if open_brackets
-        else None
-    )
-
-
-def split(text: str) -> list[str]:
-    """Split at commas outside quotes and brackets; empty text gives no items."""
-    parts, depth, quote, start = [], 0, "", 0
-    for i, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote and text[i - 1] != "\\" else quote
-        elif char in "'\"":
-            quote = char
-        elif char in _PAIRS:
-            depth += 1
-        elif char in _PAIRS.values():
-            depth -= 1
-        elif char == "," and depth == 0:
+            closing.append(_PAIRS[char])
+        elif char in _PAIRS.values() and (not closing or closing.pop() != char):
+            raise GrammarError(f"{char!r} closes nothing; balance the brackets or quote the value")
+        elif char == "," and not closing:
             parts.append(text[start:i])
             start = i + 1
-    parts.append(text[start:])
-    return [part.strip() for part in parts] if text.strip() else []
+    if quote:
+        raise GrammarError(f"the quote {quote} is not closed; close it, or put a backslash before it")
+    if closing:
+        raise GrammarError(f"{closing[-1]!r} is missing; balance the brackets or quote the value")
+    return [part.strip() for part in [*parts, text[start:]]] if text.strip() else []

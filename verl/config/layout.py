@@ -34,6 +34,11 @@ class Sizes:
     engine: str = "fsdp_config."
 
     @property
+    def together(self) -> int:
+        """Ranks that hold the same rows."""
+        return self.sequence * self.tensor
+
+    @property
     def sequence_text(self) -> str:
         return f"{self.role}ulysses_sequence_parallel_size={self.sequence}"
 
@@ -41,31 +46,25 @@ class Sizes:
     def tensor_text(self) -> str:
         return f"{self.role}{self.engine}tensor_parallel_size={self.tensor}"
 
-    @property
-    def shard_text(self) -> str:
-        return f"{self.role}{self.engine}fsdp_size={self.shard}"
-
 
 def rank_problems(sizes: Sizes, ranks: int) -> Iterator[tuple[str, str]]:
     """(key=value, what is wrong and what would be right) for sizes that do not divide the ranks."""
-    alone = True
-    for text, size in ((sizes.sequence_text, sizes.sequence), (sizes.tensor_text, sizes.tensor)):
-        if ranks % size:
-            alone = False
-            yield text, f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
-    both = sizes.sequence * sizes.tensor
-    if alone and ranks % both:
+    wrong = f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
+    alone = [(sizes.sequence_text, sizes.sequence), (sizes.tensor_text, sizes.tensor)]
+    found = [(text, wrong) for text, size in alone if ranks % size]
+    if not found and ranks % sizes.together:
         text = f"{sizes.sequence_text} × {sizes.tensor_text}"
-        yield text, f"= {both} does not divide the {ranks} ranks; lower one of them"
+        found = [(text, f"= {sizes.together} does not divide the {ranks} ranks; lower one of them")]
+    yield from found
     if sizes.shard <= 0:
         return
-    if ranks % sizes.shard:
-        yield sizes.shard_text, f"does not divide the {ranks} ranks; use one of {divisors(ranks)}"
-        return
+    shard_text = f"{sizes.role}{sizes.engine}fsdp_size={sizes.shard}"
     parts = max(1, ranks // sizes.tensor)
-    if sizes.shard < parts and parts % sizes.shard:
+    if ranks % sizes.shard:
+        yield shard_text, wrong
+    elif sizes.shard < parts and parts % sizes.shard:
         rest = f"the {parts} ranks that remain beside {sizes.tensor_text}"
-        yield sizes.shard_text, f"does not divide {rest}; use one of {divisors(parts)}"
+        yield shard_text, f"does not divide {rest}; use one of {divisors(parts)}"
 
 
 def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -74,7 +73,6 @@ def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str
     `model`: `MODEL_KEYS` as far as they are known, and "experts", how many a layer has.
     """
     known = {key: model[key] for key in _COUNTS if isinstance(model.get(key), int) and model[key]}
-    heads = known.get(_HEADS)
     for key, count in known.items():
         if count % sizes.tensor:
             what = f"the model's {count} {_WORDS.get(key, key)}"
@@ -83,12 +81,14 @@ def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str
         yield sizes.tensor_text, "the model has experts, which are not cut so; set 1"
     if sizes.sequence == 1:
         return
-    if heads and heads % sizes.sequence:
+    heads = known.get(_HEADS, 0)
+    left, rest = divmod(heads, sizes.tensor)
+    if heads % sizes.sequence:
         message = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
         yield sizes.sequence_text, message
-    elif heads and heads % sizes.tensor == 0 and heads // sizes.tensor % sizes.sequence:
-        message = f"does not divide the {heads // sizes.tensor} attention heads that {sizes.tensor_text} leaves a rank"
-        yield sizes.sequence_text, f"{message}; use one of {divisors(heads // sizes.tensor)}"
+    elif rest == 0 and left % sizes.sequence:
+        message = f"does not divide the {left} attention heads that {sizes.tensor_text} leaves a rank"
+        yield sizes.sequence_text, f"{message}; use one of {divisors(left)}"
     states = sorted(set(model.get("layer_types") or ()) - ATTENTION_LAYERS)
     if states:
         text = f"the model has layers ({', '.join(states)}) that carry a state along the row, which cannot be split"

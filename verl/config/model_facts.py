@@ -1,4 +1,4 @@
-"""What a model's directory says about it, read as JSON: no torch, no transformers, no network."""
+"""What the directory of a model, or of a peft adapter, says about it, read as JSON: no torch, no transformers, no network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FOLDER = "lora_adapter"
+"""The adapter's folder inside `actor/` of a checkpoint."""
 _LARGEST_HEADER = 100 << 20
 
 
@@ -58,11 +64,6 @@ class ModelFacts:
         return str(self.config.get("model_type", "unknown"))
 
     @property
-    def classifier(self) -> bool:
-        """True for a sequence or token classifier."""
-        return any("Classification" in a for a in self.config.get("architectures") or ())
-
-    @property
     def remote_code(self) -> bool:
         """True if the model can only be built by code that is shipped with it."""
         return "auto_map" in self.config and not _native(self.name)
@@ -94,15 +95,12 @@ class ModelFacts:
         patterns = (
             "*.safetensors",
             "pytorch_model*.bin",
-            "../model_world_size_*.pt",
             "model_world_size_*.pt",
+            "../model_world_size_*.pt",
         )
-        if any(next(self.folder.glob(p), None) for p in patterns[:2] + patterns[3:]):
+        if any(next(self.folder.glob(pattern), None) for pattern in patterns):
             return None
-        if next(self.folder.parent.glob(patterns[3]), None):
-            return None
-        present = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
-        return f"no *.safetensors there (it holds {present}); name a directory with weights"
+        return f"no *.safetensors there (it holds {_content(self.folder)}); name a directory with weights"
 
     def _int(self, *names: str) -> int | None:
         return next((self.text[n] for n in names if isinstance(self.text.get(n), int)), None)
@@ -120,28 +118,29 @@ class ModelTrouble(ValueError):
 def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | None = None) -> ModelFacts:
     """Facts of a model on disk: a directory, or an id in the hub's cache. Raises ModelTrouble."""
     folder = find(path)
-    file = (find(config_path) if config_path and config_path != path else folder) / "config.json"
-    if not file.is_file():
-        public = folder / "huggingface" / "config.json"
-        if not public.is_file():
-            present = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise ModelTrouble(
-                f"{file} does not exist (the directory holds {present}); name a model's directory"
-            )
-        file = public
+    given = find(config_path) if config_path and config_path != path else folder
+    places = (given / "config.json", folder / "huggingface" / "config.json")
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        holds = f"the directory holds {_content(folder)}"
+        raise ModelTrouble(f"{places[0]} does not exist ({holds}); name a model's directory")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelTrouble(f"{file}: holds no JSON object")
-    given = dict(overrides or {})
-    nested = given.pop("model_config", None) or {}
-    config = {**config, **given, **nested}
+    changes = dict(overrides or {})
+    changes |= changes.pop("model_config", None) or {}
+    config |= changes
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
-        text = {**text, **{k: v for k, v in {**given, **nested}.items() if k in text}}
+        text = {**text, **{k: v for k, v in changes.items() if k in text}}
     return ModelFacts(file.parent, config, text)
+
+
+def _content(folder: Path) -> str:
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
 
 
 def find(path: str) -> Path:
@@ -166,12 +165,11 @@ def find(path: str) -> Path:
 
 def _hub_folder(name: str) -> Path | None:
     """The snapshot of a hub id in the cache, or None."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    env = os.environ.get
+    home = env("HF_HOME") or os.path.join(
+        env("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "huggingface"
     )
-    cache = (
-        os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    )
+    cache = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     root = Path(cache) / f"models--{name.replace('/', '--')}"
     head = root / "refs" / "main"
     if head.is_file():
@@ -185,9 +183,33 @@ def _hub_folder(name: str) -> Path | None:
 def _native(model_type: str) -> bool:
     """True if the installed transformers has the architecture itself."""
     spec = importlib.util.find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    folder = (
-        Path(spec.submodule_search_locations[0]) / "models" / model_type.replace("-", "_").replace(".", "_")
-    )
-    return folder.is_dir()
+    folders = (spec and spec.submodule_search_locations) or []
+    name = model_type.replace("-", "_").replace(".", "_")
+    return any((Path(folder) / "models" / name).is_dir() for folder in folders)
+
+
+def adapter_directory(path: str | Path) -> Path:
+    """The directory of an adapter: a peft directory, or one inside a `global_step_N` or its `actor/`.
+
+    UserError if there is none.
+    """
+    given = Path(path).expanduser()
+    for place in (given, given / ADAPTER_FOLDER, given / "actor" / ADAPTER_FOLDER):
+        if (place / ADAPTER_CONFIG).is_file():
+            return place
+    if not given.is_dir():
+        raise UserError(f"model.lora_adapter_path={path}: no such directory")
+    holds = f"no {ADAPTER_CONFIG} there (it holds {_content(given)})"
+    raise UserError(f"model.lora_adapter_path={path}: {holds}; name a peft adapter's directory")
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json of a directory. UserError if it cannot be read."""
+    file = Path(directory) / ADAPTER_CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: holds no JSON object")
+    return found

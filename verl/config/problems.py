@@ -1,14 +1,15 @@
-"""What is wrong with a configuration: one Problem each, all of them in one ConfigError."""
+"""What is wrong with a configuration: one Problem each, all of them in one ConfigError or in a check's Report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from verl.errors import UserError
 
 Kind = Literal["configuration", "machine"]
+EXIT_OK, EXIT_CONFIGURATION, EXIT_MACHINE = 0, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,47 @@ class ConfigError(UserError, ValueError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
-        count = len(self.problems)
-        head = "1 problem in the configuration" if count == 1 else f"{count} problems in the configuration"
-        super().__init__("\n".join([f"{head}:", *(f"  - {p}" for p in self.problems)]))
+        super().__init__(_listed(self.problems, "{} in the configuration:"))
+
+
+@dataclass
+class Report:
+    """All that a check found. `downloads` are models and files that a run would fetch first; `check_only` are
+    notices that the run gives itself; `plan` tells the batches."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    check_only: list[str] = field(default_factory=list)
+    downloads: list[Problem] = field(default_factory=list)
+    plan: list[str] = field(default_factory=list)
+
+    def of(self, kind: Kind) -> list[Problem]:
+        """The problems of a class."""
+        return [p for p in self.problems if p.kind == kind]
+
+    @property
+    def exit_code(self) -> int:
+        """0; 2 if the configuration is wrong; 3 if only this machine lacks something."""
+        if self.of("configuration"):
+            return EXIT_CONFIGURATION
+        return EXIT_MACHINE if self.problems else EXIT_OK
+
+    def allow_downloads(self) -> None:
+        """A run may fetch what is not on disk: those problems become notices."""
+        for problem in self.downloads:
+            self.problems.remove(problem)
+            self.notices.append(f"{problem.key}: not on this disk, fetched at the start")
+        self.downloads.clear()
+
+    def problem_text(self) -> str:
+        """All problems, by class, or ""."""
+        heads: dict[Kind, str] = {
+            "configuration": "the configuration ({}):",
+            "machine": "this machine lacks ({}):",
+        }
+        return "\n".join(_listed(self.of(kind), head) for kind, head in heads.items() if self.of(kind))
+
+
+def _listed(problems: list[Problem], head: str) -> str:
+    count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+    return "\n".join([head.format(count), *(f"  - {problem}" for problem in problems)])

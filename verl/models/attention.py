@@ -10,11 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 IMPLEMENTATION = "verl"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends. sliding_window: a query sees so many keys at most, its own included; softcap: bound of
+    scores, by tanh; sinks [Hq]: a score of each head that takes weight and has no value."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class AttentionPlan(Protocol):
@@ -26,11 +38,7 @@ class AttentionPlan(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """query [1, Hq, S, D], key and value [1, Hkv, S, D] of the packed tokens → output [1, S, Hq, D].
 
@@ -62,6 +70,12 @@ def current() -> AttentionPlan:
     return _current.plan
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The data type in which products with x run here: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,17 +91,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    out = current().attend(
-        module,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out, None
+    options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+    return current().attend(module, query, key, value, options), None
 
 
 def register() -> None:
@@ -97,3 +102,21 @@ def register() -> None:
 
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+
+
+@contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """The model in evaluation mode and with this attention, until the block ends."""
+    register()
+    training, before = model.training, model.config._attn_implementation
+    if training:
+        model.eval()
+    if before != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        if before != IMPLEMENTATION:
+            model.set_attn_implementation(before)
+        if training:
+            model.train()

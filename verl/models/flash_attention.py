@@ -6,25 +6,25 @@ each backward call is given the merged output and normaliser: the probabilities 
 are then those of the joint softmax, and its rowsum(dO∘O) is that of the joint one (the identity that ring
 attention rests on, 2310.01889). No key is copied but the prompts' own.
 
-The arithmetic is tested on a CPU with a plain stand-in for the kernel. The kernel itself, torch's
-`aten::_flash_attention_forward/backward`, was NOT run where this was written: tests/gpu does it on a device.
+The kernel is the platform's. The arithmetic is tested on a CPU with a plain stand-in for it; tests/gpu runs it on a
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from verl.platform import platform_of
 
 if TYPE_CHECKING:
     from verl.models.packed_attention import TokenSpan
 
 MAX_HEAD_WIDTH = 256
 _WIDTH_STEP = 8  # the kernel copies 16 bytes at a time
-_LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(slots=True)
@@ -79,58 +79,10 @@ def _indices(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.T
     return torch.cat([torch.arange(a, b) for a, b in ranges]).to(device)
 
 
-def kernel_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
-    """q [Sq, Hq, D], k and v [Sk, Hkv, D] → out [Sq, Hq, D], log-normaliser float32 [Hq, Sq], kernel state."""
-    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        part.queries,
-        part.keys,
-        part.max_queries,
-        part.max_keys,
-        0.0,
-        part.causal,
-        False,
-        scale=scale,
-    )
-    return out, lse, (state, unused)
-
-
-def kernel_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    part: Part,
-    state: tuple[Any, Any],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v for one part, given the output and normaliser of the whole."""
-    return torch.ops.aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        part.queries,
-        part.keys,
-        part.max_queries,
-        part.max_keys,
-        0.0,
-        part.causal,
-        *state,
-        scale=scale,
-    )
-
-
 Kernel = tuple[Callable[..., Any], Callable[..., Any]]
-KERNEL: Kernel = (kernel_forward, kernel_backward)
+"""forward(q [Sq, Hq, D], k and v [Sk, Hkv, D], part, scale) → (out [Sq, Hq, D], log-normaliser float32 [Hq, Sq], state);
+backward(gradient of out, q, k, v, out, log-normaliser, part, state, scale) → gradients of q, k, v for one part, given the
+output and normaliser of the whole."""
 
 
 def fits(
@@ -139,21 +91,14 @@ def fits(
     """True where the kernel can be used, for packs in which no sliding window cuts anything: a window would have
     to reach across the two calls."""
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1]
         and query.shape[-1] <= MAX_HEAD_WIDTH
         and query.shape[-1] % _WIDTH_STEP == 0
         and softcap is None
         and sinks is None
-        and _has_kernel(query.device)
+        and platform_of(query.device).flash_kernel(query.device) is not None
     )
-
-
-@cache
-def _has_kernel(device: torch.device) -> bool:
-    """AMD's devices have another kernel, with capabilities of its own."""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def attend(
@@ -162,9 +107,10 @@ def attend(
     value: torch.Tensor,
     parts: Sequence[Part],
     scale: float,
-    kernel: Kernel = KERNEL,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
-    """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
+    """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]. kernel: None for the device's own."""
+    kernel = kernel or platform_of(query.device).flash_kernel(query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return _Merged.apply(q, k, v, parts, scale, kernel)[None]
 

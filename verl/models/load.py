@@ -1,22 +1,18 @@
-"""Load a causal language model, and find what the engine needs of it: its body, its head, its limits."""
+"""Load a causal language model, and find what the engine needs of it: its layers, its limits."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.engine.training.log_prob import Head
 from verl.engine.training.settings import read
 from verl.errors import UserError
-from verl.models import adapters, attention, overrides
+from verl.models import attention, overrides
 from verl.models.layers import layer_configs, sizes_of
-from verl.models.packed_attention import PackedPlan, TokenSpan
 from verl.versions import refuse_holes
 
 if TYPE_CHECKING:
@@ -80,28 +76,6 @@ def allow_training(module: PreTrainedModel, trainable: bool) -> None:
     for name, parameter in bare.named_parameters():
         if not parameter.requires_grad and name in own:
             own[name].requires_grad_(False)
-
-
-def saved_tensors(module: PreTrainedModel, directory: str | Path) -> dict[str, torch.Tensor]:
-    """What `save_model` wrote of this very model, under the names of its `state_dict`.
-
-    The model's own class and configuration read it, so nothing in the directory is trusted or guessed again.
-    UserError if a file cannot be read or a weight is missing.
-    """
-    from safetensors import SafetensorError
-
-    kind: Any = type(module)
-    try:
-        loaded, report = kind.from_pretrained(
-            directory, config=copy.deepcopy(module.config), dtype=module.dtype, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{directory}: cannot be loaded into the model of this run: {error}{_damaged(str(directory))}"
-        ) from error
-    if report["missing_keys"]:
-        raise UserError(f"{directory}: weights are missing, for example {min(report['missing_keys'])}")
-    return dict(loaded.state_dict())
 
 
 def _damaged(where: str) -> str:
@@ -189,43 +163,6 @@ def _differs(module: PreTrainedModel, config: Any) -> str:
     return ""
 
 
-def body(module: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: returns `last_hidden_state`."""
-    return module.base_model
-
-
-def find_head(module: PreTrainedModel) -> Head | None:
-    """The head as a formula, or None if the model's own logits say otherwise on a probe."""
-    layer = module.get_output_embeddings()
-    if layer is None or not isinstance(getattr(layer, "weight", None), torch.Tensor):
-        return None
-    if adapters.is_adapted(layer):
-        return None
-    config = module.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    softcap = getattr(config, "final_logit_softcapping", None)
-    head = Head(layer.weight, getattr(layer, "bias", None), scale, float(softcap) if softcap else None)
-    return head if _agrees(module, head) else None
-
-
-@torch.no_grad()
-def _agrees(module: PreTrainedModel, head: Head) -> bool:
-    """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
-    device = head.weight.device
-    vocabulary = int(head.weight.shape[0])
-    ids = torch.tensor([[i * 7 % vocabulary for i in range(1, 5)]], device=device)
-    positions = torch.arange(4, device=device)
-    plan = PackedPlan([TokenSpan(0, 4)], positions, 1)
-    inputs = {"input_ids": ids, "position_ids": positions[None], "use_cache": False}
-    with attention.use(plan):
-        theirs = module(**inputs).logits.float()
-        hidden = body(module)(**inputs).last_hidden_state
-    tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
-    return torch.allclose(head.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
-
-
 def end_token_ids(*sources: Any) -> list[int]:
     """Every id that ends a response: of a generation config, a model's config and a tokenizer, any of which may be None."""
     found: list[int] = []
@@ -271,36 +208,7 @@ def _layer_bytes(c: Any) -> int:
     return 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
 
 
-def checkpoint_names(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under the names of a Hugging Face checkpoint, adapters merged, one parameter at a time (some
-    architectures hold their experts fused in memory and apart on disk)."""
-    yield from adapters.exported(module)
-
-
-def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """UserError naming the first tensor whose norm is not finite: a NaN, an infinity, or numbers near to one."""
-    for name, tensor in weights:
-        norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
-        if not math.isfinite(norm):
-            raise UserError(
-                f"the norm of the weight {name} is {norm}: training has blown it up (lower optim.lr)"
-            )
-
-
-def save_model(module: PreTrainedModel, directory: Path, serving_dtype: str) -> None:
-    """A Hugging Face directory with the master weights; config.json names the serving data type.
-
-    UserError, before anything is written, for weights that are not finite.
-    """
-    refuse_non_finite(module.named_parameters())
-    directory.mkdir(parents=True, exist_ok=True)
-    module.save_pretrained(directory)
-    name_serving_dtype(directory, serving_dtype)
-
-
-def name_serving_dtype(directory: Path, serving_dtype: str) -> None:
-    """Write into config.json the data type that a server shall load the weights in."""
-    file = directory / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["dtype"] = serving_dtype
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def serving_dtype(path: str | Path | None, model_cfg: Any) -> str:
+    """The data type that the source directory names for serving; bfloat16 where it names none."""
+    named = None if path is None else getattr(load_config(path, model_cfg), "dtype", None)
+    return "bfloat16" if named is None else str(named).removeprefix("torch.")

@@ -2,6 +2,61 @@
 
 from __future__ import annotations
 
-from verl.platform.base import Platform, detect
+from functools import cache
+from typing import TYPE_CHECKING
 
-__all__ = ["Platform", "detect"]
+from verl.errors import UserError
+from verl.platform.base import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KINDS", "Platform", "detect", "platform_of"]
+
+KINDS = ("cuda", "npu", "cpu")
+
+
+@cache
+def _build(kind: str) -> Platform:
+    if kind == "cuda":
+        from verl.platform.cuda import CudaPlatform
+
+        return CudaPlatform()
+    if kind == "npu":
+        from verl.platform.npu import NpuPlatform
+
+        return NpuPlatform()
+    from verl.platform.cpu import CpuPlatform
+
+    return CpuPlatform()
+
+
+def platform_of(device: torch.device | str) -> Platform:
+    """The platform of a torch device, or of a device type by its name."""
+    return _build(device if isinstance(device, str) else device.type)
+
+
+def detect(wanted: str = "auto", devices: int = 1) -> Platform:
+    """The platform asked for, or the best one present for "auto" (cuda, then npu, then cpu).
+
+    UserError if `wanted` is no device kind, or if fewer than `devices` of them are here.
+    """
+    if wanted not in ("auto", *KINDS):
+        raise UserError(f"trainer.device={wanted!r} is not known; choose one of auto, {', '.join(KINDS)}")
+    if wanted == "auto":
+        found = next(p for p in map(_build, KINDS) if p.count() > 0)
+    else:
+        found = _build(wanted)
+    have = found.count()
+    if have == 0:
+        here = [k for k in KINDS if _build(k).count() > 0]
+        raise UserError(
+            f"trainer.device={wanted}: this machine has no such device, or torch was built without it. "
+            f"Present: {', '.join(here)}. Set trainer.device=auto or one of those."
+        )
+    if devices > have and not found.on_host:
+        raise UserError(
+            f"trainer.n_gpus_per_node={devices}, but this machine has {have} {found.name} device"
+            f"{'s' if have != 1 else ''}. Set trainer.n_gpus_per_node={have}."
+        )
+    return found

@@ -1,29 +1,73 @@
-"""What a device kind offers, and how the right one is found."""
+"""What a device kind offers. The defaults are those of a device without anything special: the host's processor."""
 
 from __future__ import annotations
 
 import random
+import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-KINDS = ("cuda", "npu", "cpu")
+# Dense matrix-product rates in bfloat16 and float16 from data sheets, in TFLOP/s. The first pattern found in the
+# device's name counts.
+_HALF_PRECISION_PEAKS = (
+    (r"GB200|GB300", 2500),
+    (r"B200|B300", 2250),
+    (r"B100", 1750),
+    (r"H100 PCIe", 756),
+    (r"H100 NVL", 835),
+    (r"GH200|H[128]00", 989),
+    (r"H20\b", 148),
+    (r"A[18]00", 312),
+    (r"A40\b", 149.7),
+    (r"A30\b", 165),
+    (r"A10G?\b", 125),
+    (r"L40S", 362),
+    (r"L40\b", 181),
+    (r"L20\b", 119.5),
+    (r"L4\b", 121),
+    (r"RTX 5090", 209.5),
+    (r"RTX 4090", 165.2),
+    (r"RTX 3090", 71),
+    (r"MI355", 2516),
+    (r"MI32[05]|MI30[08]", 1307),
+    (r"MI250X", 383),
+    (r"MI250\b", 362),
+    (r"910B|Ascend910", 354),
+)
+
+
+def half_precision_peak(name: str) -> float | None:
+    """FLOP/s of one device by the name that its driver gives, or None for one that is not listed."""
+    return next((tera * 1e12 for pattern, tera in _HALF_PRECISION_PEAKS if re.search(pattern, name)), None)
 
 
 class Platform(ABC):
     """One kind of device. `name` is torch's device type."""
 
     name: str = ""
+    #: The device computes in the host's memory: nothing to offload, to pin or to copy, no memory of its own to report.
+    on_host: bool = False
     #: Least and most tokens of a micro-batch worth asking for, and the bytes of activations aimed at between
     #: them. None: as many as the configuration allows.
     preferred_tokens: tuple[int, int] | None = None
     preferred_activations: int = 1 << 29
     #: torch's backend for collectives between devices of this kind.
     collectives: str = "gloo"
+    #: Ray's resource for one device, and the variable with the devices that a process may see; "" where there is none.
+    ray_resource: str = ""
+    visible_devices: str = ""
+    #: torch has deterministic running sums of floats.
+    deterministic_cumsum: bool = True
+    #: The allocator keeps a history for `record_memory`.
+    has_memory_history: bool = False
 
     @abstractmethod
     def count(self) -> int:
@@ -41,18 +85,24 @@ class Platform(ABC):
     def peak_memory(self, index: int = 0) -> int:
         """Most bytes in use by this process since the start, or since `reset_peak_memory` where there is one."""
 
-    @property
-    @abstractmethod
-    def default_dtype(self) -> torch.dtype:
-        """The data type in which matrix products run unless the user says otherwise."""
-
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
         """True if products in this data type run at full speed."""
 
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """The data type in which matrix products run unless the user says otherwise."""
+        import torch
+
+        return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
+
+    def device_name(self, index: int = 0) -> str:
+        """What the driver calls a device."""
+        return self.name
+
     def peak_flops(self, dtype: torch.dtype, index: int = 0) -> float | None:
         """FLOP/s that a device can do at most in products of this data type, or None where that is not known."""
-        return None
+        return half_precision_peak(self.device_name(index)) if dtype.itemsize == 2 else None
 
     def device(self, index: int = 0) -> torch.device:
         """torch's name for a device."""
@@ -62,10 +112,10 @@ class Platform(ABC):
 
     def describe(self) -> str:
         """One line for people: what the device is."""
-        return self.name
+        return f"{self.count()} × {self.device_name()}"
 
     def seed(self, seed: int) -> None:
-        """Seed python, numpy, torch and the device."""
+        """Seed python, numpy, torch and, through torch, every device."""
         import numpy as np
         import torch
 
@@ -91,47 +141,77 @@ class Platform(ABC):
         """Wait for the device."""
 
     def empty_cache(self) -> None:  # noqa: B027
-        """Give unused device memory back."""
+        """Release the unused memory that the allocator keeps."""
 
     def reset_peak_memory(self) -> None:  # noqa: B027
         """Start counting `peak_memory` anew, where the device can."""
 
+    # -- kernels
 
-def _build(kind: str) -> Platform:
-    if kind == "cuda":
-        from verl.platform.cuda import CudaPlatform
+    def key_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The data type of a sampler's cached keys where it computes in `compute`."""
+        return compute
 
-        return CudaPlatform()
-    if kind == "npu":
-        from verl.platform.npu import NpuPlatform
+    def has_packed_products(self, dtype: torch.dtype) -> bool:
+        """Whether products by prepacked weights of this data type exist (torch.ops.mkldnn)."""
+        return False
 
-        return NpuPlatform()
-    from verl.platform.cpu import CpuPlatform
+    def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
+        """Whether torch attends with several query heads per key head without writing out keys or scores."""
+        return True
 
-    return CpuPlatform()
+    def has_widening_product(self) -> bool:
+        """Whether torch.bmm writes float32 from half-precision factors."""
+        return False
 
+    def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """(forward, backward) of a variable-length flash attention kernel, None where there is none: see
+        `verl.models.flash_attention`."""
+        return None
 
-def detect(wanted: str = "auto", devices: int = 1) -> Platform:
-    """The platform asked for, or the best one present for "auto" (cuda, then npu, then cpu).
+    def graph_recorder(self) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
+        """A new recorder of device graphs (see `verl.platform.cuda.GraphRecorder`), None where there are none."""
+        return None
 
-    UserError if `wanted` is no device kind, or if fewer than `devices` of them are here.
-    """
-    if wanted not in ("auto", *KINDS):
-        raise UserError(f"trainer.device={wanted!r} is not known; choose one of auto, {', '.join(KINDS)}")
-    if wanted == "auto":
-        found = next(p for p in map(_build, KINDS) if p.count() > 0)
-    else:
-        found = _build(wanted)
-    have = found.count()
-    if have == 0:
-        here = [k for k in KINDS if _build(k).count() > 0]
+    # -- device memory shared between processes of a host
+
+    def memory_id(self, device: torch.device) -> str:
+        """What the whole machine calls a device whose memory other processes may open; "" where they may not."""
+        return ""
+
+    def share_memory(self, buffer: torch.Tensor) -> dict[str, Any]:
+        """Handle, as plain data, of a uint8 tensor for ONE other process; the tensor must live until that has let go."""
+        raise ValueError(f"memory of {self.name} devices has no handles for other processes")
+
+    def open_memory(self, handle: dict[str, Any]) -> torch.Tensor:
+        """The uint8 tensor of a handle. ValueError if its device is not among those that this process can see."""
+        raise ValueError(f"memory of {self.name} devices has no handles for other processes")
+
+    # -- profilers
+
+    def require_nsys(self) -> None:
+        """UserError unless this process runs under nsys and the device is one that nsys can see."""
         raise UserError(
-            f"trainer.device={wanted}: this machine has no such device, or torch was built without it. "
-            f"Present: {', '.join(here)}. Set trainer.device=auto or one of those."
+            f"global_profiler.tool=nsys records CUDA devices; this process works on {self.name}: set it to torch"
         )
-    if devices > have and found.name != "cpu":
+
+    def own_tracer(self, options: dict[str, Any]) -> Any:
+        """The vendor's profiler. UserError where there is none."""
         raise UserError(
-            f"trainer.n_gpus_per_node={devices}, but this machine has {have} {found.name} device"
-            f"{'s' if have != 1 else ''}. Set trainer.n_gpus_per_node={have}."
+            f"global_profiler.tool=npu needs an Ascend device and torch_npu; this process works on {self.name}: "
+            "set it to torch"
         )
-    return found
+
+    def record_memory(self, entries: int, depth: int) -> None:  # noqa: B027
+        """Begin the allocator's history: at most `entries` allocations, `depth` stack frames each."""
+
+    def write_memory(self, path: Path) -> None:  # noqa: B027
+        """Write the history and end it."""
+
+    def capture(self, on: bool) -> None:  # noqa: B027
+        """Begin or end what an outside profiler records."""
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """A named range for an outside profiler."""
+        yield

@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
-from verl.platform.allocator import trim
 from verl.platform.base import Platform
-from verl.platform.cores import thread_limit
+from verl.platform.host import thread_limit, trim
 
 
 @cache
@@ -31,6 +30,7 @@ class CpuPlatform(Platform):
     """Counts as one device however many cores it has."""
 
     name = "cpu"
+    on_host = True
     # Measured on 26 M parameters: packs of 2048 tokens are as fast as larger ones, take a third less memory, and
     # their activations lie in buffers that the next pack uses again. Below 1024 the weights' own traffic counts.
     preferred_tokens = (1024, 4096)
@@ -51,15 +51,17 @@ class CpuPlatform(Platform):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
-    @property
-    def default_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
-
     def supports(self, dtype: torch.dtype) -> bool:
         """bfloat16 where the processor multiplies it (AVX512-BF16, AMX, Arm BF16) and oneDNN makes use of that."""
         if dtype == torch.bfloat16:
             return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
         return dtype == torch.float32
+
+    def key_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def has_packed_products(self, dtype: torch.dtype) -> bool:
+        return has_packed_products(dtype)
 
     def bfloat16_products(self) -> str:
         """How bfloat16 products are computed on this processor, for people."""

@@ -1,18 +1,37 @@
-"""NVIDIA and AMD devices through torch.cuda."""
+"""NVIDIA and AMD devices through torch.cuda: memory, graphs, attention, handles between processes, profilers."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from verl.errors import UserError
 from verl.platform.base import Platform
-from verl.platform.peaks import half_precision_peak
+
+_FLASH_CAPABILITY = (8, 0)
+# Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
+_STORAGE_AT = 7
+_NSYS = (
+    "global_profiler.tool=nsys: this process does not run under nsys. Start the command as `nsys profile -t cuda,nvtx,cublas "
+    "--capture-range=cudaProfilerApi --capture-range-end=repeat -o REPORT python -m …`, or set global_profiler.tool=torch"
+)
 
 
 class CudaPlatform(Platform):
+    """torch's "cuda" devices; AMD's builds of torch use the same name."""
+
     name = "cuda"
     collectives = "nccl"
+    ray_resource = "GPU"
+    visible_devices = "CUDA_VISIBLE_DEVICES"
+    deterministic_cumsum = False
+    has_memory_history = True
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -26,25 +45,13 @@ class CudaPlatform(Platform):
     def peak_memory(self, index: int = 0) -> int:
         return torch.cuda.max_memory_allocated(index)
 
-    @property
-    def default_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.supports(torch.bfloat16) else torch.float32
-
     def supports(self, dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16:
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return dtype in (torch.float32, torch.float16)
 
-    def peak_flops(self, dtype: torch.dtype, index: int = 0) -> float | None:
-        half = dtype in (torch.bfloat16, torch.float16)
-        return half_precision_peak(torch.cuda.get_device_name(index)) if half else None
-
-    def describe(self) -> str:
-        return f"{self.count()} × {torch.cuda.get_device_name(0)}"
-
-    def seed(self, seed: int) -> None:
-        super().seed(seed)
-        torch.cuda.manual_seed_all(seed)
+    def device_name(self, index: int = 0) -> str:
+        return torch.cuda.get_device_name(index)
 
     def be_deterministic(self) -> None:
         # cuBLAS looks at it when its first handle is made.
@@ -63,3 +70,168 @@ class CudaPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
+        # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
+        # writes out all scores.
+        return causal and dtype != torch.float32
+
+    def has_widening_product(self) -> bool:
+        return torch.version.hip is None
+
+    def flash_kernel(self, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        return (_flash_forward, _flash_backward) if _has_flash(device) else None
+
+    def graph_recorder(self) -> GraphRecorder:
+        return GraphRecorder()
+
+    def memory_id(self, device: torch.device) -> str:
+        return _uuid(torch.cuda.current_device() if device.index is None else device.index)
+
+    def share_memory(self, buffer: torch.Tensor) -> dict[str, Any]:
+        """See Platform. torch means its handles to be pickled, with the function that opens them; here only the
+        arguments travel, and nothing is unpickled."""
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+        rebuild, arguments = reduce_tensor(buffer)
+        if rebuild is not rebuild_cuda_tensor or buffer.dtype != torch.uint8:
+            raise ValueError(f"only uint8 CUDA tensors have handles, not {buffer.dtype} on {buffer.device}")
+        storage = [x.hex() if isinstance(x, bytes) else x for x in arguments[_STORAGE_AT:]]
+        place = {"uuid": _uuid(arguments[_STORAGE_AT - 1]), "size": buffer.numel(), "offset": arguments[3]}
+        return place | {"storage": storage}
+
+    def open_memory(self, handle: dict[str, Any]) -> torch.Tensor:
+        """See Platform."""
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        storage = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle["storage"]]
+        size, index = (handle["size"],), self._index(handle["uuid"])
+        kinds = torch.storage.TypedStorage, torch.uint8
+        return rebuild_cuda_tensor(torch.Tensor, size, (1,), handle["offset"], *kinds, index, *storage)
+
+    def _index(self, uuid: str) -> int:
+        for index in range(self.count()):
+            if _uuid(index) == uuid:
+                return index
+        raise ValueError(
+            f"the weights are on device {uuid}, which this process cannot see: place sampler and trainer on the same "
+            "devices, or send through shared memory"
+        )
+
+    def require_nsys(self) -> None:
+        import psutil
+
+        if not any("nsys" in parent.name() for parent in psutil.Process().parents()):
+            raise UserError(_NSYS)
+
+    def record_memory(self, entries: int, depth: int) -> None:
+        """See Platform. The depth of stacks is torch's own."""
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="all" if depth else "python")
+
+    def write_memory(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def capture(self, on: bool) -> None:
+        torch.cuda.synchronize()
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaProfilerStart() if on else runtime.cudaProfilerStop())
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    # AMD's devices have another kernel, with capabilities of its own.
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _FLASH_CAPABILITY
+
+
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
+    lengths = part.queries, part.keys, part.max_queries, part.max_keys
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, part.causal, False, scale=scale
+    )
+    return out, lse, (state, unused)
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: Any,
+    state: tuple[Any, Any],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lengths = part.queries, part.keys, part.max_queries, part.max_keys
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, part.causal, *state, scale=scale
+    )
+
+
+class GraphRecorder:
+    """CUDA graphs whose working memory is one pool for all: one of them runs at a time, and what a step made on its
+    way is overwritten by the next.
+
+    `torch.cuda.graph` would give each graph a pool of its own, and the device's free memory back before each.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Record the device work of `step`; returns what replays it.
+
+        `step` must have run before with the same tensors, write what is wanted of it to memory that was there before, and
+        must not wait for the device: RuntimeError if it does, and the device goes on as if nothing had been tried.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream()
+        torch.cuda.synchronize()
+        before, place = torch.cuda.current_stream(), torch.cuda.current_device()
+        random = torch.cuda.default_generators[place]
+        drawn = random.clone_state()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.set_stream(self._stream)
+        try:
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it repeats that the capture went wrong
+                    graph.capture_end()
+                self._leave(place)
+                random.graphsafe_set_state(drawn)
+                raise
+            graph.capture_end()
+        finally:
+            torch.cuda.set_stream(before)
+        return graph.replay
+
+    def _leave(self, place: int) -> None:
+        """End a failed capture for torch's allocator too. Some versions do it themselves, and say so here; in others
+        the allocator and the generator would take all that follows for a part of it."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(place, self._pool)
+            torch._C._cuda_releasePool(place, self._pool)
+
+    def forget(self) -> None:
+        """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""
+        self._pool = None

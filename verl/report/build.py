@@ -14,14 +14,15 @@ import json
 import math
 import os
 import re
+import statistics
 import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from verl.report import summary
-from verl.report.answers import Limits, Packed, pack_answers
 from verl.report.read import Metrics, Record, Run, kind_of, number, read_run
+from verl.report.responses import Limits, Packed, pack_responses
 
 SCRIPTS = (
     "vendor/uPlot-LICENSE.js",
@@ -29,7 +30,7 @@ SCRIPTS = (
     "core.js",
     "charts.js",
     "chart_list.js",
-    "answers.js",
+    "responses.js",
     "tokens.js",
     "lists.js",
     "app.js",
@@ -62,8 +63,8 @@ def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
 
 def build_page(run: Run, limits: Limits | None = None) -> str:
     """The page's text for a run that was read."""
-    answers = pack_answers(run.answer_files, run.unreadable, limits)
-    data = escape_json(page_data(run, answers))
+    responses = pack_responses(run.response_files, run.unreadable, limits)
+    data = escape_json(page_data(run, responses))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
     policy = (
@@ -82,12 +83,13 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
 
 
-def page_data(run: Run, answers: Packed) -> Record:
+def page_data(run: Run, responses: Packed) -> Record:
     """The object the page's script reads; plain JSON types only."""
     project, experiment = names(run)
     total = summary.total_steps(run)
     steps = run.metrics.steps
     series = thin(run.metrics)
+    times = [t for t in run.metrics.times if t is not None]
     validation = summary.accuracy_name(run.metrics)
     return {
         "built": time.time(),
@@ -98,7 +100,7 @@ def page_data(run: Run, answers: Packed) -> Record:
         "lastStep": steps[-1] if steps else None,
         "totalSteps": total,
         "elapsed": summary.elapsed(run.metrics),
-        "times": _life(run.metrics),
+        "times": {"first": times[0], "last": times[-1]} if times else {"first": None, "last": None},
         "model": summary.model_name(run),
         "device": summary.device_name(run),
         "facts": summary.facts(run),
@@ -113,12 +115,12 @@ def page_data(run: Run, answers: Packed) -> Record:
         "config": summary.flatten(run.config) if run.config else [],
         "versions": summary.flatten(run.versions) if run.versions else [],
         "unreadable": dict(run.unreadable),
-        "answers": {
-            "rows": answers.rows,
-            "prompts": answers.prompts,
-            "tokens": answers.tokens,
-            "steps": answers.steps,
-            "stepsOnDisk": answers.steps_on_disk,
+        "responses": {
+            "rows": responses.rows,
+            "prompts": responses.prompts,
+            "tokens": responses.tokens,
+            "steps": responses.steps,
+            "stepsOnDisk": responses.steps_on_disk,
         },
     }
 
@@ -160,18 +162,9 @@ def thin(metrics: Metrics) -> Record:
 
 
 def _buckets(column: list[float | None], every: int, name: str) -> list[float | None]:
-    out: list[float | None] = []
-    for start in range(0, len(column), every):
-        values = [v for v in column[start : start + every] if v is not None]
-        if not values:
-            out.append(None)
-        elif "max" in name:
-            out.append(max(values))
-        elif "min" in name:
-            out.append(min(values))
-        else:
-            out.append(sum(values) / len(values))
-    return out
+    pick = max if "max" in name else min if "min" in name else statistics.fmean
+    parts = ([v for v in column[at : at + every] if v is not None] for at in range(0, len(column), every))
+    return [pick(values) if values else None for values in parts]
 
 
 def _digits(value: float | None) -> float | int | None:
@@ -180,11 +173,6 @@ def _digits(value: float | None) -> float | int | None:
     if value == int(value) and abs(value) < 1e15:
         return int(value)
     return float(f"{value:.5g}")
-
-
-def _life(metrics: Metrics) -> Record:
-    times = [t for t in metrics.times if t is not None]
-    return {"first": times[0] if times else None, "last": times[-1] if times else None}
 
 
 def _marks(run: Run) -> list[Record]:

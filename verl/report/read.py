@@ -1,4 +1,4 @@
-"""Read a run folder for the report: metrics, events, config, versions, sampled answers.
+"""Read a run folder for the report: metrics, events, config, versions, sampled responses.
 
 A run may be going on while we read, so every file may end in the middle of a line. Such a line is
 skipped and counted, never guessed at; the page shows the count. No torch, no numpy: the trainer
@@ -49,14 +49,14 @@ class Events:
 
 @dataclass(slots=True)
 class Run:
-    """Everything of a run folder but the sampled answers, which are read one step at a time."""
+    """Everything of a run folder but the sampled responses, which are read one step at a time."""
 
     path: Path
     metrics: Metrics
     events: Events
     config: Record
     versions: Record
-    answer_files: dict[int, Path]
+    response_files: dict[int, Path]
     unreadable: Counter[str]
 
 
@@ -178,7 +178,7 @@ def read_mapping(path: Path, unreadable: Counter[str]) -> Record:
     return loaded
 
 
-def answer_files(run_dir: Path) -> dict[int, Path]:
+def response_files(run_dir: Path) -> dict[int, Path]:
     """Files `trajectories/{step}.jsonl` by step, in order; other names are ignored."""
     found = {int(p.stem): p for p in (run_dir / "trajectories").glob("*.jsonl") if p.stem.isdecimal()}
     return dict(sorted(found.items()))
@@ -195,6 +195,6 @@ def read_run(run_dir: Path) -> Run:
         events=read_events(run_dir / "events.jsonl", unreadable),
         config=read_mapping(run_dir / "config.yaml", unreadable),
         versions=read_mapping(run_dir / "versions.json", unreadable),
-        answer_files=answer_files(run_dir),
+        response_files=response_files(run_dir),
         unreadable=unreadable,
     )

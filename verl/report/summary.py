@@ -17,12 +17,12 @@ SECRET = re.compile(
 FACTS = (
     ("Algorithm", "algorithm.adv_estimator"),
     ("Prompts per step", "data.train_batch_size"),
-    ("Answers per prompt", "actor_rollout_ref.rollout.n"),
+    ("Responses per prompt", "actor_rollout_ref.rollout.n"),
     ("Learning rate", "actor_rollout_ref.actor.optim.lr"),
     ("Mini-batch", "actor_rollout_ref.actor.ppo_mini_batch_size"),
     ("KL loss", "actor_rollout_ref.actor.use_kl_loss"),
     ("Prompt limit", "data.max_prompt_length"),
-    ("Answer limit", "data.max_response_length"),
+    ("Response limit", "data.max_response_length"),
     ("Sampler", "actor_rollout_ref.rollout.name"),
     ("Temperature", "actor_rollout_ref.rollout.temperature"),
     ("Seed", "data.seed"),
@@ -129,52 +129,37 @@ def headline(metrics: Metrics) -> list[Record]:
         ("Throughput", ("perf/throughput",), "tokens/s per device"),
         ("Step time", ("timing_s/step", "train/time"), "s"),
     ):
-        for key in keys:
-            values = [v for _, v in present(metrics, key)]
-            if values:
-                recent = values[-50:]
-                note = "median of the last " + (f"{len(recent)} steps" if len(recent) > 1 else "step")
-                median = statistics.median(recent)
-                figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
-                break
+        key = next((key for key in keys if present(metrics, key)), "")
+        if key:
+            recent = [v for _, v in present(metrics, key)][-50:]
+            note = "median of the last " + (f"{len(recent)} steps" if len(recent) > 1 else "step")
+            median = statistics.median(recent)
+            figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
     return figures
 
 
 def _change(label: str, name: str, points: list[tuple[int, float]], window: int, up: bool) -> Record:
     if len(points) == 1:
-        return {
-            "label": label,
-            "name": name,
-            "value": points[0][1],
-            "unit": "",
-            "note": f"at step {points[0][0]}",
-        }
+        step, value = points[0]
+        return {"label": label, "name": name, "value": value, "unit": "", "note": f"at step {step}"}
     first = statistics.fmean(v for _, v in points[:window])
     last = statistics.fmean(v for _, v in points[-window:])
-    pick = max if up else min
-    best_step, best = pick(points, key=lambda p: p[1])
+    best_step, best = (max if up else min)(points, key=lambda p: p[1])
+    note = f"best {best:.4g} at step {best_step}"
     if window > 1:
         note = f"means of the first and last {window} steps"
-    else:
-        note = f"best {best:.4g} at step {best_step}"
     return {"label": label, "name": name, "from": first, "to": last, "up": up, "note": note}
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Key settings as (label, text); those the config lacks are left out."""
-    out = []
-    for label, path in FACTS:
-        value = lookup(run.config, path)
-        if value is not None:
-            out.append(
-                (
-                    label,
-                    {True: "on", False: "off"}.get(value, str(value))
-                    if isinstance(value, bool)
-                    else str(value),
-                )
-            )
-    return out
+    found = ((label, lookup(run.config, path)) for label, path in FACTS)
+    words = {True: "on", False: "off"}
+    return [
+        (label, words[value] if isinstance(value, bool) else str(value))
+        for label, value in found
+        if value is not None
+    ]
 
 
 def model_name(run: Run) -> str:

@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.platform.cores import usable
+from verl.platform.host import usable
 from verl.reward.codec import decode, encode
 from verl.reward.outcome import Outcome, failed
 

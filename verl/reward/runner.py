@@ -224,6 +224,7 @@ def _shape(reason: str) -> str:
 def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
     return {
         **(trajectory.prompt.extra_info or {}),
+        **trajectory.fields,
         "num_turns": trajectory.num_turns,
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
     }

@@ -49,8 +49,11 @@ class AgentLoopBase(ABC):
         self.config = config
 
     @abstractmethod
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
-        """Produce one response to the row: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
+    async def run(
+        self, sampling_params: SamplingParams, **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Produce one response to the row, as one output or, where history was dropped or rewritten, a list of them, one for
+        each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
 
@@ -88,5 +91,4 @@ class SingleTurnAgent(AgentLoopBase):
             response_ids=completion.token_ids,
             response_mask=np.ones(len(completion.token_ids), bool),
             response_logprobs=completion.log_probs,
-            extra_fields={"completion": completion},
         )

@@ -22,7 +22,8 @@ from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.groups import GroupBuffer, PromptGroup
 from verl.rollout.resumable import ResumableGeneration
-from verl.trajectory import Batch, Prompt, Trajectory
+from verl.rollout.session import Session
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
@@ -188,18 +189,7 @@ class RolloutManager:
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
     ) -> Trajectory:
         settings = self.settings
-        request = f"{prefix}{prompt.uid}#{index}"
-        completions: list[Completion] = []
-
-        async def generate(ids: Any, params: SamplingParams) -> Completion:
-            request_id = request if not completions else f"{request}.{len(completions)}"
-            group = f"{prefix}{prompt.uid}" if not completions else None
-            result = await self.requests.generate(
-                ids, params, request_id=request_id, group=group, media=prompt.media or None
-            )
-            completions.append(result)
-            return result
-
+        session = Session(self.requests, prompt, index, prefix)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, index))
         row = {
             **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
@@ -214,14 +204,15 @@ class RolloutManager:
         started = time.monotonic()
         try:
             loop = agent_loop.get(prompt.agent_name or settings.default_loop)(
-                generate, self._tokenizer, self._config
+                session.generate, self._tokenizer, self._config
             )
             output = await loop.run(params, **row)
+            outputs = output if isinstance(output, list) else [output]
+            return self._trajectory(prompt, index, outputs, session.completions, time.monotonic() - started)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
             return self._lost(prompt, index, error)
-        return self._trajectory(prompt, index, output, completions, time.monotonic() - started)
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
@@ -249,36 +240,36 @@ class RolloutManager:
         self,
         prompt: Prompt,
         index: int,
-        output: agent_loop.AgentLoopOutput,
+        outputs: Sequence[agent_loop.AgentLoopOutput],
         completions: list[Completion],
         seconds: float,
     ) -> Trajectory:
-        ids = np.asarray(output.response_ids, dtype=np.int64)
-        mask = np.asarray(output.response_mask, dtype=bool)
-        if len(mask) != len(ids):
-            raise ValueError(
-                f"agent loop gave {len(ids)} response ids and a mask of {len(mask)} ({prompt.uid})"
-            )
-        log_probs = None
-        if output.response_logprobs is not None:
-            log_probs = np.asarray(output.response_logprobs, dtype=np.float32) * mask
+        """One segment for each output; reward, fields and metrics of later outputs win."""
+        if not outputs:
+            raise ValueError(f"the agent loop returned no output ({prompt.uid})")
+        versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
+        segments = [_segment(prompt, output, versions) for output in outputs]
+        ids = np.concatenate([segment.response_ids for segment in segments])
         text = _text(completions, ids)
+        rewards = [output.reward_score for output in outputs if output.reward_score is not None]
+        merged: dict[str, dict[str, Any]] = {"metrics": {}, "extra_fields": {}}
+        for output in outputs:
+            for name, found in merged.items():
+                found |= getattr(output, name)
         return Trajectory(
             prompt,
             index,
-            response_ids=ids,
-            response_mask=mask,
-            rollout_log_probs=log_probs,
+            segments=segments,
             finish_reason=completions[-1].finish_reason if completions else "stop",
-            versions=tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,),
             text=self._decode(ids) if text is None else text,
-            num_turns=output.num_turns,
-            score=output.reward_score,
+            num_turns=max(output.num_turns for output in outputs),
+            score=rewards[-1] if rewards else None,
+            fields=merged["extra_fields"],
             timing={
                 "generate_sequences": seconds,
                 "num_preempted": float(sum(c.num_preempted for c in completions)),
             },
-            extra=dict(output.metrics) | _interruptions(completions),
+            extra=merged["metrics"] | _interruptions(completions),
         )
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
@@ -290,6 +281,29 @@ class RolloutManager:
             )
         batch.meta["lost"] = len(lost)
         return batch
+
+
+def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple[int, ...]) -> Segment:
+    """One output of an agent loop. A context that is the prompt is its array, so that it is computed once for a group.
+
+    ValueError for arrays of different lengths.
+    """
+    ids = np.asarray(output.response_ids, dtype=np.int64)
+    mask = np.asarray(output.response_mask, dtype=bool)
+    log_probs = None
+    if output.response_logprobs is not None:
+        log_probs = np.asarray(output.response_logprobs, dtype=np.float32)
+    for name, array in (("response_mask", mask), ("response_logprobs", log_probs)):
+        if array is not None and len(array) != len(ids):
+            raise ValueError(
+                f"agent loop gave {len(ids)} response_ids and {len(array)} of {name} ({prompt.uid})"
+            )
+    context = np.asarray(output.prompt_ids, dtype=np.int64)
+    if np.array_equal(context, prompt.ids):
+        context = prompt.ids
+    media = prompt.media | output.multi_modal_data
+    log_probs = None if log_probs is None else log_probs * mask
+    return Segment(context, ids, mask, versions=versions, media=media, rollout_log_probs=log_probs)
 
 
 def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:

@@ -42,6 +42,7 @@ class ResumableGeneration:
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """`RolloutEngine.generate`, carried on through any number of pauses."""
@@ -56,6 +57,7 @@ class ResumableGeneration:
                 request_id=f"{request_id}~{len(parts)}" if parts else request_id,
                 group=None if written else group,
                 media=media,
+                **({} if session is None else {"session": session}),
             )
             parts.append(part)
             written += len(part.token_ids)

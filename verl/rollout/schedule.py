@@ -16,13 +16,16 @@ from verl.errors import UserError
 from verl.trajectory import Prompt, Trajectory
 
 
-def evict_stale(rows: Iterable[Trajectory], oldest: int) -> int:
-    """Take out of the step every response with a token older than version `oldest`; returns how many.
+def evict_stale(batch: Iterable[Trajectory], version: int, max_staleness: int) -> dict[str, float]:
+    """Take out of the step every response with a token more than `max_staleness` versions older than `version`.
 
     Such a response has no score any more and is counted as lost. `PromptSchedule` begins none that could become one: they
-    come from a sampler that did not get the weights it should have.
+    come from a sampler that did not get the weights it should have. Returns training/off_policy/{evicted,continued}_samples;
+    {} for max_staleness = 0.
     """
-    evicted = 0
+    if not max_staleness:
+        return {}
+    rows, oldest, evicted = list(batch), version - max_staleness, 0
     for row in rows:
         if row.length and row.versions and row.versions[0] < oldest:
             row.score, row.finish_reason = None, "lost"
@@ -30,7 +33,10 @@ def evict_stale(rows: Iterable[Trajectory], oldest: int) -> int:
                 f"too stale: written with version {row.versions[0]}, the oldest allowed is {oldest}"
             )
             evicted += 1
-    return evicted
+    return {
+        "training/off_policy/evicted_samples": evicted,
+        "training/off_policy/continued_samples": sum("interruptions" in row.extra for row in rows),
+    }
 
 
 class Stream(Protocol):

@@ -34,19 +34,6 @@ def step_line(step: int, metrics: Mapping[str, Number]) -> str:
     return " - ".join([f"step:{step}", *(f"{name}:{value!r}" for name, value in shown.items())])
 
 
-def parse_step_line(text: str) -> dict[str, Number]:
-    """Inverse of `step_line`: name → value, "step" among them. ValueError for a line that is none."""
-    out: dict[str, Number] = {}
-    for field in text.strip().split(" - "):
-        name, colon, value = field.rpartition(":")
-        if not colon or not name:
-            raise ValueError(f"not a field of a step line: {field!r}")
-        out[name] = int(value) if value.lstrip("-").isdigit() else float(value)
-    if "step" not in out:
-        raise ValueError("not a step line: it does not start with step:N")
-    return out
-
-
 def one_line(text: Any) -> str:
     """Text on one line: line breaks and control characters spelt out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))

@@ -24,55 +24,43 @@ class FolderInUse(UserError):
 
 
 class FolderLock:
-    """Takes the folder, which exists; `release` gives it back. FolderInUse where another process has it.
+    """Takes the folder, which exists; `release` lets others have it. FolderInUse where another process has it.
 
-    The lock is of the kind that network file systems pass on to other machines. `warn(text)` hears of a file system
-    that has none, where the run goes on without.
+    A lock of fcntl: it ends with its process, is not inherited by children, and network file systems pass it on to other
+    machines. `warn(text)` hears of a file system that has none, where the run goes on without.
     """
 
     def __init__(self, root: Path, warn: Callable[[str], None]):
-        self.path = root / NAME
-        self._warn = warn
-        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        path = root / NAME
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        end = time.monotonic() + PATIENCE_S
         try:
-            self._take(root)
+            while not self._take(path, warn):
+                if time.monotonic() >= end:
+                    raise FolderInUse(
+                        f"trainer.default_local_dir={root}: another run is at work in this folder ({self._owner()}); two would "
+                        "overwrite each other's checkpoints and records. Wait for it, or name another folder "
+                        f"(trainer.experiment_name). If its machine is gone for good, delete {path}"
+                    )
+                time.sleep(_PAUSE_S)
         except BaseException:
             self.release()
             raise
 
-    def _take(self, root: Path) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not self._try():
-            if time.monotonic() >= end:
-                raise FolderInUse(
-                    f"trainer.default_local_dir={root}: another run is at work in this folder ({self._owner()}); two would "
-                    "overwrite each other's checkpoints and records. Wait for it, or name another folder "
-                    f"(trainer.experiment_name). If its machine is gone for good, delete {self.path}"
-                )
-            time.sleep(_PAUSE_S)
-
-    def _try(self) -> bool:
+    def _take(self, path: Path, warn: Callable[[str], None]) -> bool:
         """False while another process has it."""
+        doing = "this file system has no locks, a second run in this folder would not be noticed"
         try:
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            doing = "it cannot be written"
+            text = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, text.encode(), 0)
         except OSError as error:
             if error.errno in _TAKEN:
                 return False
-            self._warn(
-                f"{self.path}: this file system has no locks ({error.strerror}); a second run in this folder would not be "
-                "noticed"
-            )
-            return True
-        self._sign()
+            warn(f"{path}: {doing} ({error.strerror})")  # a full disk: the lock holds all the same
         return True
-
-    def _sign(self) -> None:
-        text = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        try:
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, text.encode(), 0)
-        except OSError as error:  # a full disk: the lock holds all the same
-            self._warn(f"{self.path} cannot be written ({error.strerror})")
 
     def _owner(self) -> str:
         return os.pread(self._handle, 200, 0).decode(errors="replace") or "it does not say which"

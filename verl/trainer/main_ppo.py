@@ -9,7 +9,7 @@ from verl.config.command_line import resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
     try:
         config = resolve(argv, "ppo")
     except SystemExit as left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Trajectory
-    from verl.workers.actor import UpdateResult
+    from verl.workers.plan import Refusal, UpdateResult
 
 _COLUMNS = ("response_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 
@@ -42,14 +43,9 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
     except SafetensorError as error:  # what the library makes of a full disk
         raise OSError(str(error)) from error
     listing = [
-        {
-            "uid": r.uid,
-            "index": r.index,
-            "prompt_ids": r.prompt.ids.tolist(),
-            "text": r.text,
-            "score": r.score,
-        }
-        for r in rows
+        {name: getattr(row, name) for name in ("uid", "index", "text", "score")}
+        | {"prompt_ids": row.prompt.ids.tolist()}
+        for row in rows
     ]
     (directory / "batch.json").write_text(json.dumps({"reason": reason, "rows": listing}, ensure_ascii=False))
 
@@ -71,7 +67,12 @@ class RefusedSteps:
             return
         self._counters.refused_steps += len(update.refused)
         self._counters.refused_in_a_row += 1
-        for number, refusal in enumerate(update.refused):
+        self._last = update.refused[-1].reason
+        self._keep(step, update.refused)
+
+    def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
+        """Dump the batches, and say where."""
+        for number, refusal in enumerate(refused):
             directory = Path(self._tracking.run_dir) / "refused" / f"step_{step}" / str(number)
             try:
                 dump_rows(directory, refusal.rows, refusal.reason)
@@ -81,7 +82,6 @@ class RefusedSteps:
             self._tracking.notice(
                 f"step {step}: update refused, {refusal.reason}; the batch is in {directory}"
             )
-        self._last = update.refused[-1].reason
 
     def check(self) -> None:
         """Raise TooManyRefused at the limit. Called when the step is logged, so that its record is there."""

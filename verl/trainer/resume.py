@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,13 @@ from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.trainer.health import has_nonfinite_log_probs
 from verl.trainer.storage import Storage
-from verl.trajectory import Batch, Trajectory
+from verl.trajectory import Batch, Segment, Trajectory
 
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.tracking.tracker import Tracking
     from verl.trainer.ppo_trainer import PPOTrainer
+    from verl.workers.roles import Role
 
 
 def data_identity(config: Config, rows: int) -> dict[str, Any]:
@@ -84,34 +85,38 @@ class Checkpoints:
         A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be has_nonfinite_log_probs
         are not saved.
         """
-        actor, contents = trainer.parts.actor, self._storage.saved_parts
+        policy, contents = trainer.policy, self._storage.saved_parts
 
         def log_probs(row: Trajectory) -> Any:
-            probe = replace(row, old_log_probs=None, entropy=None)
-            actor.old_log_probs(Batch([probe]))
+            bare = [
+                Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments
+            ]
+            probe = Trajectory(row.prompt, row.index, segments=bare)
+            policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
             return probe.old_log_probs
 
-        if "model" in contents and (
-            why := has_nonfinite_log_probs(log_probs, batch, "actor_rollout_ref.actor.optim.lr")
-        ):
+        rate = "actor_rollout_ref.actor.optim.lr"
+        if "model" in contents and (why := has_nonfinite_log_probs(log_probs, batch, rate)):
             self._storage.refuse(trainer.step, why)
             return
         jobs: dict[str, Callable[[Path], Any]] = {}
-        if "model" in contents:
-            jobs["actor"] = self._save_actor(trainer)
-        if "optimizer" in contents:
-            jobs["state/actor_optim"] = actor.save_optimizer
+        for role in self._trained(trainer):
+            if "model" in contents:
+                jobs[role.name] = partial(self._save_weights, role)
+            if "optimizer" in contents:
+                jobs[_optimizer_of(role)] = partial(role.save, "optimizer")
         if "extra" in contents:
             jobs["state/rng"] = rng.save
         state = self._loop_state(trainer) | {"record": plain_metrics(record)[0]}
         self._storage.save(trainer.step, jobs, state)
 
-    def _save_actor(self, trainer: PPOTrainer) -> Callable[[Path], None]:
-        def save(directory: Path) -> None:
-            trainer.parts.actor.save(directory)
-            self._save_tokenizer(directory)
+    @staticmethod
+    def _trained(trainer: PPOTrainer) -> list[Role]:
+        return [role for role in trainer.parts.workers.roles.values() if role.trained]
 
-        return save
+    def _save_weights(self, role: Role, directory: Path) -> None:
+        role.save("weights", directory)
+        self._save_tokenizer(directory)
 
     def _loop_state(self, trainer: PPOTrainer) -> dict[str, Any]:
         parts = trainer.parts
@@ -119,10 +124,10 @@ class Checkpoints:
         return {
             "step": trainer.step,
             "weight_version": trainer.step,
-            "data_position": trainer.draws.position(trainer.step),
+            "data_position": trainer.schedule.position(trainer.step),
             "data_identity": data_identity(self._config, parts.stream.rows_per_epoch),
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,
-            "counters": parts.counters.state(),
+            "counters": trainer.record.counters.state(),
             "seed": self._config.trainer.seed,
             "config_hash": hashlib.sha256(resolved.encode()).hexdigest(),
         }
@@ -135,12 +140,13 @@ class Checkpoints:
         state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
         now = data_identity(self._config, parts.stream.rows_per_epoch)
         refuse_other_data(state.get("data_identity", {}), now, found.path)
-        if wants("model"):
-            parts.actor.load(found.part("actor"))
-        if wants("optimizer"):
-            parts.actor.load_optimizer(found.part("state/actor_optim"))
+        for role in self._trained(trainer):
+            if wants("model"):
+                role.load("weights", found.part(role.name))
+            if wants("optimizer"):
+                role.load("optimizer", found.part(_optimizer_of(role)))
         parts.stream.load_state(state["data_position"])
-        parts.counters.load(state["counters"])
+        trainer.record.counters.load(state["counters"])
         if parts.kl_controller is not None and state.get("kl_controller"):
             parts.kl_controller.load_state_dict(state["kl_controller"])
         if wants("extra"):
@@ -150,3 +156,8 @@ class Checkpoints:
         self._tracking.notice(f"resuming from {found.path}, step {found.step}")
         self._storage.loaded(found)
         return found.step
+
+
+def _optimizer_of(role: Role) -> str:
+    """Where a role's optimizer is in a checkpoint."""
+    return f"state/{role.name}_optim"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform import output
-from verl.platform.environment import prepare_process
+from verl.platform import processes
+from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_USER = 2
 EXIT_FAILED = 1
+EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
 
 
@@ -37,16 +38,25 @@ def run_ppo(config: Config) -> int:
 def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     """Call train(config, tracking) in an opened run folder and explain how it ended.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 130 interrupted.
+    Returns the exit status: 0 done, 1 the run failed, 2 something the user can mend, 4 done but the last checkpoint
+    could not be written (said last), 130 interrupted.
     """
     prepare_process()
-    output.spare()
+    processes.spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)
     except UserError as error:
         print(f"verl: {error}", file=sys.stderr, flush=True)
         return EXIT_USER
+    status = _run(config, tracking, train)
+    if tracking.unsaved:
+        print(f"verl: {tracking.unsaved}", file=sys.stderr, flush=True)
+    return status or (EXIT_UNSAVED if tracking.unsaved else 0)
+
+
+def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
+    """The exit status of `train`; says how it ended in the records and, if not well, on stderr."""
     with interrupt.handled():
         try:
             train(config, tracking)
@@ -122,26 +132,26 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
-    from verl.trainer.profiled import announce
 
     phases, who = Phases(), [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
-            report = RunHooks(
+            hooks = RunHooks(
                 tracking.event_of_step,
                 tracking.notice,
                 phases.beat,
                 lambda: getattr(phases.current, "name", ""),
                 who.append,
             )
-            parts, total_steps = build_parts(config, tracking, loop, phases, report)
+            parts, total_steps = build_parts(config, tracking, loop, phases, hooks)
         try:
             announce(config, total_steps, tracking.notice)
-            tracking.event("plan", total_steps=total_steps, device=parts.actor.describe())
+            tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
             with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
@@ -149,23 +159,23 @@ def _train(config: Config, tracking: Any) -> None:
                 loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
-            parts.close()
+            parts.workers.close()
 
 
 def build_parts(
-    config: Config, tracking: Any, loop: Loop, phases: Phases, report: RunHooks
+    config: Config, tracking: Any, loop: Loop, phases: Phases, hooks: RunHooks
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, text_of
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
     from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager
     from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
-    from verl.workers.choose import build_roles, check_cluster
+    from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
     tune_allocator()
@@ -182,9 +192,9 @@ def build_parts(
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
-    roles = build_roles(config, tokenizer, total_steps, report)
+    workers = start_workers(config, tokenizer, total_steps, hooks)
     rollouts = RolloutManager(
-        roles.sampler,
+        workers.sampler,
         rollout_settings(config),
         decode=partial(text_of, tokenizer),
         on_finished=rewards.score,
@@ -196,20 +206,14 @@ def build_parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
-        actor=roles.actor,
-        reference=roles.reference,
+        workers=workers,
         kl_controller=kl_controller(config),
-        weight_sync=roles.weight_sync,
-        sampler=roles.sampler,
         validator=build_validator(config, validation, rollouts, rewards, tracking),
         checkpoints=Checkpoints(config, tokenizer.save_pretrained, tracking),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
-        devices=roles.devices,
-        close=roles.close,
-        profiler=roles.profiler,
     )
     print(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"

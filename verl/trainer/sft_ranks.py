@@ -21,7 +21,7 @@ from verl.trainer.refused import RefusedSteps
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
     from verl.trajectory import Trajectory
-    from verl.workers.actor import UpdateResult
+    from verl.workers.plan import Refusal
 
 _T = TypeVar("_T")
 Jobs = Mapping[str, Callable[[Path], Any]]
@@ -38,9 +38,8 @@ class Ranks:
     @classmethod
     def of_environment(cls) -> Ranks:
         """As torchrun says; one process if it did not start this one."""
-        return cls(
-            *(int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        )
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+        return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
     @property
     def lead(self) -> bool:
@@ -48,7 +47,7 @@ class Ranks:
 
     def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
-        from verl.workers.balance import partition
+        from verl.workers.plan import partition
 
         return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
 
@@ -112,39 +111,30 @@ class NoRecords:
         self.run_dir = run_dir
         self.tokenizer: Any = None
 
-    def progress(self, what: str, total: int | None = None) -> Callable[[int], None]:
-        """A callback that shows nothing."""
-        return lambda count=1: None
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         return _nothing
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Nothing is recorded."""
+def _nothing(*_: Any, **__: Any) -> Callable[..., None]:
+    """Records nothing; the callback that `progress` gives is one more of it."""
+    return _nothing
 
 
 class CountedRefusals(RefusedSteps):
     """Counts as rank 0 does, so that all end at the same step; rank 0 has the dump."""
 
-    def note(self, step: int, update: UpdateResult) -> None:
-        """Record a step's outcome."""
-        if update.refused:
-            self._counters.refused_steps += len(update.refused)
-            self._counters.refused_in_a_row += 1
-            self._last = update.refused[-1].reason
-        elif update.updates:
-            self._counters.refused_in_a_row = 0
+    def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
+        """Nothing."""
 
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
     """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
-    from verl.platform import output
-    from verl.platform.environment import prepare_process
+    from verl.platform import processes
+    from verl.platform.host import prepare_process
     from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
 
     prepare_process()
-    output.spare()
+    processes.spare()
     try:
         import_plugins(config)
         train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))

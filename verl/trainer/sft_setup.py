@@ -1,36 +1,41 @@
-"""What supervised training is built of: data, and the engine of one device or of this rank."""
+"""What supervised training is built of: data, rows as trajectories, cross-entropy as the loss, and the engine of one
+device or of this rank."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from verl.trajectory import Prompt, Trajectory
+
 if TYPE_CHECKING:
+    import torch
+
     from verl.config import SFTConfig
-    from verl.data.sft import SFTDataset
-    from verl.engine.training.base import TrainingEngine
+    from verl.data.sft import SFTDataset, SFTRow
+    from verl.engine.training.base import MicroBatch, TrainingEngine
     from verl.trainer.sft_ranks import Ranks
 
 
 def engine_settings(config: SFTConfig) -> dict[str, Any]:
     """The SFT keys under the names that the training engine reads from a role."""
-    data = config.data
+    data, engine = config.data, config.engine
     return {
         "ppo_micro_batch_size_per_gpu": data.micro_batch_size_per_gpu,
         "use_dynamic_bsz": data.use_dynamic_bsz,
         "ppo_max_token_len_per_gpu": data.max_token_len_per_gpu,
         "use_prefix_grouper": False,
-        "ulysses_sequence_parallel_size": config.engine.ulysses_sequence_parallel_size,
+        "ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size,
         "grad_clip": config.optim.grad_clip,
         "optim": config.optim,
-        "fsdp_config": _always_away(config.engine),
+        # This role is never idle, so `param_offload` means during the step.
+        "fsdp_config": dataclasses.replace(
+            engine, offload_policy=engine.offload_policy or engine.param_offload
+        ),
         "checkpoint": config.checkpoint,
     }
-
-
-def _always_away(engine: Any) -> Any:
-    """The engine group, `param_offload` as `offload_policy`: this role is never idle, so it means during the step."""
-    return engine if not engine.param_offload else dataclasses.replace(engine, offload_policy=True)
 
 
 def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTDataset, SFTDataset | None]:
@@ -38,12 +43,9 @@ def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTData
     from verl.data.load_object import load_extern_object
     from verl.data.sft import SFTDataset
 
-    data = config.data
-    kind = (
-        load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
-        if data.custom_cls.path
-        else SFTDataset
-    )
+    data, kind = config.data, SFTDataset
+    if data.custom_cls.path:
+        kind = load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
     train = kind(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
     validation = None
     if data.val_files:
@@ -62,16 +64,45 @@ def build_engine(config: SFTConfig, ranks: Ranks) -> TrainingEngine:
         "longest": int(config.data.max_length),
         "role": "train",
     }
-    if ranks.size == 1:
-        from verl.engine.training.local_engine import LocalEngine
+    from verl.engine.training import get_engine
 
-        return LocalEngine(config.model.path, device=config.trainer.device, **settings)
-    from verl.engine.training.fsdp_engine import FSDPEngine
+    engine = get_engine(config.engine.strategy)
+    if ranks.size == 1:
+        return engine(config.model.path, device=config.trainer.device, **settings)
     from verl.engine.training.process_group import init_from_environment
     from verl.platform import detect
 
     platform = detect(config.trainer.device, ranks.local + 1)
-    index = 0 if platform.name == "cpu" else ranks.local
+    index = 0 if platform.on_host else ranks.local
     platform.select(index)
     init_from_environment(platform)
-    return FSDPEngine(config.model.path, device=platform, device_index=index, **settings)
+    return engine(config.model.path, device=platform, device_index=index, **settings)
+
+
+def as_trajectory(row: SFTRow, uid: str) -> Trajectory:
+    """A row for the engine: prompt up to the first learned token (at least one), response up to the last."""
+    learned = np.flatnonzero(row.mask[1:]) + 1
+    start, stop = int(learned[0]), int(learned[-1]) + 1
+    response = row.ids[start:stop]
+    return Trajectory(
+        prompt=Prompt(uid=uid, ids=row.ids[:start], messages=None),
+        index=0,
+        response_ids=response,
+        response_mask=np.ones(len(response), bool),
+        loss_mask=row.mask[start:stop],
+    )
+
+
+class CrossEntropy:
+    """−Σ log p of the learned tokens / `total`, the learned tokens of the whole batch."""
+
+    def __init__(self, total: int):
+        self._total = total
+
+    def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        import torch
+
+        mask = np.concatenate([row.loss_mask for row in micro.rows])
+        learned = micro.log_probs[torch.from_numpy(mask).to(micro.log_probs.device)]
+        negative = -learned.sum()
+        return negative / self._total, {"train/loss": (float(negative.detach()), float(learned.numel()))}

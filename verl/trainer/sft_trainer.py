@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl import interrupt
+from verl.checkpoint import open_checkpoint, rng
 from verl.config.command_line import resolve
 from verl.errors import UserError
-from verl.profiling.profiler import open_profiler
 from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
+from verl.tracking.profiler import announce, open_profiler, profiled
 from verl.tracking.step_metrics import Counters
 from verl.trainer.health import has_nonfinite_log_probs
-from verl.trainer.profiled import announce, profiled
 from verl.trainer.resume import refuse_other_data
-from verl.trainer.sft_objective import CrossEntropy, as_trajectory
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
-from verl.trainer.sft_setup import build_engine, open_data
+from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
 from verl.trainer.storage import Storage
 from verl.trajectory import Trajectory
 
@@ -127,7 +126,7 @@ class SFTTrainer:
         return [as_trajectory(self.train[int(i)], f"{i}@{epoch}") for i in chosen]
 
     def _train_step(self) -> tuple[dict[str, float], Any]:
-        from verl.workers.actor import Refusal, UpdateResult
+        from verl.workers.plan import Refusal, UpdateResult
 
         started = time.perf_counter()
         self.phases.start_step()
@@ -167,7 +166,7 @@ class SFTTrainer:
                 rows = [as_trajectory(self.validation[i], f"val{i}") for i in numbers]
                 mine = self.ranks.share(rows, self.engine)
                 learned = np.concatenate([np.zeros(0, bool), *(row.loss_mask for row in mine)])
-                log_probs = self.engine.log_probs(mine, temperature=1.0).log_probs
+                log_probs = self.engine.forward(mine, temperature=1.0)["log_probs"]
                 total -= float(log_probs[learned].sum(dtype=np.float64))
                 tokens += int(learned.sum())
                 progress(len(rows))
@@ -183,34 +182,30 @@ class SFTTrainer:
 
     def _identity(self) -> dict[str, Any]:
         data = self.config.data
+        keys = ("seed", "shuffle", "train_batch_size")
         return {
             "data.train_files": [str(f) for f in data.train_files],
-            "data.seed": data.seed,
-            "data.shuffle": data.shuffle,
-            "data.train_batch_size": data.train_batch_size,
             "usable rows": len(self.train),
+            **{f"data.{key}": getattr(data, key) for key in keys},
         }
 
     def _save(self, record: dict[str, float]) -> None:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
-        from verl.checkpoint import rng
-
         contents = self.storage.saved_parts
         why = has_nonfinite_log_probs(
-            lambda row: self.engine.log_probs([row], temperature=1.0).log_probs,
+            lambda row: self.engine.forward([row], temperature=1.0)["log_probs"],
             self.rows(self.step),
             "optim.lr",
         )
         if "model" in contents and why:
             self.storage.refuse(self.step, why)
             return
-        jobs: dict[str, Any] = {}
-        if "model" in contents:
-            jobs["actor"] = self._save_model
-        if "optimizer" in contents:
-            jobs["state/actor_optim"] = self.engine.save_optimizer
-        if "extra" in contents:
-            jobs["state/rng"] = rng.save if self.ranks.lead else lambda _: None
+        every: dict[str, tuple[str, Callable[[Path], Any]]] = {
+            "model": ("actor", self._save_model),
+            "optimizer": ("state/actor_optim", self.engine.save_optimizer),
+            "extra": ("state/rng", rng.save if self.ranks.lead else lambda _: None),
+        }
+        jobs = dict(every[part] for part in every if part in contents)
         epoch, place = divmod(self.step, self.steps_per_epoch)
         state = {
             "data_position": {"epoch": epoch, "offset": place * self.batch_size},
@@ -232,8 +227,6 @@ class SFTTrainer:
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
-        from verl.checkpoint import rng
-
         found, wants = self._find(), self.storage.wants
         if found is None:
             return 0
@@ -256,8 +249,6 @@ class SFTTrainer:
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
-        from verl.checkpoint import open_checkpoint
-
         found: list[Checkpoint] = []
 
         def look() -> str:
@@ -273,7 +264,7 @@ class SFTTrainer:
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
     from verl.data.tokenizer import load_tokenizer
-    from verl.platform.allocator import tune_allocator
+    from verl.platform.host import tune_allocator
     from verl.trainer.run import quiet_libraries
 
     ranks = Ranks.of_environment()
@@ -305,7 +296,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, else the run's)."""
+    """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
     ranks = Ranks.of_environment()
     try:
         config = quietly(lambda: resolve(argv, "sft"), ranks)

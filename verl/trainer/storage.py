@@ -7,13 +7,13 @@ training: until it is sealed the one before stays the newest.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import CheckpointError, open_checkpoint, read, write
+from verl.checkpoint.manifest import remove
 from verl.checkpoint.remote import Copy, RemoteCopies
 
 if TYPE_CHECKING:
@@ -82,13 +82,15 @@ class Storage:
             self._thread = None
 
     def finish(self) -> None:
-        """At the end of a run, whatever the end: wait, and say once more if its last checkpoint was not written."""
+        """At the end of a run, whatever the end: wait, and say in `Tracking.unsaved` if the last checkpoint is missing."""
         self.wait()
-        if self._unsaved is not None:
-            (step, why), self._unsaved = self._unsaved, None
+        if self._unsaved is None:
+            self._tracking.unsaved = ""
+        else:
+            step, why = self._unsaved
             newest = read.layouts.newest_by_name(self.root)
             left = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
-            self._tracking.notice(
+            self._tracking.unsaved = (
                 f"the checkpoint of step {step} was NOT written ({why}): the newest weights of this run are lost, {left}. "
                 "Mend the cause and run the same command again"
             )
@@ -155,7 +157,7 @@ class Storage:
             return
         copy = Copy(found.manifest.serial, found.step)
         if self._remote is not None and found.path.parent == self.root and self._remote.newest() == copy:
-            shutil.rmtree(write.retire(found.path))
+            remove(write.retire(found.path))
             self._tracking.event(
                 "checkpoint_deleted", path=str(found.path), why="trainer.del_local_ckpt_after_load"
             )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.platform import platform_of
 from verl.weight_sync.base import WeightSyncError
 
 ALIGN = 64
@@ -199,7 +200,7 @@ def _whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Room for a tensor that comes in slices. In host memory in huge pages where the kernel has them: it is new memory
     in every transfer, and faulting an embedding in by small pages took half of the reader's time."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not platform_of(device).on_host or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

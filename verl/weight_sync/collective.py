@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from verl.platform import platform_of
 from verl.platform.network import address_towards, listen
 from verl.platform.processes import Identity
 from verl.weight_sync import buckets
@@ -54,7 +55,7 @@ class Rendezvous:
 
         `timeout` holds if the rendezvous has none.
         """
-        on_host = backend == "naive" or platform.name == "cpu"
+        on_host = backend == "naive" or platform.on_host
         return WeightGroup(
             rank,
             self.size,
@@ -88,6 +89,7 @@ class WeightGroup:
     ):
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
+        self.on_host = platform_of(self.device).on_host
         limit = timedelta(seconds=timeout)
         with _named(f"rank {rank} of {size} cannot meet the others at {master_addr}:{master_port}"):
             self._store = dist.TCPStore(
@@ -197,8 +199,8 @@ def broadcast(
     try:
         group.announce(_BEGIN, json.dumps([version, size]).encode())
         with _local(channel, readers, expected, size, version, timeout) as local:
-            sink.host = _Host(group.device, size, local)
-            moved = Copier(sink, dtype, size, threaded=group.device.type == "cpu").run(weights)
+            sink.host = _Host(group, size, local)
+            moved = Copier(sink, dtype, size, threaded=group.on_host).run(weights)
             sink.end(_DONE)
             if local is not None:
                 local.finish()
@@ -234,7 +236,7 @@ def relay(
             _Incoming(group, size) as incoming,
             _local(channel, readers, expected, size, version, timeout) as local,
         ):
-            host = _Host(group.device, size, local)
+            host = _Host(group, size, local)
             for header, used in incoming.announced():
                 room = host.room()
                 host.reserve(used)
@@ -260,9 +262,9 @@ def _local(
 class _Host(buckets.Sink):
     """Buckets on one host: in the memory that its readers read, or in a buffer of the device that is copied there."""
 
-    def __init__(self, device: torch.device, size: int, local: SharedMemorySink | None):
-        self._local, self._direct = local, local is not None and device.type == "cpu"
-        self._buffer = None if self._direct else torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, group: WeightGroup, size: int, local: SharedMemorySink | None):
+        self._local, self._direct = local, local is not None and group.on_host
+        self._buffer = None if self._direct else torch.empty(size, dtype=torch.uint8, device=group.device)
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""

@@ -1,7 +1,7 @@
 """Weights between processes that share a device: buckets stay in device memory, only their handles travel.
 
 The shared memory segment of the channel carries the counters, the headers, and in place of a bucket's bytes the
-handles of the two device buffers, one for each reader. See `verl.platform.handles` for what has been tried of it.
+handles of the two device buffers, one for each reader. 
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.platform import handles
+from verl.platform import platform_of
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.shared_memory import SharedMemorySink
 
@@ -46,9 +46,10 @@ class HandleSink(SharedMemorySink):
     def publish(self, header: bytes, used: int) -> None:
         """See Sink.publish. The device is done with the bucket when the readers hear of it."""
         buffer = self._buffers[self._number % 2]
-        handles.synchronize(buffer)
-        told = [handles.share(buffer) for _ in self._readers] if self._number < 2 else []
-        text = json.dumps({"used": used, "handles": told}).encode("ascii")
+        platform = platform_of(buffer.device)
+        platform.synchronize()
+        told = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
+        text = json.dumps({"used": used, "kind": platform.name, "handles": told}).encode("ascii")
         if len(text) > _HANDLES_BYTES:
             raise WeightSyncError(f"weight sync: {len(self._readers)} readers of one device are too many")
         super().reserve(len(text))
@@ -62,9 +63,9 @@ def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator
     for number, (header, data) in enumerate(notes):
         note = json.loads(bytes(data.numpy()))
         if number < 2:
-            buffers.append(handles.open_shared(note["handles"][reader]))
+            buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
         buffer = buffers[number % 2]
         if not 0 <= note["used"] <= buffer.numel():
             raise WeightSyncError("weight sync: a bucket of impossible size on the device")
         yield header, buffer[: note["used"]]
-        handles.synchronize(buffer)
+        platform_of(buffer.device).synchronize()

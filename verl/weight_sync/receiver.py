@@ -30,7 +30,7 @@ class WeightReceiver(ABC):
     @property
     def readers(self) -> list[str]:
         """The processes that read for `receive_weights`: for each the id of the device it loads to
-        (`verl.platform.handles.device_id`)."""
+        (`Platform.memory_id`)."""
         return [""]
 
     def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:

@@ -11,18 +11,9 @@ from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES
 from verl.engine.rollout.base import RolloutEngine
+from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
 from verl.platform import Platform
-
-
-def wants_reference(config: Any) -> bool:
-    """True when a KL term asks for the reference."""
-    return bool(config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
-
-
-def max_response_length(config: Any) -> float:
-    """H of seq-mean-token-sum-norm."""
-    return float(config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length)
 
 
 def longest(config: Any) -> int:
@@ -37,18 +28,15 @@ def actor_engine(
     config: Any,
     total_steps: int,
     *,
-    world: int = 1,
     platform: Platform | None = None,
     shared: bool = False,
 ) -> TrainingEngine:
-    """The engine of the policy in training, its schedule set, idle. `world` ranks must have joined before.
+    """The engine of the policy in training, its schedule set, idle. Where there are several ranks they must have joined.
 
     shared: a sampler of this process is to work on its tensors (one rank only).
     """
     arr = config.actor_rollout_ref
-    options = {"shared": True} if shared else {}
-    engine = _engine(
-        world,
+    engine = get_engine(arr.actor.strategy)(
         arr.model.path,
         model_cfg=arr.model,
         role_cfg=arr.actor,
@@ -56,7 +44,7 @@ def actor_engine(
         device=platform or config.trainer.device,
         seed=config.trainer.seed,
         longest=longest(config),
-        **options,
+        shared=shared,
     )
     engine.schedule(total_steps)
     engine.offload()
@@ -65,14 +53,13 @@ def actor_engine(
 
 
 def reference_engine(
-    config: Any, actor: TrainingEngine, *, world: int = 1, platform: Platform | None = None
+    config: Any, actor: TrainingEngine, *, platform: Platform | None = None
 ) -> TrainingEngine:
     """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
-    engine = _engine(
-        world,
+    engine = get_engine(arr.ref.strategy)(
         arr.ref.model.path or arr.model.path,
         model_cfg=arr.model,
         role_cfg=arr.ref,
@@ -85,16 +72,6 @@ def reference_engine(
     engine.offload()
     engine.release_cached_memory()
     return engine
-
-
-def _engine(world: int, path: str, **options: Any) -> TrainingEngine:
-    if world == 1:
-        from verl.engine.training.local_engine import LocalEngine
-
-        return LocalEngine(path, **options)
-    from verl.engine.training.fsdp_engine import FSDPEngine
-
-    return FSDPEngine(path, **options)
 
 
 def adapter_moves(config: Any) -> bool:

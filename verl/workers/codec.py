@@ -1,167 +1,222 @@
-"""Rows as flat arrays, for the way between the driver and a worker, and back again.
+"""What travels between the driver and a worker, as flat arrays and JSON-like values.
 
-    rows ──encode──▶ {"header": JSON as bytes, "response_ids": int32 [ΣL], "advantages": float32 [ΣL], …} ──decode──▶ rows
-    rows ◀──fill── {"old_log_probs": float32 [ΣL], …} ◀──collect── rows
+    segments  ──encode──▶ {"context_ids": int32 [ΣP], "lengths": int32 [N], "columns": {…}} ──decode──▶ segments
+    segments ◀──fill──── {"old_log_probs": float32 [ΣL], …} ◀──collect── segments
+    requests  ──encode_requests──▶ decode_requests      results ──encode_results──▶ decode_results
 
-Only arrays and JSON travel, and of the columns only those a call needs. A prompt goes once per group. Each column is
-one array, so that the cost is that of copying memory and not of visiting tokens.
+Of the columns only those a call needs travel, each as one array, so that the cost is that of copying memory and not of visiting
+tokens. A context goes once for all segments that share it. Which columns there are is `verl.trajectory.COLUMNS`' business.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from verl.trajectory import Prompt, Trajectory
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.trajectory import COLUMNS, Segment
 
-Payload = dict[str, np.ndarray]
-"""What travels. Every value is a flat array of numbers; "header" is UTF-8 JSON."""
+Payload = dict[str, Any]
+"""What travels. Values are arrays of numbers, mappings of such arrays, and JSON-like values."""
 
-MASKS = ("response_mask", "loss_mask")
-FLOATS = (
-    "rollout_log_probs",
-    "token_rewards",
-    "old_log_probs",
-    "ref_log_probs",
-    "entropy",
-    "values",
-    "advantages",
-    "returns",
-    "is_weights",
-)
-OPTIONAL = ("loss_mask", *FLOATS)
-"""Columns that a row may be without."""
+_ALWAYS = ("response_ids", "response_mask")
+_ON_THE_WAY = {"response_ids": np.int32}
+_PRESENT = "has."
 
 
-def encode(rows: Sequence[Trajectory], columns: Sequence[str] = ()) -> Payload:
-    """Prompt ids, response ids, `response_mask`, and of `columns` (names of `OPTIONAL`) what the rows have.
+# -- segments ----------------------------------------------------------------------------------------------------
 
-    ValueError for an unknown column, for a column whose length is not the row's, and for a prompt with images or
+
+def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
+    """Contexts, response ids, `response_mask`, and of `columns` what the rows have.
+
+    ValueError for an unknown column, for a column whose length is not the row's, and for a segment with images or
     videos, whose arrays have no place here yet.
     """
-    prompts: dict[int, int] = {}
-    distinct: list[Prompt] = []
-    places = np.empty(len(rows), np.int32)
+    places: dict[tuple[str, int], int] = {}
+    distinct: list[Segment] = []
+    place_of = np.empty(len(rows), np.int32)
     for i, row in enumerate(rows):
-        key = id(row.prompt)
-        if key not in prompts:
-            prompts[key] = len(distinct)
-            distinct.append(row.prompt)
-        places[i] = prompts[key]
-    for prompt in distinct:
-        if prompt.media:
-            raise ValueError(f"prompt {prompt.uid} has media, which cannot be sent to another process yet")
-    out: Payload = {
-        "lengths": np.fromiter((row.length for row in rows), np.int32, len(rows)),
+        key = row.uid, id(row.context_ids)
+        if key not in places:
+            places[key] = len(distinct)
+            distinct.append(row)
+        place_of[i] = places[key]
+    for row in distinct:
+        if row.media:
+            raise ValueError(f"prompt {row.uid} has media, which cannot be sent to another process yet")
+    return {
+        "uids": [row.uid for row in distinct],
+        "context": place_of,
+        "context_lengths": _lengths(row.context_ids for row in distinct),
+        "context_ids": _join([row.context_ids for row in distinct], np.int32),
         "index": np.fromiter((row.index for row in rows), np.int32, len(rows)),
-        "prompt": places,
-        "prompt_lengths": np.fromiter((len(p.ids) for p in distinct), np.int32, len(distinct)),
-        "prompt_ids": _join([p.ids for p in distinct], np.int32),
-        "response_ids": _join([row.response_ids for row in rows], np.int32),
-        "response_mask": _join([row.response_mask for row in rows], bool),
+        "lengths": np.fromiter((row.length for row in rows), np.int32, len(rows)),
+        "columns": collect(rows, [*_ALWAYS, *columns]),
     }
-    held = {name: _add_column(out, rows, name) for name in columns}
-    header = {
-        "uids": [p.uid for p in distinct],
-        "partial": [n for n, whole in held.items() if whole is False],
-    }
-    out["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    return out
 
 
-def _add_column(out: Payload, rows: Sequence[Trajectory], name: str) -> bool | None:
-    """Put a column in; True if all rows have it, False if some, None (and nothing put) if none."""
-    if name not in OPTIONAL:
-        raise ValueError(f"{name!r} is no column that travels; known: {', '.join(OPTIONAL)}")
-    present = np.fromiter((getattr(row, name) is not None for row in rows), bool, len(rows))
-    if not present.any():
-        return None
-    have = [row for row, there in zip(rows, present, strict=True) if there]
-    joined = _join([getattr(row, name) for row in have], bool if name in MASKS else np.float32)
-    expected = sum(row.length for row in have)
-    if len(joined) != expected:
-        raise ValueError(f"column {name}: {len(joined)} values for {expected} response tokens")
-    out[name] = joined
-    whole = bool(present.all())
-    if not whole:
-        out[f"has.{name}"] = present
-    return whole
-
-
-def decode(payload: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    """The rows again; rows of a prompt share one Prompt. Float columns and masks are views of the payload.
+def decode(payload: Mapping[str, Any]) -> list[Segment]:
+    """The segments again; those with the same context share its array. Float columns and masks are views of the payload.
 
     Only what `encode` was given comes back: texts, scores and timings stay with the driver.
     """
-    header: dict[str, Any] = json.loads(payload["header"].tobytes())
-    prompts = [
-        Prompt(uid, ids, messages=None)
-        for uid, ids in zip(
-            header["uids"],
-            _cut(payload["prompt_ids"].astype(np.int64), payload["prompt_lengths"]),
-            strict=True,
-        )
-    ]
-    lengths = payload["lengths"]
-    ids = _cut(payload["response_ids"].astype(np.int64), lengths)
-    masks = _cut(payload["response_mask"], lengths)
+    contexts = _cut(payload["context_ids"].astype(np.int64), payload["context_lengths"].tolist())
+    columns = dict(payload["columns"])
+    lengths = payload["lengths"].tolist()
+    ids = _cut(columns.pop("response_ids").astype(np.int64), lengths)
+    masks = _cut(columns.pop("response_mask"), lengths)
+    uids = payload["uids"]
     rows = [
-        Trajectory(prompts[place], index, response_ids=i, response_mask=mask)
-        for place, index, i, mask in zip(
-            payload["prompt"].tolist(), payload["index"].tolist(), ids, masks, strict=True
+        Segment(contexts[place], own_ids, mask, uid=uids[place], index=index)
+        for place, index, own_ids, mask in zip(
+            payload["context"].tolist(), payload["index"].tolist(), ids, masks, strict=True
         )
     ]
-    for name in OPTIONAL:
-        if name in payload:
-            fill(rows, {name: payload[name], **_presence(payload, name)})
+    fill(rows, columns)
     return rows
 
 
-def collect(rows: Sequence[Trajectory], columns: Sequence[str]) -> Payload:
-    """Columns alone, in the order of the rows: the response to a call. A column that no row has is left out."""
+def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
+    """Columns alone, in the order of the rows. A column that no row has is left out; where only some have it, an array under
+    "has.{name}" says which. ValueError for an unknown column or a wrong length."""
     out: Payload = {}
     for name in columns:
-        _add_column(out, rows, name)
+        if name not in COLUMNS:
+            raise ValueError(f"{name!r} is not a column; known: {', '.join(COLUMNS)}")
+        have = [row for row in rows if name in row.columns]
+        if not have and name not in _ALWAYS:
+            continue
+        joined = _join([row.columns[name] for row in have], _ON_THE_WAY.get(name, COLUMNS[name].dtype))
+        expected = sum(row.length for row in have)
+        if len(joined) != expected:
+            raise ValueError(f"column {name}: {len(joined)} values for {expected} response tokens")
+        out[name] = joined
+        if len(have) < len(rows):
+            out[_PRESENT + name] = np.fromiter((name in row.columns for row in rows), bool, len(rows))
     return out
 
 
-def fill(rows: Sequence[Trajectory], columns: Mapping[str, np.ndarray]) -> None:
+def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
     """Inverse of `collect`, on the same rows in the same order. ValueError if the number of tokens differs."""
-    for name, flat in columns.items():
-        if name.startswith("has."):
+    for name, values in columns.items():
+        if name.startswith(_PRESENT):
             continue
-        present = columns.get(f"has.{name}")
+        present = columns.get(_PRESENT + name)
         have = rows if present is None else [row for row, there in zip(rows, present, strict=True) if there]
-        lengths = np.fromiter((row.length for row in have), np.int64, len(have))
-        if len(flat) != lengths.sum():
-            raise ValueError(f"column {name}: {len(flat)} values for {lengths.sum()} response tokens")
-        for row, part in zip(have, _cut(flat, lengths), strict=True):
-            setattr(row, name, part)
+        lengths = [row.length for row in have]
+        if len(values) != sum(lengths):
+            raise ValueError(f"column {name}: {len(values)} values for {sum(lengths)} response tokens")
+        for row, part in zip(have, _cut(values, lengths), strict=True):
+            row.put(name, part)
 
 
-def nbytes(payload: Mapping[str, np.ndarray]) -> int:
-    """Bytes that travel."""
-    return sum(array.nbytes for array in payload.values())
+def nbytes(payload: Mapping[str, Any]) -> int:
+    """Bytes of the arrays that travel."""
+    return sum(nbytes(v) if isinstance(v, Mapping) else getattr(v, "nbytes", 0) for v in payload.values())
 
 
-def _presence(payload: Mapping[str, np.ndarray], name: str) -> Payload:
-    key = f"has.{name}"
-    return {key: payload[key]} if key in payload else {}
+# -- sampling ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One request. prompt_ids int64 [P]; `group` as in `RolloutEngine.generate`."""
+
+    id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    group: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens the request can hold: what it weighs when replicas are chosen."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True)
+class GenerateResult:
+    """What a worker says of a request: a completion, or the error's type and text."""
+
+    id: str
+    completion: Completion | None = None
+    error: tuple[str, str] | None = None
+
+
+def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
+    """A prompt goes once for all requests that follow each other with the same ids."""
+    prompts: list[np.ndarray] = []
+    entries: list[tuple[Any, ...]] = []
+    last: np.ndarray | None = None
+    for request in requests:
+        ids = request.prompt_ids
+        if last is None or not (ids is last or np.array_equal(ids, last)):
+            prompts.append(ids)
+            last = ids
+        entries.append((request.id, request.group, len(prompts) - 1, asdict(request.sampling)))
+    return {"entries": entries, "lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
+
+
+def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
+    """Inverse of `encode_requests`."""
+    prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
+    return [
+        GenerateRequest(name, prompts[place], SamplingParams(**sampling), group)
+        for name, group, place, sampling in payload["entries"]
+    ]
+
+
+def encode_results(results: Sequence[GenerateResult]) -> Payload:
+    """Token ids and log-probs joined; everything else as it is."""
+    done = [r.completion for r in results if r.completion is not None]
+    return {
+        "entries": [(r.id, r.error, None if r.completion is None else _facts(r.completion)) for r in results],
+        "lengths": _lengths(c.token_ids for c in done),
+        "token_ids": _join([c.token_ids for c in done], np.int32),
+        "log_probs": _join([c.log_probs for c in done], np.float32),
+    }
+
+
+def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
+    """Inverse of `encode_results`; times are not carried over, clocks of nodes differ."""
+    lengths = payload["lengths"].tolist()
+    ids = iter(_cut(payload["token_ids"].astype(np.int64), lengths))
+    log_probs = iter(_cut(np.array(payload["log_probs"]), lengths))
+    return [
+        GenerateResult(
+            name, None if facts is None else Completion(next(ids), next(log_probs), **facts), error
+        )
+        for name, error, facts in payload["entries"]
+    ]
+
+
+def _facts(completion: Completion) -> dict[str, Any]:
+    names = ("finish_reason", "versions", "num_preempted", "text")
+    return {name: getattr(completion, name) for name in names}
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------
+
+
+def _lengths(parts: Iterable[np.ndarray]) -> np.ndarray:
+    return np.array([len(part) for part in parts], np.int32)
 
 
 def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     """Concatenate and convert in one pass."""
     total = sum(len(part) for part in parts)
-    out = np.empty(total, dtype)
+    trailing = parts[0].shape[1:] if parts else ()
+    out = np.empty((total, *trailing), dtype)
     if total:
         np.concatenate(parts, out=out, casting="unsafe")
     return out
 
 
-def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+def _cut(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     """Views of the consecutive parts."""
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    return [flat[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+    ends = list(accumulate(lengths))
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -1,11 +1,11 @@
 """What a step's updates are, decided before any of them runs: mini-batches, epochs, global counts, the order.
 
-Pure, and the same whoever executes it: the actor of this process (`verl.workers.actor`) or a group of ranks
-(`verl.workers.ray`). Counts are those of whole mini-batches, so parts on several ranks add up exactly.
+Pure, and the same however many ranks execute it. Counts are those of whole mini-batches, so parts on several ranks add up.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,13 @@ import numpy as np
 from verl.algorithms.correction import correct
 from verl.algorithms.importance import parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
+from verl.algorithms.registry import LOSSES
+from verl.algorithms.settings import setting
 from verl.engine.training.base import StepResult
 from verl.tracking.reduce import merge_metrics
-from verl.trajectory import Batch, Trajectory, split_groups
+from verl.trajectory import Batch, Segment, Trajectory, segments_of, split_groups
+
+_COLUMNS = ("loss_mask", "advantages", "is_weights", "old_log_probs", "ref_log_probs")
 
 
 @dataclass(slots=True)
@@ -46,20 +50,20 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The responses of one optimizer step. `usable` have a token to train on; without any the step is left out.
+    """The trajectories of one optimizer step. `usable` segments have a token to train on; without any the step is left out.
 
     `masks` are the loss masks of `rows` as the plan found them.
     """
 
     rows: list[Trajectory]
-    usable: list[Trajectory]
+    usable: list[Segment]
     denominators: LossDenominators
     masks: list[np.ndarray | None]
 
     @property
     def tokens(self) -> int:
         """Tokens the model would compute if no prompt were shared."""
-        return sum(len(row.prompt.ids) + row.length - 1 for row in self.usable)
+        return sum(len(row.context_ids) + row.length - 1 for row in self.usable)
 
 
 class UpdatePlan:
@@ -67,6 +71,7 @@ class UpdatePlan:
 
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
+    `columns`: those that an update reads.
     """
 
     def __init__(
@@ -79,8 +84,13 @@ class UpdatePlan:
     ):
         self._cfg = actor_cfg
         self.max_response_length = max_response_length
-        self.rollout_correction = rollout_correction
         self.correction = parse_correction(rollout_correction)
+        loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
+        sampler = {"rollout_log_probs"} if self.correction.bypass else set()
+        self.columns = (
+            *_COLUMNS,
+            *sorted((LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}),
+        )
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property
@@ -98,29 +108,39 @@ class UpdatePlan:
         ]
 
     def parts(self, batch: Batch) -> list[list[Trajectory]]:
-        """The responses of each mini-batch, as they are in the first epoch without shuffling."""
+        """The trajectories of each mini-batch, as they are in the first epoch without shuffling."""
         split = split_groups(batch.groups(), self._mini_batches)
         return [[row for group in groups for row in group] for groups in split]
 
+    def needs_pass(self, mini: MiniBatch) -> bool:
+        """True if something must be known of the whole mini-batch before its update, under its current weights
+        (algorithms.md §7, bypass mode): also a weight per trajectory whose segments may be on several ranks."""
+        if self.correction.needs_mini_batch_pass:
+            return True
+        weighting = self.correction.weighting
+        sums = self.correction.bypass and self.correction.reinforce and weighting is not None
+        split = any(len(row.segments) > 1 for row in mini.rows)
+        return split and sums and weighting is not None and weighting.kind == "sequence"
+
     def corrected(
-        self, mini: MiniBatch, log_probs: Callable[[list[Trajectory]], np.ndarray]
+        self, mini: MiniBatch, log_probs: Callable[[list[Segment]], np.ndarray]
     ) -> tuple[MiniBatch, dict[str, float]]:
         """The mini-batch after rejection and with weights, where they need its current log-probs; and metrics.
 
-        `log_probs(rows)` computes those, [ΣL], with the weights of this moment. Only with
-        `correction.needs_mini_batch_pass` (algorithms.md §7, bypass mode); otherwise the mini-batch as it is.
+        `log_probs(segments)` computes those, [ΣL], with the weights of this moment.
         """
-        if not self.correction.needs_mini_batch_pass or not mini.usable:
-            return mini, {}
         for row, mask in zip(mini.rows, mini.masks, strict=True):
             row.loss_mask = mask
-        rows = _usable(mini.rows)
-        current = np.split(log_probs(rows), np.cumsum([row.length for row in rows])[:-1])
-        metrics = correct(rows, self.correction, current)
+        rows = [row for row in mini.rows if any(_usable(row.segments))]
+        segments = segments_of(rows)
+        ends = np.cumsum([segment.length for segment in segments])[:-1]
+        current = dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
+        joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
+        metrics = correct(rows, self.correction, joined)
         return self._mini_batch(mini.rows, mini.masks), metrics
 
     def _mini_batch(self, rows: list[Trajectory], masks: list[np.ndarray | None] | None = None) -> MiniBatch:
-        usable = _usable(rows)
+        usable = _usable(segments_of(rows))
         before = [row.loss_mask for row in rows] if masks is None else masks
         return MiniBatch(rows, usable, count_denominators(usable, self.max_response_length), before)
 
@@ -131,7 +151,7 @@ class UpdatePlan:
         return [int(i) for i in rng.permutation(count)]
 
 
-def _usable(rows: Sequence[Trajectory]) -> list[Trajectory]:
+def _usable(rows: Iterable[Segment]) -> list[Segment]:
     return [row for row in rows if row.loss_mask is not None and row.loss_mask.any()]
 
 
@@ -150,4 +170,52 @@ def summarise(outcomes: Iterable[tuple[MiniBatch, StepResult | None]]) -> Update
             out.updates += 1
             parts.append((result.metrics, 1.0))
     out.metrics = merge_metrics(parts)
+    return out
+
+
+# -- which rank gets which segments ------------------------------------------------------------------------------
+
+
+def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True) -> list[list[int]]:
+    """Positions in `rows` for each of `ranks`, ascending; every position exactly once, some ranks maybe none.
+
+    Groups stay whole, so that a prompt is computed once, unless there are fewer of them than ranks; then the longest are
+    halved. `balance` gives the heaviest group that is left to the rank that has least, otherwise ranks get runs of the rows
+    in their order. The same rows give the same partition.
+    """
+    units = _units(rows, ranks)
+    if not balance:
+        return _runs(units, ranks)
+    weights = [len(rows[unit[0]].context_ids) + sum(rows[i].length for i in unit) for unit in units]
+    heap = [(0, rank) for rank in range(ranks)]
+    out: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(units)), key=lambda u: (-weights[u], units[u][0])):
+        load, rank = heapq.heappop(heap)
+        out[rank] += units[number]
+        heapq.heappush(heap, (load + weights[number], rank))
+    return [sorted(part) for part in out]
+
+
+def _units(rows: Sequence[Segment], ranks: int) -> list[list[int]]:
+    """Positions by group; halved, longest first, until there is one unit for each rank."""
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(row.uid, []).append(i)
+    units = list(groups.values())
+    while len(units) < ranks:
+        longest = max(range(len(units)), key=lambda u: len(units[u]), default=None)
+        if longest is None or len(units[longest]) < 2:
+            break
+        unit = units[longest]
+        units[longest : longest + 1] = [unit[: len(unit) // 2], unit[len(unit) // 2 :]]
+    return units
+
+
+def _runs(units: Sequence[list[int]], ranks: int) -> list[list[int]]:
+    size, extra = divmod(len(units), ranks)
+    out, start = [], 0
+    for rank in range(ranks):
+        end = start + size + (rank < extra)
+        out.append(sorted(i for unit in units[start:end] for i in unit))
+        start = end
     return out

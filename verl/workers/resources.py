@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
@@ -54,3 +56,11 @@ def placeable(devices: Iterable[int], pools: Sequence[ResourceRequest]) -> bool:
         for node in fit[: pool.nodes]:
             left[node] -= pool.devices
     return True
+
+
+def no_cluster(address: str, error: Exception) -> UserError:
+    """What to say when a cluster does not answer."""
+    return UserError(
+        f"no Ray cluster answers at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {error}. Start one "
+        "with examples/ray_start.sh, or unset the address to use this machine alone"
+    )

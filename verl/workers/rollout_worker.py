@@ -1,7 +1,7 @@
 """One sampling engine in a process of its own: requests come in lists, finished responses leave in lists.
 
 All coroutines run on one event loop, the engine's too. Arguments and results are arrays and JSON-like values, see
-`verl.workers.request_codec`. Knows nothing of how it is called from afar.
+`verl.workers.codec`. Knows nothing of how it is called from afar.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.profiling.profiler import Profiled, open_profiler
-from verl.workers import request_codec
+from verl.tracking.profiler import Profiled, open_profiler
+from verl.workers import codec
 from verl.workers.codec import Payload
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class RolloutWorker(Profiled):
         self.number = number
         self._engine: Any = None
         self._decode: Callable[[np.ndarray], str] | None = None
-        self._done: list[request_codec.GenerateResult] = []
+        self._done: list[codec.GenerateResult] = []
         self._death = ""
         self._receiving: tuple[asyncio.Future[dict[str, str]], list[tuple[str, int]], int] | None = None
         self._wakeup = asyncio.Event()
@@ -54,9 +54,9 @@ class RolloutWorker(Profiled):
         """
         from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
-        from verl.platform.allocator import tune_allocator
+        from verl.platform.host import tune_allocator
         from verl.workers import build
-        from verl.workers.train_worker import quiet_libraries
+        from verl.workers.worker import quiet_libraries
 
         tune_allocator()
         quiet_libraries()
@@ -91,29 +91,27 @@ class RolloutWorker(Profiled):
     async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
         """Begin requests; returns at once. A request id that is under way already is left as it is."""
         known = {task.get_name() for task in self._running}
-        for ask in request_codec.decode_requests(payload):
+        for ask in codec.decode_requests(payload):
             if ask.id not in known:
                 task = asyncio.create_task(self._serve(ask), name=ask.id)
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
-    async def _serve(self, ask: request_codec.GenerateRequest) -> None:
+    async def _serve(self, ask: codec.GenerateRequest) -> None:
         try:
             done = await self.engine.generate(
                 ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
             )
             done.text = self._text(ask, done)
-            self._done.append(request_codec.GenerateResult(ask.id, done))
+            self._done.append(codec.GenerateResult(ask.id, done))
         except Exception as error:  # it is the response: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
             else:
-                self._done.append(
-                    request_codec.GenerateResult(ask.id, error=(type(error).__name__, str(error)))
-                )
+                self._done.append(codec.GenerateResult(ask.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
-    def _text(self, ask: request_codec.GenerateRequest, done: Completion) -> str | None:
+    def _text(self, ask: codec.GenerateRequest, done: Completion) -> str | None:
         """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
         if done.finish_reason == "abort" or self._decode is None:
             return None
@@ -144,14 +142,14 @@ class RolloutWorker(Profiled):
             try:
                 await asyncio.wait_for(self._wakeup.wait(), timeout)
             except TimeoutError:
-                return request_codec.encode_results([])
+                return codec.encode_results([])
         # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for alone;
         # where few are, only those that end in the same pass of the model leave together.
         await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
         if not self._done and self._death:
             raise EngineDead(self._death)
         done, self._done = self._done, []
-        return request_codec.encode_results(done)
+        return codec.encode_results(done)
 
     async def alive(self) -> None:
         """GenerateResult; EngineDead if the engine can answer nothing any more."""

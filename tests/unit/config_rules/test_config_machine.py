@@ -9,6 +9,7 @@ import pytest
 from tests.unit.config_rules.cases import ARR, MODEL, notices, only, problems, write_model, write_rows
 from verl.config import load
 from verl.config.check import check
+from verl.config.names import built_in
 
 # ---- the machine ----
 
@@ -271,3 +272,13 @@ def test_resume_path(base, tmp_path):
     only(problems(*argv), "configuration", "holds no checkpoint")
     (tmp_path / "run" / "global_step_3").mkdir()
     assert problems(*argv) == []
+
+
+def test_the_check_knows_the_algorithms_that_are_registered():
+    """It reads their names from the source, without torch."""
+    import verl.algorithms.core_algos  # noqa: F401
+    from verl.algorithms.registry import ESTIMATORS, LOSSES
+
+    for name, registry in (("ESTIMATORS", ESTIMATORS), ("LOSSES", LOSSES)):
+        own = {n for n, f in registry.functions.items() if f.__module__.startswith("verl.algorithms.")}
+        assert set(built_in(name)) == own - {"bypass_mode"} != set()

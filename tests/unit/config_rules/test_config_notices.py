@@ -24,7 +24,7 @@ NOTICES = [
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
     ([f"{ARR}.rollout.n=1"], "the score is the advantage"),
-    ([f"{ARR}.rollout.val_kwargs.n=2"], "all answers to a prompt will be the same"),
+    ([f"{ARR}.rollout.val_kwargs.n=2"], "all responses to a prompt will be the same"),
     (["trainer.test_freq=5", "data.val_files=null"], "nothing to validate on"),
     ([f"{ARR}.model.exclude_modules=[x]"], "LoRA only"),
     ([f"{ARR}.actor.freeze_vision_tower=True"], "no vision tower"),
@@ -143,8 +143,8 @@ def test_lifted(base, overrides):
 def test_the_plan(base):
     plan = "\n".join(check(load([*base, "trainer.total_epochs=3", f"{ARR}.actor.ppo_epochs=2"])).plan)
     assert "16 rows, 2 steps an epoch × 3 epochs = 6 steps" in plan
-    assert "8 prompts × 4 answers = 32 trajectories" in plan
-    assert "4 updates (2 mini-batches of 16 answers × 2 epochs)" in plan
+    assert "8 prompts × 4 responses = 32 trajectories" in plan
+    assert "4 updates (2 mini-batches of 16 responses × 2 epochs)" in plan
     assert "up to 16384 tokens each" in plan and "validation: 4 prompts × 1" in plan
     words = ["data.val_max_samples=3", "data.train_max_samples=9", "trainer.total_epochs=3"]
     few = "\n".join(check(load([*base, *words])).plan)
@@ -154,7 +154,7 @@ def test_the_plan(base):
             load([*base, f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9"])
         ).plan
     )
-    assert "6 of 3 answers per mini-batch" in plan and "9 steps over 16 rows" in plan
+    assert "6 of 3 responses per mini-batch" in plan and "9 steps over 16 rows" in plan
 
 
 def test_supervised(tmp_path):
@@ -166,7 +166,7 @@ def test_supervised(tmp_path):
     )
     only(problems(*argv, pairs, entry="sft"), "configuration", "no column 'messages'", "data.prompt_key")
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
-    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "use fsdp or fsdp2")
+    only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
 
 

@@ -120,7 +120,7 @@ REFUSED = [
     (["critic.enable=True"], ["the critic"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
-    (["critic.strategy=megatron"], ["use fsdp or fsdp2"]),
+    (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
     (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
     (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
@@ -294,7 +294,7 @@ ALSO_REFUSED = [
             "algorithm.rollout_correction.rollout_rs=token_k1",
             "algorithm.rollout_correction.rollout_rs_threshold=2_x",
         ],
-        "write a number",
+        "one number above 1",
     ),
     (
         [
@@ -315,7 +315,7 @@ ALSO_REFUSED = [
             "algorithm.rollout_correction.rollout_rs='token_k2,seq_mean_k1'",
             "algorithm.rollout_correction.rollout_rs_threshold='0.5,0.5'",
         ],
-        "seq_mean_k1 is bounded on both sides",
+        "seq_mean_k1 needs ratio bounds",
     ),
     (
         ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from verl.config import devices
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
-from verl.config.problems import Problem
-from verl.config.report import Report
+from verl.config.problems import Problem, Report
 from verl.config.schema.base import Root
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class Check:
@@ -21,9 +21,9 @@ class Check:
 
     def __init__(self, cfg: Root):
         self.report = Report(notices=list(cfg.notices))
-        ppo = cfg.entry == "ppo"
-        self.model_key = "actor_rollout_ref.model" if ppo else "model"
-        self.rollout_key = "actor_rollout_ref.rollout" if ppo else "rollout"
+        self.ppo = cfg.entry == "ppo"
+        self.model_key = "actor_rollout_ref.model" if self.ppo else "model"
+        self.rollout_key = ROLLOUT if self.ppo else "rollout"
         self.rows: dict[str, int] = {}
         self._look_at(cfg)
 
@@ -41,10 +41,10 @@ class Check:
             mended.select(group)[name] = value
         self._look_at(mended)
 
-    @property
-    def ppo(self) -> bool:
-        """True for the configuration of main_ppo."""
-        return bool(self.cfg.entry == "ppo")
+    def at(self, *paths: str) -> str:
+        """The keys with their values, for a message; of the second and further ones the last part."""
+        shown = [path if i == 0 else path.rpartition(".")[2] for i, path in enumerate(paths)]
+        return ", ".join(f"{s}={self.cfg.select(path)}" for s, path in zip(shown, paths, strict=True))
 
     def refuse(self, key: str, message: str) -> None:
         """The configuration is wrong."""
@@ -84,9 +84,8 @@ class Check:
             return None
         key = f"{self.model_key}.path"
         if not self.model.path:
-            self.refuse(
-                key, f"is required: a Hugging Face id or a directory, for example {key}=Qwen/Qwen3-0.6B"
-            )
+            example = f"{key}=Qwen/Qwen3-0.6B"
+            self.refuse(key, f"is required: a Hugging Face id or a directory, for example {example}")
             return None
         try:
             return look(self.model.path, self.model.override_config, self.model.hf_config_path)
@@ -103,9 +102,3 @@ class Check:
         if self.cfg.entry == "sft":
             return int(os.environ.get("WORLD_SIZE", "1"))
         return int(self.trainer.nnodes * self.trainer.n_gpus_per_node) if self.trainer else 1
-
-
-def nearest(name: str, options: Sequence[str]) -> str:
-    """Text that names the most similar option, or ""."""
-    found = difflib.get_close_matches(str(name), list(options), n=1, cutoff=0.5)
-    return f"; nearest: {found[0]}" if found else ""

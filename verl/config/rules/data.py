@@ -10,28 +10,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl.config.rules.context import Check, nearest
+from verl.config.names import nearest
+from verl.config.rules.context import Check
+from verl.errors import UserError
 
-_ARGUMENTS = {
-    "one": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-}
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def check(c: Check) -> None:
     """Rules 19, 20 and 25."""
     _user_code(c)
-    if c.ppo and not c.cfg.data.custom_cls.path:
-        sources = _rl_files(c, "data.train_files", c.cfg.data.train_files)
-        sources |= _rl_files(c, "data.val_files", c.cfg.data.val_files or [])
-        _sources(c, sources)
-        _enough_rows(c)
-    elif c.cfg.entry == "sft" and not c.cfg.data.custom_cls.path:
-        _sft_files(c, "data.train_files", c.cfg.data.train_files)
-        _sft_files(c, "data.val_files", c.cfg.data.val_files or [])
-        _enough_rows(c)
-    elif c.cfg.entry in ("eval", "generation") and c.cfg.data.path:
+    if c.cfg.entry in ("eval", "generation"):
         _table(c)
+    elif not c.cfg.data.custom_cls.path:
+        sources: set[str] = set()
+        for key in ("data.train_files", "data.val_files"):
+            paths = c.cfg.select(key) or []
+            opened = [file for path in paths if (file := _open(c, key, path)) is not None]
+            for file in opened:
+                sources |= _rl_file(c, key, file) if c.ppo else _sft_file(c, key, file)
+            if opened and len(opened) == len(paths):
+                c.rows[key] = sum(len(file) for file in opened)
+        if c.ppo:
+            _sources(c, sources)
+        _enough_rows(c)
 
 
 def _open(c: Check, key: str, path: str) -> Any:
@@ -44,90 +46,64 @@ def _open(c: Check, key: str, path: str) -> Any:
     try:
         return open_file(path)
     except DataError as error:
-        if os.path.exists(path):
-            c.refuse(key, str(error))
-        else:
-            c.lacks(key, str(error))
+        report = c.refuse if os.path.exists(path) else c.lacks
+        report(key, str(error))
         return None
 
 
-def _rl_files(c: Check, key: str, paths: list[str]) -> set[str]:
-    """Rows counted, columns checked; returns the data sources found."""
-    from verl.data.files import DataError
-    from verl.data.rows import RowRules, check_columns
+def _rl_file(c: Check, key: str, file: Any) -> set[str]:
+    """Check the columns of a file of prompts; returns the data sources found."""
+    from verl.data.rows import RowRules, check_columns, check_plain_truth
 
-    rules = RowRules.of(c.cfg)
-    sources: set[str] = set()
-    opened = [file for path in paths if (file := _open(c, key, path)) is not None]
-    for file in opened:
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said):
-                plain = check_columns(file, rules)
-        except DataError as error:
-            c.refuse(key, str(error))
-            continue
-        finally:
-            for line in said.getvalue().splitlines():
-                c.notice(line.removeprefix("[data] "), run_says=True)
-        if plain:
-            _plain_truth(c, key, file, rules)
-        else:
-            sources |= _values(file, rules.source_key)
-        _images(c, key, file)
-    if len(opened) == len(paths) and opened:
-        c.rows[key] = sum(len(file) for file in opened)
+    rules, said, sources = RowRules.of(c.cfg), io.StringIO(), set()
+    try:
+        with contextlib.redirect_stderr(said):
+            plain = check_columns(file, rules)
+        if not plain:
+            sources = {str(v) for v in _values(file, rules.source_key, distinct=True) if v is not None}
+        elif key == "data.train_files" and "response" in file.columns:
+            check_plain_truth(file.path, _values(file, "response"), rules)
+    except UserError as error:
+        c.refuse(key, str(error))
+    for line in said.getvalue().splitlines():
+        c.notice(line.removeprefix("[data] "), run_says=True)
+    _images(c, key, file)
     return sources
 
 
-def _plain_truth(c: Check, key: str, file: Any, rules: Any) -> None:
-    from verl.data.files import DataError
-    from verl.data.rows import check_plain_truth
-
-    if key != "data.train_files" or "response" not in file.columns:
-        return
-    try:
-        check_plain_truth(file.path, _values(file, "response", distinct=False), rules)
-    except DataError as error:
-        c.refuse(key, str(error))
-
-
-def _values(file: Any, column: str, distinct: bool = True) -> Any:
+def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
     """The values of one column; parquet reads that column alone."""
-    if file.local.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    if file.local.suffix != ".parquet":
+        return [row.get(column) for row in file.rows(0, len(file))]
+    import pyarrow.parquet as pq
 
-        cells = pq.read_table(file.local, columns=[column], partitioning=None).column(column)
-        values = (cells.unique() if distinct else cells).to_pylist()
-    else:
-        values = [row.get(column) for row in file.rows(0, len(file))]
-    return {str(v) for v in values if v is not None} if distinct else values
+    cells = pq.read_table(file.local, columns=[column], partitioning=None).column(column)
+    return list((cells.unique() if distinct else cells).to_pylist())
 
 
 def _sources(c: Check, sources: set[str]) -> None:
     """Rule 19: every data source has something that scores it."""
-    own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
+    own = c.cfg.custom_reward_function.path or c.cfg.reward_manager.source == "importlib"
     if own or c.cfg.reward_model.enable or not sources:
         return
     from verl.reward.rules import unsupported
 
     for source, message in unsupported(sorted(sources)).items():
-        c.refuse(f"data.reward_fn_key={c.cfg.data.reward_fn_key}, source {source}", message)
+        c.refuse(f"{c.at('data.reward_fn_key')}, source {source}", message)
 
 
 def _images(c: Check, key: str, file: Any) -> None:
     """Rule 25: rows with pictures need a model that sees, and this release has none."""
-    columns = [
-        k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns and _filled(file, k)
-    ]
-    if not columns or c.facts is None:
+    named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
+    column = next((k for k in named if _filled(file, k)), None)
+    if column is None or c.facts is None:
         return
     if c.facts.vision:
-        c.lacks(key, f"{file.path}: rows with {columns[0]}: vision is not in this release")
+        c.lacks(key, f"{file.path}: rows with {column}: vision is not in this release")
     else:
         c.refuse(
-            f"{key}, column {columns[0]}",
-            f"{file.path} has rows with {columns[0]} and {c.model.path} ({c.facts.name}) is a text model; "
+            f"{key}, column {column}",
+            f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
 
@@ -139,16 +115,12 @@ def _filled(file: Any, column: str) -> bool:
     import pyarrow.parquet as pq
 
     meta = pq.read_metadata(file.local)
-    for group in range(meta.num_row_groups):
-        for number in range(meta.num_columns):
-            chunk = meta.row_group(group).column(number)
-            if chunk.path_in_schema.split(".")[0] != column:
-                continue
-            if chunk.statistics is None or chunk.statistics.null_count is None:
-                return True
-            if chunk.num_values > chunk.statistics.null_count:
-                return True
-    return False
+    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(meta.num_columns)]
+    known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
+    return any(
+        found is None or found.null_count is None or count > found.null_count for count, found in known
+    )
 
 
 def _enough_rows(c: Check) -> None:
@@ -160,36 +132,33 @@ def _enough_rows(c: Check) -> None:
         c.refuse(f"data.train_batch_size={size}", message)
 
 
-def _sft_files(c: Check, key: str, paths: list[str]) -> None:
+def _sft_file(c: Check, key: str, file: Any) -> set[str]:
+    """Check the columns of a file of dialogues; they have no data sources."""
     data = c.cfg.data
-    named = [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]
-    opened = [file for path in paths if (file := _open(c, key, path)) is not None]
-    for file in opened:
-        for column in named:
-            if column not in file.columns:
-                listed = ", ".join(file.columns)
-                message = (
-                    f"{file.path}: no column {column!r}{nearest(column, file.columns)} (columns: {listed})"
-                )
-                c.refuse(key, f"{message}; set data.messages_key, or data.prompt_key and data.response_key")
-    if len(opened) == len(paths) and opened:
-        c.rows[key] = sum(len(file) for file in opened)
+    for column in [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]:
+        if column not in file.columns:
+            absent = (
+                f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
+            )
+            c.refuse(key, f"{file.path}: no column {column!r}{absent}")
+    return set()
+
+
+def _absent(column: str, file: Any) -> str:
+    return f"{nearest(column, file.columns)} (columns: {', '.join(file.columns)})"
 
 
 def _table(c: Check) -> None:
+    """The file of prompts or of responses that generation and evaluation read."""
     data = c.cfg.data
-    file = _open(c, "data.path", data.path)
-    if file is None:
+    if not data.path or (file := _open(c, "data.path", data.path)) is None:
         return
     c.rows["data.path"] = len(file)
-    keys = ("prompt_key", "response_key", "data_source_key", "reward_model_key")
-    for key in keys[:1] if c.cfg.entry == "generation" else keys[1:]:
-        column = data[key]
-        if column not in file.columns:
-            message = (
-                f"{data.path} has no such column{nearest(column, file.columns)} ({', '.join(file.columns)})"
-            )
-            c.refuse(f"data.{key}={column}", message)
+    scored = ("response_key", "data_source_key", "reward_model_key")
+    for key in ("prompt_key",) if c.cfg.entry == "generation" else scored:
+        if data[key] not in file.columns:
+            message = f"{data.path} has no such column{_absent(data[key], file)}"
+            c.refuse(f"data.{key}={data[key]}", message)
 
 
 # ---- code of the user's own ----
@@ -197,69 +166,53 @@ def _table(c: Check) -> None:
 
 def _user_code(c: Check) -> None:
     """Rule 20: the file is there, holds the name, and the function takes the arguments."""
-    batch = c.ppo and c.cfg.reward_model.reward_manager == "batch"
-    for path_key, name_key, arguments in (
-        (
-            "custom_reward_function.path",
-            "custom_reward_function.name",
-            _ARGUMENTS["batch" if batch else "one"],
-        ),
-        ("data.custom_cls.path", "data.custom_cls.name", ()),
-        ("data.sampler.class_path", "data.sampler.class_name", ()),
-        ("data.datagen.path", "data.datagen.name", ()),
+    for path, name in (
+        ("custom_reward_function.path", "custom_reward_function.name"),
+        ("data.custom_cls.path", "data.custom_cls.name"),
+        ("data.sampler.class_path", "data.sampler.class_name"),
+        ("data.datagen.path", "data.datagen.name"),
     ):
-        path = c.cfg.select(path_key)
-        if path:
-            _object(c, path_key, path, name_key, c.cfg.select(name_key), arguments)
+        if c.cfg.select(path):
+            _object(c, path, name)
     if c.cfg.select("reward_manager.source") == "importlib":
-        key, name = "reward_manager.module.path", "reward_manager.name"
-        if c.cfg.select(key):
-            _object(c, key, c.cfg.select(key), name, c.cfg.select(name), ())
+        path, name = "reward_manager.module.path", "reward_manager.name"
+        if c.cfg.select(path):
+            _object(c, path, name)
         else:
-            c.refuse(
-                "reward_manager.source=importlib", f"needs {key}=FILE.py, which defines the class {name}"
-            )
+            message = f"needs {path}=FILE.py, which defines the class {c.cfg.select(name)}"
+            c.refuse("reward_manager.source=importlib", message)
 
 
-def _object(
-    c: Check, key: str, path: str, name_key: str, name: str | None, arguments: tuple[str, ...]
-) -> None:
-    source = _source(c, key, path)
+def _object(c: Check, path_key: str, name_key: str) -> None:
+    """Look for a name in the source of the file that `path_key` names."""
+    source, name = _source(c, path_key), c.cfg.select(name_key)
     if source is None:
         return
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (OSError, SyntaxError, ValueError) as error:
-        c.refuse(f"{key}={path}", f"cannot be read as Python: {error}")
+        c.refuse(c.at(path_key), f"cannot be read as Python: {error}")
         return
-    defined = {
-        n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    defined = {node.name: node for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
+    listed = ", ".join(defined) or "nothing"
     if not name:
-        c.refuse(name_key, f"is required with {key} (found there: {', '.join(defined) or 'nothing'})")
-        return
-    found = defined.get(name)
-    if found is None:
-        if not _bound_otherwise(tree, name):
-            listed = ", ".join(defined) or "nothing"
-            c.refuse(
-                f"{name_key}={name}",
-                f"{source} defines no such name{nearest(name, list(defined))} ({listed})",
-            )
-    elif arguments and isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        _takes(
-            c, f"{name_key}={name}", found, arguments, c.cfg.select("reward_model.reward_manager") == "prime"
-        )
+        c.refuse(name_key, f"is required with {path_key} (found there: {listed})")
+    elif name not in defined and not _bound_otherwise(tree, name):
+        c.refuse(c.at(name_key), f"{source} defines no such name{nearest(name, defined)} ({listed})")
+    elif name_key == "custom_reward_function.name" and isinstance(defined.get(name), functions):
+        _takes(c, c.at(name_key), defined[name])
 
 
-def _source(c: Check, key: str, path: str) -> Path | None:
+def _source(c: Check, key: str) -> Path | None:
     """The Python file a path means, or None (reported unless it is a compiled module)."""
+    path: str = c.cfg.select(key)
     if not path.startswith("pkg://"):
         file = Path(path.removeprefix("file://"))
         if file.is_file():
             return file
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        c.refuse(f"{key}={path}", f"no such file (looked at {file.absolute()}){nearest(file.name, beside)}")
+        c.refuse(c.at(key), f"no such file (looked at {file.absolute()}){nearest(file.name, beside)}")
         return None
     module = path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
     try:
@@ -267,7 +220,7 @@ def _source(c: Check, key: str, path: str) -> Path | None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        c.refuse(f"{key}={path}", f"no module {module} can be imported here")
+        c.refuse(c.at(key), f"no module {module} can be imported here")
         return None
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
@@ -279,17 +232,20 @@ def _bound_otherwise(tree: ast.Module, name: str) -> bool:
             return True
         if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
             return True
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
+        if getattr(node, "name", None) == name:  # a function or a class
             return True
     return False
 
 
-def _takes(c: Check, key: str, function: Any, arguments: tuple[str, ...], positional: bool) -> None:
-    given = function.args
-    names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    if positional and (given.vararg or len(given.args) + len(given.posonlyargs) >= 3):
+def _takes(c: Check, key: str, function: Any) -> None:
+    """A reward function takes what the manager calls it with."""
+    manager, given = c.cfg.select("reward_model.reward_manager"), function.args
+    positional = [*given.posonlyargs, *given.args]
+    if manager == "prime" and (given.vararg or len(positional) >= 3):
         return
-    missing = [a for a in arguments if a not in names]
+    called = _ARGUMENTS if manager != "batch" else tuple(f"{name}s" for name in _ARGUMENTS)
+    names = [argument.arg for argument in (*positional, *given.kwonlyargs)]
+    missing = [name for name in called if name not in names]
     if missing and given.kwarg is None:
-        message = f"is called with {', '.join(arguments)}; it takes {', '.join(names) or 'nothing'}"
+        message = f"is called with {', '.join(called)}; it takes {', '.join(names) or 'nothing'}"
         c.refuse(key, f"{message}; add {', '.join(missing)} or **kwargs")

@@ -7,11 +7,11 @@ import os
 import resource
 from pathlib import Path
 
-from verl.config import release
+from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
-from verl.config.rollout_engines import CAPABILITIES, RELEASED
+from verl.config.names import LOGGERS
 from verl.config.rules.context import Check
 
 
@@ -28,74 +28,64 @@ def check(c: Check) -> None:
         _resume(c)
 
 
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def _devices(c: Check) -> None:
     wanted, found = c.trainer.device, c.devices
     cluster = c.ppo and bool(ray_address(c.cfg))
     kind = found.best if wanted == "auto" else wanted
-    here = found.count(kind)
+    here, sizes = found.count(kind), f"{c.at('trainer.nnodes')}, {c.at('trainer.n_gpus_per_node')}"
     if kind == "cuda" and here and not found.cuda_build:
         c.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
     elif wanted in ("cuda", "npu") and not here and not cluster:
-        c.lacks(
-            f"trainer.device={wanted}", f"no {wanted} device is found here; set trainer.device=cpu or auto"
-        )
+        message = f"no {wanted} device is found here; set trainer.device=cpu or auto"
+        c.lacks(f"trainer.device={wanted}", message)
     if c.cfg.entry == "sft":
-        _processes(c, kind, here)
+        _processes(c, sizes, kind, here)
         return
     if not c.ppo:
         if c.world > 1:
-            c.lacks(
-                _sizes(c),
-                f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1",
-            )
+            message = f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1"
+            c.lacks(sizes, message)
         return
     if not cluster:
-        _one_machine(c, kind, here)
-    if (c.world > 1 or c.rollout.nnodes > 0 or cluster) and importlib.util.find_spec("ray") is None:
-        c.lacks(_sizes(c), "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
-    _open_files(c)
-    _run_folder(c)
-
-
-def _run_folder(c: Check) -> None:
-    """A submitted job works in a copy of its directory that Ray makes and removes."""
-    folder, here = Path(c.trainer.default_local_dir).expanduser(), Path.cwd()
-    if not folder.is_absolute() and "working_dir_files" in here.parts:
+        _one_machine(c, sizes, kind, here)
+    several = c.world > 1 or c.rollout.nnodes > 0
+    if (several or cluster) and not _installed("ray"):
+        c.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
+    if several:
+        _open_files(c, sizes)
+    folder = Path(c.trainer.default_local_dir).expanduser()
+    if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:
         c.notice(
             f"trainer.default_local_dir={folder} is inside Ray's temporary copy of the job's directory and is lost with it: give "
             "an absolute path on a disk that stays"
         )
 
 
-def _processes(c: Check, kind: str, here: int) -> None:
+def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
     """Supervised training runs in the processes that torchrun started."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if kind != "cpu" and local > here > 0:
-        c.lacks(
-            "torchrun", f"started {local} processes on this machine, which has {here} {kind}; start {here}"
-        )
-    asked = c.trainer.nnodes * c.trainer.n_gpus_per_node
-    if asked != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
+        message = f"started {local} processes on this machine, which has {here} {kind}; start {here}"
+        c.lacks("torchrun", message)
+    nodes, each = c.trainer.nnodes, c.trainer.n_gpus_per_node
+    if nodes * each != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
         c.notice(
-            f"no effect: {_sizes(c)}: torchrun decides how many processes train, here {c.world}; "
-            f"torchrun --nnodes={c.trainer.nnodes} --nproc_per_node={c.trainer.n_gpus_per_node} -m "
-            "verl.trainer.sft_trainer … starts as many"
+            f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; torchrun --nnodes={nodes} "
+            f"--nproc_per_node={each} -m verl.trainer.sft_trainer … starts as many"
         )
 
 
-def _sizes(c: Check) -> str:
-    return f"trainer.nnodes={c.trainer.nnodes}, trainer.n_gpus_per_node={c.trainer.n_gpus_per_node}"
-
-
-def _one_machine(c: Check, kind: str, here: int) -> None:
+def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     """Without a cluster's address everything has to be on this machine."""
-    key = c.rollout_key
     own = c.rollout.nnodes * c.rollout.n_gpus_per_node
-    wanted, sizes = c.world + own, _sizes(c)
+    wanted, nodes = c.world + own, c.trainer.nnodes + c.rollout.nnodes
     if own:
-        sizes += f", {key}.nnodes={c.rollout.nnodes}, {key}.n_gpus_per_node={c.rollout.n_gpus_per_node}"
-    if c.trainer.nnodes + c.rollout.nnodes > 1 + (own > 0):
-        nodes = c.trainer.nnodes + c.rollout.nnodes
+        sizes = f"{sizes}, {c.at(f'{c.rollout_key}.nnodes')}, {c.at(f'{c.rollout_key}.n_gpus_per_node')}"
+    if nodes > 1 + (own > 0):
         c.lacks(
             sizes,
             f"{wanted} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
@@ -110,33 +100,25 @@ def _one_machine(c: Check, kind: str, here: int) -> None:
         )
 
 
-def _open_files(c: Check) -> None:
+def _open_files(c: Check, sizes: str) -> None:
     """Every worker, and Ray's own processes, hold connections and files of the driver and of each other."""
-    if c.world == 1 and c.rollout.nnodes == 0:
-        return
     needed = 1024 + 128 * c.world
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        c.lacks(
-            _sizes(c),
-            f"a process may open {hard} files here (ulimit -n), {c.world} workers need {needed}; raise it: "
-            "ulimit -n 65536",
-        )
+        message = f"a process may open {hard} files here (ulimit -n), {c.world} workers need {needed}"
+        c.lacks(sizes, f"{message}; raise it: ulimit -n 65536")
 
 
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    engine, others = CAPABILITIES[name], c.rollout.engine_kwargs
-    if not engine.released:
-        installed = importlib.util.find_spec(name) is not None
-        where = "installed here, but " if installed else "not installed here, and "
-        c.lacks(f"{key}={name}", f"{where}not in this release; set {key}={' or '.join(RELEASED)}")
+    if not CAPABILITIES[name].released:
+        where = "installed here, but" if _installed(name) else "not installed here, and"
+        c.lacks(f"{key}={name}", f"{where} not in this release; set {key}={' or '.join(RELEASED)}")
     elif name in _ARGUMENT_CHECKS:
         _ARGUMENT_CHECKS[name](c)
-    elif others.vllm or others.sglang:
-        c.notice(
-            f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, the engine is {name}"
-        )
+    elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
+        belong = f"{c.rollout_key}.engine_kwargs.* belong to vllm and sglang"
+        c.notice(f"no effect: {belong}, the engine is {name}")
 
 
 def _vllm(c: Check) -> None:
@@ -157,41 +139,34 @@ def _vllm(c: Check) -> None:
     for text in translated.notices:
         c.notice(text)
     if c.rollout.data_parallel_size > 1:
-        c.refuse(
-            f"{key}.data_parallel_size={c.rollout.data_parallel_size}",
-            "one vllm engine is one copy of the model here; set 1: more devices make more engines",
-        )
+        message = "one vllm engine is one copy of the model here; set 1: more devices make more engines"
+        c.refuse(c.at(f"{key}.data_parallel_size"), message)
 
 
 def _model(c: Check) -> None:
-    facts, key = c.facts, f"{c.model_key}.path"
+    facts, at = c.facts, c.at(f"{c.model_key}.path")
     if facts is None:
         return
     if trouble := facts.missing_weights():
-        c.refuse(f"{key}={c.model.path}", trouble)
+        c.refuse(at, trouble)
     if facts.remote_code and not c.model.trust_remote_code:
-        c.refuse(
-            f"{c.model_key}.trust_remote_code=False",
-            f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code",
-        )
-    if facts.vision and not release.VISION:
-        c.lacks(
-            f"{key}={c.model.path}", f"vision models ({facts.name}) are not in this release; use a text model"
-        )
+        code = f"the model ({facts.name}) is built by code shipped with it"
+        c.refuse(f"{c.model_key}.trust_remote_code=False", f"{code}; set True to run its author's code")
+    if facts.vision:
+        c.lacks(at, f"vision models ({facts.name}) are not in this release; use a text model")
     if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:
         c.refuse("reward_model.model.path", "reward_model.enable=True needs it")
 
 
 def _trackers(c: Check) -> None:
-    packages = {"wandb": "wandb", "tensorboard": "tensorboard"}
     for name in c.trainer.logger:
-        package = packages.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            text = f"trainer.logger={name}: {package} is not installed; left out (pip install {package})"
-            c.notice(text, run_says=True)
-        elif package is None and name not in release.LOGGERS:
-            text = f"trainer.logger={name}: not in this release, left out; metrics.jsonl has everything"
-            c.notice(text, run_says=True)
+        if name not in LOGGERS:
+            trouble = "not in this release, left out; metrics.jsonl has everything"
+        elif name in ("wandb", "tensorboard") and not _installed(name):
+            trouble = f"{name} is not installed; left out (pip install {name})"
+        else:
+            continue
+        c.notice(f"trainer.logger={name}: {trouble}", run_says=True)
     offline = not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists()
     if "wandb" in c.trainer.logger and offline and "WANDB_MODE" not in os.environ:
         text = "trainer.logger=wandb: not logged in here; left out (wandb login, WANDB_API_KEY or WANDB_MODE=offline)"
@@ -202,21 +177,14 @@ def _resume(c: Check) -> None:
     """Rule 21: the checkpoint of resume_path is there."""
     if c.trainer.resume_mode != "resume_path":
         return
-    given = c.trainer.resume_from_path
-    if not given:
+    at, folder = c.at("trainer.resume_from_path"), Path(c.trainer.resume_from_path or "")
+    complete = ("manifest.json", "latest_checkpointed_iteration.txt", "data.pt", "global_step_*")
+    if not c.trainer.resume_from_path:
         c.refuse("trainer.resume_mode=resume_path", "needs trainer.resume_from_path=…/global_step_N")
-        return
-    folder = Path(given)
-    complete = ("manifest.json", "latest_checkpointed_iteration.txt", "data.pt")
-    if not folder.is_dir():
-        c.refuse(
-            f"trainer.resume_from_path={given}",
-            "no such directory; to start afresh set trainer.resume_mode=auto",
-        )
-    elif not any((folder / name).exists() for name in complete) and not any(folder.glob("global_step_*")):
-        c.refuse(
-            f"trainer.resume_from_path={given}", "holds no checkpoint (no manifest.json, no global_step_N)"
-        )
+    elif not folder.is_dir():
+        c.refuse(at, "no such directory; to start afresh set trainer.resume_mode=auto")
+    elif not any(any(folder.glob(name)) for name in complete):
+        c.refuse(at, "holds no checkpoint (no manifest.json, no global_step_N)")
 
 
 _ARGUMENT_CHECKS = {"vllm": _vllm}

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from verl.config.rules.context import Check
-from verl.profiling.options import check_options
-from verl.profiling.plan import ROLES
+
+ROLES = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "rollout": "actor_rollout_ref.rollout.profiler",
+    "critic": "critic.profiler",
+    "sft": "profiler",
+}
+"""Role → where its profiler group stands."""
+CONTENTS = ("cpu", "cuda", "npu", "memory", "shapes", "stack")
+KNOWN: dict[str, tuple[str, ...]] = {
+    "torch": ("contents", "discrete"),
+    "torch_memory": ("trace_alloc_max_entries", "stack_depth"),
+    "npu": ("contents", "level", "analysis", "discrete"),
+}
+"""Tool → its arguments; nsys takes any."""
 
 
 def check(c: Check) -> None:
@@ -14,38 +29,41 @@ def check(c: Check) -> None:
     profiler = c.cfg.select("global_profiler")
     if profiler is None:
         return
-    enabled = [path for path in ROLES.values() if _of(c, path) is not None and _of(c, path).enable]
+    roles = {path: group for path in ROLES.values() if (group := c.cfg.select(path)) is not None}
     if not profiler.tool:
-        without = [f"{path}.enable=True" for path in enabled]
-        without += [f"global_profiler.steps={profiler.steps}"] if profiler.steps else []
+        without = [f"{path}.enable=True" for path, group in roles.items() if group.enable]
+        without += [c.at("global_profiler.steps")] if profiler.steps else []
         if without:
-            c.notice(
-                f"no effect: {', '.join(without)}: nothing is profiled without global_profiler.tool=torch"
-            )
+            reason = "nothing is profiled without global_profiler.tool=torch"
+            c.notice(f"no effect: {', '.join(without)}: {reason}")
         return
     tool = f"global_profiler.tool={profiler.tool}"
     if not profiler.steps:
         c.refuse(tool, "no step is named; set global_profiler.steps=[2], or the tool to null")
-    if min(profiler.steps or [1]) < 1:
-        c.refuse(f"global_profiler.steps={profiler.steps}", "steps are counted from 1")
-    _device(c, tool, profiler.tool)
-    for path in ROLES.values():
-        group = _of(c, path)
-        if group is not None:
-            problem = check_options(profiler.tool, group.tool_config.get(profiler.tool) or {})
-            if problem:
-                c.refuse(path, problem)
+    elif min(profiler.steps) < 1:
+        c.refuse(c.at("global_profiler.steps"), "steps are counted from 1")
+    if c.trainer is not None:
+        kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
+        if profiler.tool == "nsys" and kind != "cuda":
+            c.lacks(tool, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
+        if profiler.tool == "npu" and kind != "npu":
+            c.lacks(tool, f"needs an Ascend device, this run is on {kind}; set it to torch")
+    for path, group in roles.items():
+        if problem := check_options(profiler.tool, group.tool_config.get(profiler.tool) or {}):
+            c.refuse(path, problem)
 
 
-def _of(c: Check, path: str) -> Any:
-    return c.cfg.select(path)
-
-
-def _device(c: Check, key: str, tool: str) -> None:
-    if c.trainer is None:
-        return
-    kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
-    if tool == "nsys" and kind != "cuda":
-        c.lacks(key, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
-    if tool == "npu" and kind != "npu":
-        c.lacks(key, f"needs an Ascend device, this run is on {kind}; set it to torch")
+def check_options(tool: str, options: Mapping[str, Any]) -> str:
+    """What is wrong with a tool's arguments, "" if nothing is."""
+    known = KNOWN.get(tool, tuple(options))
+    key = f"profiler.tool_config.{tool}"
+    for name in options:
+        if name not in known:
+            return f"{key}.{name} is not known: {', '.join(known)}"
+    if tool in KNOWN and options.get("discrete"):
+        whole = "a profile here is of whole steps, in which every phase is a named range"
+        return f"{key}.discrete=True: {whole}; leave it False"
+    wrong = [name for name in options.get("contents") or [] if name not in CONTENTS]
+    if wrong and tool == "torch":
+        return f"{key}.contents: {wrong[0]} is not known: {', '.join(CONTENTS)}"
+    return ""

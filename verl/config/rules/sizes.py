@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
 from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import Check
+from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.rules.context import ACTOR, Check
 
-_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
 
 
 def check(c: Check) -> None:
@@ -21,135 +21,7 @@ def check(c: Check) -> None:
         _batches(c)
         _overlong(c)
         _pools(c)
-    _training_layout(c)
-
-
-def _lengths(c: Check) -> None:
-    rollout, facts = c.rollout, c.facts
-    longest = rollout.prompt_length + rollout.response_length
-    named = (
-        ("data.max_prompt_length", "data.max_response_length")
-        if c.ppo
-        else ("prompt_length", "response_length")
-    )
-    text = f"{named[0]}={rollout.prompt_length} + {named[1]}={rollout.response_length}"
-    if facts is not None and facts.context is not None and longest > facts.context:
-        c.refuse(text, f"= {longest} tokens, the model's context is {facts.context}; lower one of them")
-    if longest > rollout.max_model_len:
-        key = f"{c.rollout_key}.max_model_len"
-        c.refuse(text, f"= {longest} tokens, {key}={rollout.max_model_len}; raise it or leave it null")
-    if c.ppo and rollout.prompt_length < c.cfg.data.max_prompt_length:
-        c.refuse(
-            f"{c.rollout_key}.prompt_length={rollout.prompt_length}",
-            f"prompts may have data.max_prompt_length={c.cfg.data.max_prompt_length} tokens; leave it unset",
-        )
-    batched = rollout.max_num_batched_tokens
-    if not rollout.enable_chunked_prefill and batched < rollout.max_model_len:
-        c.refuse(
-            f"{c.rollout_key}.max_num_batched_tokens={batched}",
-            f"without enable_chunked_prefill a prompt is not cut; raise it to {rollout.max_model_len}, or leave it unset",
-        )
-
-
-def _engine_layout(c: Check) -> None:
-    """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
-    rollout, facts, key = c.rollout, c.facts, c.rollout_key
-    engine = CAPABILITIES[rollout.name]
-    tensor = rollout.tensor_model_parallel_size or 1
-    size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
-    separate = c.ppo and rollout.nnodes > 0
-    per_node = rollout.n_gpus_per_node if separate else c.trainer.n_gpus_per_node
-    nodes = rollout.nnodes if separate else c.trainer.nnodes
-    pool = nodes * per_node
-    if facts is not None and facts.heads and facts.heads % tensor:
-        message = (
-            f"does not divide the model's {facts.heads} attention heads; use one of {divisors(facts.heads)}"
-        )
-        c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
-    if tensor > per_node:
-        message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
-        message += "" if nodes == 1 else ": an engine stays on one node"
-        c.refuse(f"{key}.tensor_model_parallel_size={tensor}", message)
-    elif not engine.tensor_parallel and tensor > 1 and c.ppo:
-        c.notice(
-            f"{key}.tensor_model_parallel_size={tensor}: a {rollout.name} engine runs on one device; there are more engines"
-        )
-    elif pool % size or per_node % size:
-        message = (
-            f"an engine of {size} devices does not divide the pool of {pool}; use one of {divisors(per_node)}"
-        )
-        c.refuse(f"{key}: tensor × pipeline × data parallel = {size}", message)
-    expert = rollout.expert_parallel_size
-    if expert > 1:
-        if facts is not None and not facts.experts:
-            c.refuse(f"{key}.expert_parallel_size={expert}", "the model has no experts; set 1")
-        elif expert != tensor * rollout.data_parallel_size:
-            message = f"must be tensor × data parallel = {tensor * rollout.data_parallel_size}, or 1"
-            c.refuse(f"{key}.expert_parallel_size={expert}", message)
-    if rollout.pipeline_model_parallel_size > 1 and engine.tensor_parallel:
-        message = f"{rollout.name} is not run in pipeline; set 1 and raise tensor_model_parallel_size"
-        c.refuse(f"{key}.pipeline_model_parallel_size={rollout.pipeline_model_parallel_size}", message)
-
-
-def _batches(c: Check) -> None:
-    data, actor = c.cfg.data, c.cfg.actor_rollout_ref.actor
-    size, mini = data.train_batch_size, actor.ppo_mini_batch_size
-    if mini > size:
-        if c.was_set(f"{_ACTOR}.ppo_mini_batch_size"):
-            c.notice(
-                f"{_ACTOR}.ppo_mini_batch_size={mini} > data.train_batch_size={size}: one update on the batch"
-            )
-    elif size % mini:
-        parts = math.ceil(size / mini)
-        c.notice(
-            f"data.train_batch_size={size} is no multiple of {_ACTOR}.ppo_mini_batch_size={mini}: "
-            f"{parts} mini-batches of {size // parts} to {math.ceil(size / parts)} prompts"
-        )
-    longest = data.max_prompt_length + data.max_response_length
-    budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
-    if actor.use_dynamic_bsz and longest > budget:
-        c.notice(
-            f"the longest sequence ({longest} tokens) is above the token budget ({budget}); it goes alone"
-        )
-    if c.trainer.val_only and not data.val_files:
-        c.refuse("trainer.val_only=True, data.val_files", "there is nothing to validate on; name the files")
-    validates = c.trainer.test_freq > 0
-    if validates and not data.val_files:
-        c.notice(
-            f"trainer.test_freq={c.trainer.test_freq} without data.val_files: there is nothing to validate on"
-        )
-
-
-def _overlong(c: Check) -> None:
-    kwargs = c.cfg.reward_model.reward_kwargs
-    buffer = kwargs.overlong_buffer_cfg
-    key = "reward_model.reward_kwargs"
-    if buffer.enable and not 0 < buffer.len <= kwargs.max_resp_len:
-        message = f"must be above 0 and at most {key}.max_resp_len={kwargs.max_resp_len}"
-        c.refuse(f"{key}.overlong_buffer_cfg.len={buffer.len}", message)
-    limit = c.cfg.data.max_response_length
-    if buffer.enable and kwargs.max_resp_len != limit:
-        c.notice(f"{key}.max_resp_len={kwargs.max_resp_len} is not data.max_response_length={limit}")
-
-
-def _pools(c: Check) -> None:
-    reward, rollout = c.cfg.reward_model, c.rollout
-    if reward.enable_resource_pool and (reward.nnodes < 1 or reward.n_gpus_per_node < 1):
-        message = "needs its size: reward_model.nnodes=1 and reward_model.n_gpus_per_node"
-        c.refuse("reward_model.enable_resource_pool=True", message)
-    if not c.cfg.actor_rollout_ref.hybrid_engine and rollout.nnodes == 0:
-        message = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
-        c.refuse("actor_rollout_ref.hybrid_engine=False", message)
-
-
-def _training_layout(c: Check) -> None:
-    """Rules 11 and 12: sequence parallel, shard groups, Megatron's sizes."""
-    if c.ppo:
-        actor = c.cfg.actor_rollout_ref.actor
-        _ranks(c, _sizes(actor, f"{_ACTOR}."), own_model=True)
-        _reference_layout(c, actor, c.cfg.actor_rollout_ref.ref)
-        if actor.strategy == "megatron":
-            _megatron(c, f"{_ACTOR}.megatron", actor.megatron)
+        _policy_layout(c)
     elif c.cfg.entry == "sft":
         engine = c.cfg.engine
         split, cut = engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
@@ -158,29 +30,126 @@ def _training_layout(c: Check) -> None:
             _megatron(c, "engine", engine)
 
 
+def _lengths(c: Check) -> None:
+    rollout, facts, key = c.rollout, c.facts, c.rollout_key
+    longest = rollout.prompt_length + rollout.response_length
+    front = "data.max_" if c.ppo else ""
+    text = f"{front}prompt_length={rollout.prompt_length} + {front}response_length={rollout.response_length}"
+    if facts is not None and facts.context is not None and longest > facts.context:
+        c.refuse(text, f"= {longest} tokens, the model's context is {facts.context}; lower one of them")
+    if longest > rollout.max_model_len:
+        limit = c.at(f"{key}.max_model_len")
+        c.refuse(text, f"= {longest} tokens, {limit}; raise it or leave it null")
+    if c.ppo and rollout.prompt_length < c.cfg.data.max_prompt_length:
+        message = f"prompts may have {c.at('data.max_prompt_length')} tokens; leave it unset"
+        c.refuse(c.at(f"{key}.prompt_length"), message)
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
+        message = f"without enable_chunked_prefill a prompt is not cut; raise it to {rollout.max_model_len}"
+        c.refuse(c.at(f"{key}.max_num_batched_tokens"), f"{message}, or leave it unset")
+
+
+def _engine_layout(c: Check) -> None:
+    """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
+    rollout, facts, key = c.rollout, c.facts, c.rollout_key
+    engine = CAPABILITIES[rollout.name]
+    tensor = rollout.tensor_model_parallel_size or 1
+    size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
+    place = rollout if c.ppo and rollout.nnodes > 0 else c.trainer
+    per_node, pool = place.n_gpus_per_node, place.nnodes * place.n_gpus_per_node
+    at = f"{key}.tensor_model_parallel_size={tensor}"
+    if facts is not None and facts.heads and facts.heads % tensor:
+        heads = f"the model's {facts.heads} attention heads; use one of {divisors(facts.heads)}"
+        c.refuse(at, f"does not divide {heads}")
+    if tensor > per_node:
+        message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
+        c.refuse(at, message + ("" if place.nnodes == 1 else ": an engine stays on one node"))
+    elif not engine.tensor_parallel and tensor > 1 and c.ppo:
+        c.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
+    elif pool % size or per_node % size:
+        message = f"an engine of {size} devices does not divide the pool of {pool}"
+        product = f"{key}: tensor × pipeline × data parallel = {size}"
+        c.refuse(product, f"{message}; use one of {divisors(per_node)}")
+    expert, spread = rollout.expert_parallel_size, tensor * rollout.data_parallel_size
+    if expert > 1 and facts is not None and not facts.experts:
+        c.refuse(f"{key}.expert_parallel_size={expert}", "the model has no experts; set 1")
+    elif expert > 1 and expert != spread:
+        message = f"must be tensor × data parallel = {spread}, or 1"
+        c.refuse(f"{key}.expert_parallel_size={expert}", message)
+    if rollout.pipeline_model_parallel_size > 1 and engine.tensor_parallel:
+        message = f"{rollout.name} is not run in pipeline; set 1 and raise tensor_model_parallel_size"
+        c.refuse(c.at(f"{key}.pipeline_model_parallel_size"), message)
+
+
+def _batches(c: Check) -> None:
+    data, actor = c.cfg.data, c.cfg.actor_rollout_ref.actor
+    size, mini = data.train_batch_size, actor.ppo_mini_batch_size
+    at, batch = f"{ACTOR}.ppo_mini_batch_size={mini}", f"data.train_batch_size={size}"
+    if mini > size:
+        if c.was_set(f"{ACTOR}.ppo_mini_batch_size"):
+            c.notice(f"{at} > {batch}: one update on the batch")
+    elif size % mini:
+        parts = math.ceil(size / mini)
+        each = f"{parts} mini-batches of {size // parts} to {math.ceil(size / parts)} prompts"
+        c.notice(f"{batch} is no multiple of {at}: {each}")
+    longest = data.max_prompt_length + data.max_response_length
+    budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
+    if actor.use_dynamic_bsz and longest > budget:
+        above = f"the longest sequence ({longest} tokens) is above the token budget ({budget})"
+        c.notice(f"{above}; it goes alone")
+    if not data.val_files and c.trainer.val_only:
+        message = "there is nothing to validate on; name the files"
+        c.refuse("trainer.val_only=True, data.val_files", message)
+    if not data.val_files and c.trainer.test_freq > 0:
+        c.notice(f"{c.at('trainer.test_freq')} without data.val_files: there is nothing to validate on")
+
+
+def _overlong(c: Check) -> None:
+    kwargs, limit = c.cfg.reward_model.reward_kwargs, c.cfg.data.max_response_length
+    buffer, key = kwargs.overlong_buffer_cfg, "reward_model.reward_kwargs"
+    if not buffer.enable:
+        return
+    most = c.at(f"{key}.max_resp_len")
+    if not 0 < buffer.len <= kwargs.max_resp_len:
+        c.refuse(c.at(f"{key}.overlong_buffer_cfg.len"), f"must be above 0 and at most {most}")
+    if kwargs.max_resp_len != limit:
+        c.notice(f"{most} is not data.max_response_length={limit}")
+
+
+def _pools(c: Check) -> None:
+    reward = c.cfg.reward_model
+    if reward.enable_resource_pool and (reward.nnodes < 1 or reward.n_gpus_per_node < 1):
+        message = "needs its size: reward_model.nnodes=1 and reward_model.n_gpus_per_node"
+        c.refuse("reward_model.enable_resource_pool=True", message)
+    if not c.cfg.actor_rollout_ref.hybrid_engine and c.rollout.nnodes == 0:
+        message = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
+        c.refuse("actor_rollout_ref.hybrid_engine=False", message)
+
+
+def _policy_layout(c: Check) -> None:
+    """Rules 11 and 12: sequence parallel, shard groups, Megatron's sizes, of the actor and its reference.
+
+    The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
+    """
+    actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
+    ours, theirs = _sizes(actor, f"{ACTOR}."), _sizes(ref, f"{_REF}.")
+    _ranks(c, ours, own_model=True)
+    if ours.together % theirs.together:
+        c.refuse(
+            f"{_REF}.ulysses_sequence_parallel_size",
+            f"{theirs.together} devices share a sequence of the reference and {ours.together} one of the actor, which "
+            f"gets the same rows: {theirs.together} must divide {ours.together}; leave it as the actor's",
+        )
+    wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
+    adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path  # then the reference is the actor's base
+    if wanted and (ref.model.path or (not adapted and _sizes(ref, "") != _sizes(actor, ""))):
+        _ranks(c, theirs, own_model=not ref.model.path)
+    if actor.strategy == "megatron":
+        _megatron(c, f"{ACTOR}.megatron", actor.megatron)
+
+
 def _sizes(role: Any, keys: str) -> Sizes:
     parallel = role.fsdp_config
     return Sizes(role.ulysses_sequence_parallel_size, parallel.tensor_parallel_size, parallel.fsdp_size, keys)
-
-
-def _reference_layout(c: Check, actor: Any, ref: Any) -> None:
-    """The reference gets the rows of the actor's layout: who shares its work must have the same ones."""
-    ours, theirs = (
-        role.ulysses_sequence_parallel_size * role.fsdp_config.tensor_parallel_size for role in (actor, ref)
-    )
-    if ours % theirs:
-        c.refuse(
-            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
-            f"{theirs} devices share a sequence of the reference and {ours} one of the actor, which gets the same rows: "
-            f"{theirs} must divide {ours}; leave it as the actor's",
-        )
-    wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
-    adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path
-    if not wanted or (adapted and not ref.model.path):  # then it is the actor's base
-        return
-    keys = "actor_rollout_ref.ref."
-    if _sizes(ref, "") != _sizes(actor, "") or ref.model.path:
-        _ranks(c, _sizes(ref, keys), own_model=not ref.model.path)
 
 
 def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
@@ -195,30 +164,30 @@ def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
 
 
 def _megatron(c: Check, key: str, m: Any) -> None:
-    model = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    virtual = m.virtual_pipeline_model_parallel_size
+    virtual, pipeline = m.virtual_pipeline_model_parallel_size, m.pipeline_model_parallel_size
+    model = m.tensor_model_parallel_size * pipeline * m.context_parallel_size
     if c.world % model:
         equation = f"tensor × pipeline × context = {model}"
         c.refuse(f"{key}: {equation}", f"does not divide the {c.world} ranks")
-    if virtual and m.pipeline_model_parallel_size == 1:
-        c.refuse(
-            f"{key}.virtual_pipeline_model_parallel_size={virtual}", "needs pipeline_model_parallel_size > 1"
-        )
+    if virtual and pipeline == 1:
+        at = c.at(f"{key}.virtual_pipeline_model_parallel_size")
+        c.refuse(at, "needs pipeline_model_parallel_size > 1")
     layers = c.facts.layers if c.facts is not None else None
-    chunks = m.pipeline_model_parallel_size * (virtual or 1)
+    chunks = pipeline * (virtual or 1)
     uneven = any(name.startswith(("num_layers_in", "account_for")) for name in m.override_transformer_config)
     if layers and layers % chunks and not uneven:
         message = f"{layers} layers over {chunks} chunks; set num_layers_in_first_pipeline_stage or …_last_…"
-        c.refuse(f"{key}.pipeline_model_parallel_size={m.pipeline_model_parallel_size}", message)
+        c.refuse(c.at(f"{key}.pipeline_model_parallel_size"), message)
     experts = m.expert_model_parallel_size
-    count = c.facts.experts if c.facts is not None else 0
-    if experts > 1 and c.facts is not None and (not count or count % experts):
-        message = (
-            f"does not divide the model's {count} experts" if count else "the model has no experts; set 1"
-        )
+    if experts > 1 and c.facts is not None and (not c.facts.experts or c.facts.experts % experts):
+        divides = f"does not divide the model's {c.facts.experts} experts"
+        message = divides if c.facts.experts else "the model has no experts; set 1"
         c.refuse(f"{key}.expert_model_parallel_size={experts}", message)
     if m.sequence_parallel and m.tensor_model_parallel_size == 1:
         c.notice(f"{key}.sequence_parallel is off with tensor_model_parallel_size=1")
+
+
+# ---- the plan ----
 
 
 def plan(c: Check) -> list[str]:
@@ -228,26 +197,28 @@ def plan(c: Check) -> list[str]:
     data, actor, n = c.cfg.data, c.cfg.actor_rollout_ref.actor, c.rollout.n
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
-    updates = parts * actor.ppo_epochs
     small, large = size // parts * n, math.ceil(size / parts) * n
     each = f"{large}" if small == large else f"{small} to {large}"
-    ranks = max(1, c.world // (actor.ulysses_sequence_parallel_size * actor.fsdp_config.tensor_parallel_size))
+    ranks = max(1, c.world // _sizes(actor, "").together)
+    epochs = actor.ppo_epochs
     lines = [
         _steps(c),
-        f"each step: {size} prompts × {n} answers = {size * n} trajectories "
+        f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {updates} update{'s' if updates > 1 else ''} ({parts} mini-batches of {each} answers × "
-        f"{actor.ppo_epochs} epoch{'s' if actor.ppo_epochs > 1 else ''})",
-        f"→ micro-batches on each of {ranks} rank{'s' if ranks > 1 else ''}: {_micro(actor, large, ranks)}",
+        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {each} responses × {_count(epochs, 'epoch')})",
+        f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
-    if c.trainer.test_freq > 0 or c.trainer.val_before_train:
+    if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train):
         rows = c.rows.get("data.val_files")
         if rows and data.val_max_samples >= 0:
             rows = min(rows, data.val_max_samples)
         prompts = f"{rows} prompts" if rows else "validation prompts"
-        if data.val_files:
-            lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
+        lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _train_rows(c: Check) -> int | None:
@@ -263,20 +234,17 @@ def _steps(c: Check) -> str:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
     if not rows:
         return f"{epochs} epochs"
-    each, total = rows // size, rows // size * epochs
-    return (
-        f"{rows} rows, {each} step{'' if each == 1 else 's'} an epoch × {epochs} epoch{'' if epochs == 1 else 's'} = "
-        f"{total} step{'' if total == 1 else 's'}"
-    )
+    each = f"{rows} rows, {_count(rows // size, 'step')} an epoch × {_count(epochs, 'epoch')}"
+    return f"{each} = {_count(rows // size * epochs, 'step')}"
 
 
-def _micro(actor: Any, answers: int, ranks: int) -> str:
+def _micro(actor: Any, responses: int, ranks: int) -> str:
     rows = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or rows is None:
         budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
         return f"up to {budget} tokens each, packed"
-    share = math.ceil(answers / ranks)
-    return f"{math.ceil(share / rows)} of {min(rows, share)} answers per mini-batch"
+    share = math.ceil(responses / ranks)
+    return f"{math.ceil(share / rows)} of {min(rows, share)} responses per mini-batch"
 
 
 def _other_plan(c: Check) -> list[str]:
@@ -286,7 +254,6 @@ def _other_plan(c: Check) -> list[str]:
         steps = f"{rows} rows, {rows // size} steps an epoch" if rows else f"{size} rows a step"
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":
-        return [
-            f"{c.rows.get('data.path', 'all')} prompts × {data.n_samples} answers, {data.batch_size} at a time"
-        ]
+        prompts = f"{c.rows.get('data.path', 'all')} prompts"
+        return [f"{prompts} × {data.n_samples} responses, {data.batch_size} at a time"]
     return []

@@ -6,18 +6,19 @@ import importlib
 import os
 from typing import Any
 
-from verl.config import release
+from verl.config.rollout_engines import CAPABILITIES
+from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, leaves
-from verl.config.rollout_engines import CAPABILITIES
-from verl.config.rules.context import Check, nearest
-from verl.config.tables import REFUSED_VALUES
+from verl.config.names import built_in, nearest
+from verl.config.rules.context import Check
 
-IMPLEMENTED = {
-    "algorithm.adv_estimator": release.ESTIMATORS,
-    "actor_rollout_ref.actor.policy_loss.loss_mode": release.POLICY_LOSSES,
+REGISTRIES = {
+    "algorithm.adv_estimator": "ESTIMATORS",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "LOSSES",
 }
+"""Key → the registry in verl.algorithms.registry that its names are of."""
 
 
 def check(c: Check) -> None:
@@ -36,7 +37,8 @@ def check(c: Check) -> None:
         if _bounds(c, path, value, known):
             mended[path] = _inside(known)
         if "options" in known.about:
-            _names(c, path, value, known)
+            for name in value if isinstance(value, list) else [value]:
+                _name(c, path, str(name), known)
         if path.endswith("dtype"):
             _dtype(c, path, value)
         if path.endswith(".override_optimizer_config") and "lr" in value:
@@ -44,59 +46,52 @@ def check(c: Check) -> None:
     if mended:
         c.mend(mended)
     _unread(c)
-    for feature in release.FEATURES:
-        value = c.cfg.select(feature.key)
-        if feature.on(value) and not (feature.key == "critic.enable" and not c.was_set("critic.enable")):
-            c.refuse(f"{feature.key}={value}", f"not in this release ({feature.what}); {feature.instead}")
+    for path, (what, instead) in names.FEATURES.items():
+        default = path == "critic.enable" and not c.was_set(path)
+        if c.cfg.select(path) and not default:
+            c.refuse(c.at(path), f"not in this release ({what}); {instead}")
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
     name = float_name(value)
     if name is None:
-        c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(str(value), list(FLOATS))}")
+        c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
     elif path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
-    found: dict[str, list[str]] = {}
     engine = c.rollout.name if c.rollout is not None else "native"
-    rows = release.UNREAD
-    if not _several(c):
-        rows += release.UNREAD_ALONE + (
-            release.UNREAD_TOGETHER if CAPABILITIES[engine].in_place_weights else ()
-        )
-    if engine in release.UNREAD_BY:
-        rows = (release.UNREAD_BY[engine], *rows)
+    several = c.world > 1 or (c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg))))
+    alone = () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
+    rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
+    found: dict[str, list[str]] = {}
     for path, known in leaves(type(c.cfg)).items():
-        if not c.was_set(path) or c.cfg.select(path) == known.default():
+        value = c.cfg.select(path)
+        if not c.was_set(path) or value == known.default():
             continue
         if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
             continue
-        if path.endswith(".model_dtype") and c.cfg.select(path) in ("float32", "torch.float32"):
+        if path.endswith(".model_dtype") and value in ("float32", "torch.float32"):
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
-        reason = next((text for pattern, text in rows if pattern.fullmatch(path)), None)
+        reason = next((row.reason for row in rows if names.compiled(row.keys).match(path)), None)
         if reason:
-            found.setdefault(reason, []).append(f"{path}={c.cfg.select(path)}")
+            found.setdefault(reason, []).append(c.at(path))
     for reason, keys in found.items():
         c.notice(f"no effect: {', '.join(keys)}: {reason}")
 
 
-def _several(c: Check) -> bool:
-    """More than one device, or a cluster: weights are sharded and sent."""
-    if not c.ppo:
-        return c.world > 1
-    return c.world > 1 or c.rollout.nnodes > 0 or bool(ray_address(c.cfg))
-
-
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
-    """Rules 13 and 14, and every other range of a single number; True if a single number is out of range."""
+    """Rules 13 and 14, and every other range of a number; True if a single number is out of range."""
+    low, high, above = _limits(known)
+    limits = {"at least": low, "above": above, "at most": high}
+    said = " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
     wrong = [number for number in (value if isinstance(value, list) else [value]) if _outside(number, known)]
     for number in wrong:
-        c.refuse(f"{path}={number}", f"out of range; {_range(*_limits(known))}")
+        c.refuse(f"{path}={number}", f"out of range; {said}")
     return bool(wrong) and not isinstance(value, list)
 
 
@@ -115,54 +110,35 @@ def _outside(number: Any, known: Field) -> bool:
 def _inside(known: Field) -> Any:
     """A number in the key's range, with which the other rules can go on."""
     low, high, above = _limits(known)
-    if low is not None:
-        return low
-    return high if high is not None else above + 1
+    return next((limit for limit in (low, high) if limit is not None), above and above + 1)
 
 
-def _range(low: Any, high: Any, above: Any) -> str:
-    parts = [f"at least {low}" if low is not None else "", f"above {above}" if above is not None else ""]
-    parts.append(f"at most {high}" if high is not None else "")
-    return " and ".join(p for p in parts if p)
-
-
-def _names(c: Check, path: str, value: Any, known: Field) -> None:
-    """Rule 2: a name outside its list."""
-    options: tuple[str, ...] = known.about["options"]
-    for name in value if isinstance(value, list) else [value]:
-        if path in IMPLEMENTED:
-            _registered(c, path, str(name), options, known)
-        elif name in options:
-            if path.endswith("strategy") and name not in release.STRATEGIES:
-                c.refuse(f"{path}={name}", f"not in this release; use {' or '.join(release.STRATEGIES)}")
-        else:
-            c.refuse(f"{path}={name}", _unknown(path, str(name), options, known))
-
-
-def _unknown(path: str, name: str, options: tuple[str, ...], known: Field) -> str:
-    foreign = REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
-    if foreign:
-        return f"{foreign[0]} is not in this release; closest: {foreign[1]}"
-    if path in release.CLOSED_REGISTRIES:
-        return f"none of {', '.join(options)}{nearest(name, options)}; your own are not in this release"
-    more = f"; register your own with {known.about['registry']}" if known.about.get("registry") else ""
-    return f"none of {', '.join(options)}{nearest(name, options)}{more}"
-
-
-def _registered(c: Check, path: str, name: str, options: tuple[str, ...], known: Field) -> None:
-    """Estimators and losses: this release's, or a plug-in's."""
-    if name in IMPLEMENTED[path] or name in _plugins(c, path):
+def _name(c: Check, path: str, name: str, known: Field) -> None:
+    """Rule 2: a name outside its list, or one of the list that this release does not have."""
+    options, foreign = known.about["options"], names.REFUSED_VALUES.get(path.rpartition(".")[2], {}).get(name)
+    here: Any = names.STRATEGIES if path.endswith("strategy") else options
+    if registry := REGISTRIES.get(path):
+        here = built_in(registry)
+        if name in here or name in _plugins(c, registry):
+            return
+    if name in here:
         return
-    if name not in options:
-        c.refuse(f"{path}={name}", _unknown(path, name, options, known))
-        return
-    here = " or ".join(IMPLEMENTED[path])
-    default = "" if c.was_set(path) else " (it is the default)"
-    needs = ", which needs a critic," if name == "gae" else ""
-    c.refuse(f"{path}={name}", f"{name}{needs} is not in this release{default}; set {path}={here}")
+    if name in options:
+        default = "" if c.was_set(path) else " (it is the default)"
+        needs = ", which needs a critic," if name == "gae" else ""
+        use = f"set {path}={' or '.join(here)}"
+        c.refuse(f"{path}={name}", f"{name}{needs} is not in this release{default}; {use}")
+    elif foreign:
+        c.refuse(f"{path}={name}", f"{foreign.what} is not in this release; closest: {foreign.instead}")
+    else:
+        own = known.about.get("registry")
+        more = f"; register your own with {own}" if own else ""
+        if path in names.CLOSED_REGISTRIES:
+            more = "; your own are not in this release"
+        c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
-def _plugins(c: Check, path: str) -> set[str]:
+def _plugins(c: Check, registry: str) -> set[str]:
     """Names that plug-in modules register; they are imported only when a name is not one of ours."""
     modules = list(c.model.external_lib or ()) if c.model is not None else []
     modules += [m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m.strip()]
@@ -170,9 +146,8 @@ def _plugins(c: Check, path: str) -> set[str]:
         try:
             importlib.import_module(module)
         except Exception as error:
-            c.refuse(
-                f"{c.model_key}.external_lib", f"importing {module} failed: {type(error).__name__}: {error}"
-            )
-    from verl.algorithms.registry import ESTIMATORS, LOSSES
+            trouble = f"importing {module} failed: {type(error).__name__}: {error}"
+            c.refuse(f"{c.model_key}.external_lib", trouble)
+    from verl.algorithms import registry as registries
 
-    return set((ESTIMATORS if path.endswith("adv_estimator") else LOSSES).functions)
+    return set(getattr(registries, registry).functions)

@@ -1,9 +1,7 @@
 """The schema: the one source of keys, types, defaults and help."""
 
 from verl.config.schema.base import FilePath, Group, Map, Root, select
-from verl.config.schema.entries import EvalConfig, GenerationConfig
-from verl.config.schema.root import Config
-from verl.config.schema.sft import SFTConfig
+from verl.config.schema.entries import Config, EvalConfig, GenerationConfig, SFTConfig
 
 ROOTS: dict[str, type[Root]] = {
     "ppo": Config,

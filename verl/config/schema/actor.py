@@ -1,21 +1,21 @@
-"""`actor_rollout_ref.actor.` and `.ref.`: the policy update and the reference."""
+"""`actor_rollout_ref.actor.`, `.ref.` and `critic.`: the policy update, the reference, the value model."""
 
-from verl.config.schema.base import Group, choice, group, items, key, same_as, sub
-from verl.config.schema.fsdp import FSDPConfig
-from verl.config.schema.megatron import MegatronConfig, RefMegatronConfig
+from verl.config.schema.base import Group, choice, key, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
-from verl.config.schema.model import RefModelConfig
-from verl.config.schema.optim import OptimConfig
+from verl.config.schema.model import CriticModelConfig, RefModelConfig
+from verl.config.schema.training import (
+    CheckpointConfig,
+    CriticOptimConfig,
+    FSDPConfig,
+    MegatronConfig,
+    OptimConfig,
+    RefMegatronConfig,
+)
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
-POLICY_LOSSES = (
+AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
+AGG_MODES += ("seq-mean-token-sum-norm",)
+POLICY_LOSSES: tuple[str, ...] = (
     "vanilla",
     "gspo",
     "sapo",
@@ -25,33 +25,12 @@ POLICY_LOSSES = (
     "geo_mean",
     "cispo",
     "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "bypass_mode",
 )
+POLICY_LOSSES += ("dppo_kl", "dro", "bypass_mode")
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
 
 
-@group
-class CheckpointConfig(Group):
-    """What a checkpoint of this role holds and how it is written."""
-
-    save_contents: list[str] = items(
-        "model", "optimizer", "extra", options=("model", "optimizer", "extra", "hf_model")
-    )
-    """Parts written: `model`, `optimizer`, `extra`; `hf_model` has no effect (weights are Hugging Face already)."""
-    load_contents: list[str] = same_as(".save_contents", options=("model", "optimizer", "extra", "hf_model"))
-    """Parts read on resume. Named by the user and less than everything: the run goes on without the rest."""
-    async_save: bool = False
-    """Sync, hash, seal and copy a written checkpoint beside the training; until then the one before is the newest."""
-    save_lora_only: bool = False
-    """Write the adapter only."""
-    strict: bool = True
-    """Refuse missing or extra tensors."""
-
-
-@group
 class PolicyLossConfig(Group):
     """Which policy loss, and the constants of each."""
 
@@ -77,14 +56,13 @@ class PolicyLossConfig(Group):
     """sapo: temperature for negative advantages."""
 
 
-@group
 class ActorConfig(Group):
     """The policy update."""
 
     strategy: str = choice("fsdp", *STRATEGIES)
     """`fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`."""
     ppo_mini_batch_size: int = key(256, low=1)
-    """Prompts per optimizer step, global; × `rollout.n` answers."""
+    """Prompts per optimizer step, global; × `rollout.n` responses."""
     ppo_epochs: int = key(1, low=1)
     """Passes over the step's batch."""
     shuffle: bool = False
@@ -92,7 +70,7 @@ class ActorConfig(Group):
     data_loader_seed: int = 42
     """Seed of that order."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Answers per forward on one device; null = by token budget."""
+    """Responses per forward on one device; null = by token budget."""
     use_dynamic_bsz: bool | None = key(None, ours=True)
     """True: token budget even if a micro-batch size is given; null: budget only if none is."""
     ppo_max_token_len_per_gpu: int = key(16384, low=1)
@@ -140,7 +118,6 @@ class ActorConfig(Group):
 _ACTOR = "actor_rollout_ref.actor."
 
 
-@group
 class RefConfig(Group):
     """The reference policy; built only when `use_kl_loss` or `use_kl_in_reward` asks for it."""
 
@@ -154,9 +131,51 @@ class RefConfig(Group):
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")
     """Compile the log-prob kernel where the platform can."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Answers per forward on one device; null = by token budget."""
+    """Responses per forward on one device; null = by token budget."""
     log_prob_use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
     """True: token budget even if a micro-batch size is given; null: budget only if none is."""
     log_prob_max_token_len_per_gpu: int = same_as(_ACTOR + "ppo_max_token_len_per_gpu", low=1)
     """Token budget of a forward."""
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+
+
+class CriticConfig(Group):
+    """The value model."""
+
+    enable: bool = key(None, nullable=True)
+    """null = only if the estimator needs values (`gae`)."""
+    strategy: str = choice("fsdp", *STRATEGIES)
+    """As `actor.strategy`."""
+    model: CriticModelConfig = sub(CriticModelConfig)
+    optim: CriticOptimConfig = sub(CriticOptimConfig)
+    megatron: MegatronConfig = sub(MegatronConfig)
+    checkpoint: CheckpointConfig = sub(CheckpointConfig)
+    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+    ppo_mini_batch_size: int = same_as(_ACTOR + "ppo_mini_batch_size", low=1)
+    """Prompts per optimizer step."""
+    ppo_epochs: int = same_as(_ACTOR + "ppo_epochs", low=1)
+    """Passes over the step's batch."""
+    shuffle: bool = same_as(_ACTOR + "shuffle")
+    """Mini-batches in random order."""
+    data_loader_seed: int = 42
+    """Seed of that order."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
+    """Responses per forward of the update; null = by token budget."""
+    use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
+    """As the actor's."""
+    ppo_max_token_len_per_gpu: int = key(32768, low=1)
+    """Token budget of the update."""
+    forward_micro_batch_size_per_gpu: int | None = same_as(".ppo_micro_batch_size_per_gpu", low=1)
+    """Responses per forward when values are computed."""
+    forward_max_token_len_per_gpu: int = same_as(".ppo_max_token_len_per_gpu", low=1)
+    """Token budget when values are computed."""
+    loss_agg_mode: str = same_as(_ACTOR + "loss_agg_mode", options=AGG_MODES)
+    """As the actor's."""
+    loss_scale_factor: float = same_as(_ACTOR + "loss_scale_factor", above=0)
+    """As the actor's."""
+    cliprange_value: float = key(0.5, low=0)
+    """How far a value may move from the old one."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest global gradient norm."""
+    ulysses_sequence_parallel_size: int = key(1, low=1)
+    """Devices a sequence is split over."""

@@ -1,28 +1,14 @@
 """`algorithm.`: advantages, KL in the reward, group filtering, rollout correction."""
 
 from verl.config.schema.actor import KL_OPTIONS
-from verl.config.schema.base import Group, choice, group, key, sub
+from verl.config.schema.base import Group, choice, key, sub
 
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
+ESTIMATORS: tuple[str, ...] = ("gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "reinforce_plus_plus")
+ESTIMATORS += ("reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "opo", "gpg")
+ESTIMATORS += ("optimal_token_baseline", "tir_optimal_token_baseline")
 GROUP_ESTIMATORS = tuple(name for name in ESTIMATORS if name not in ("gae", "reinforce_plus_plus", "remax"))
 
 
-@group
 class KLControlConfig(Group):
     """β of the KL in the reward."""
 
@@ -31,14 +17,13 @@ class KLControlConfig(Group):
     kl_coef: float = 0.001
     """β, or its start."""
     horizon: int = 10000
-    """adaptive: answers over which β adapts."""
+    """adaptive: responses over which β adapts."""
     target_kl: float = 0.1
     """adaptive: KL aimed at."""
 
 
-@group
 class FilterGroupsConfig(Group):
-    """Dynamic sampling: groups whose answers all score the same are replaced."""
+    """Dynamic sampling: groups whose responses all score the same are replaced."""
 
     enable: bool = False
     """Drop such groups and draw more prompts."""
@@ -50,7 +35,6 @@ class FilterGroupsConfig(Group):
     """Batches in flight at most, in units of `train_batch_size`."""
 
 
-@group
 class RolloutCorrectionConfig(Group):
     """Correction for a sampler that is not the policy at the start of the step."""
 
@@ -70,9 +54,8 @@ class RolloutCorrectionConfig(Group):
     """`ppo_clip`, `reinforce` (with `bypass_mode`)."""
 
 
-@group
 class PFPPOConfig(Group):
-    """Answers drawn again in proportion to a weight (gae only)."""
+    """Responses drawn again in proportion to a weight (gae only)."""
 
     reweight_method: str = choice("pow", "pow", "max_min", "max_random")
     """`pow`, `max_min`, `max_random`."""
@@ -80,7 +63,6 @@ class PFPPOConfig(Group):
     """Exponent of `pow`."""
 
 
-@group
 class AlgorithmConfig(Group):
     """Advantages and rewards."""
 
@@ -100,7 +82,7 @@ class AlgorithmConfig(Group):
     filter_groups: FilterGroupsConfig = sub(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = sub(RolloutCorrectionConfig)
     use_pf_ppo: bool = False
-    """Draw answers again by weight (gae only)."""
+    """Draw responses again by weight (gae only)."""
     pf_ppo: PFPPOConfig = sub(PFPPOConfig)
     gdpo_reward_keys: list[str] | None = None
     """Components of `gdpo`."""

@@ -4,15 +4,13 @@ A field's annotation is its type, its default the key's default, the string unde
 source by `verl.config.reference`, only when asked for). No torch, no omegaconf: this is imported at start-up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 PATH = "path"
 FilePath = Annotated[str, PATH]
 """A string in which `~` and `$VAR` are expanded when it names a local path."""
-
-T = TypeVar("T")
 
 
 class Map(dict[str, Any]):
@@ -38,17 +36,18 @@ class Map(dict[str, Any]):
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
-def group(cls: type[T]) -> type[T]:
-    """Make a class of annotated fields a configuration group."""
-    return dataclass(eq=False, repr=False, kw_only=True)(cls)
+@dataclass(eq=False, repr=False, kw_only=True)
+class Group(Mapping[str, Any]):
+    """Base of all groups, a mapping of keys to values; a class of annotated fields below it is one.
 
-
-@group
-class Group:
-    """Base of all groups. `open_keys` groups take keys that the schema does not name."""
+    `open_keys` groups take keys that the schema does not name.
+    """
 
     open_keys: ClassVar[bool] = False
     _extra: Map = field(default_factory=Map)
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False, kw_only=True)(cls)
 
     if not TYPE_CHECKING:
 
@@ -58,17 +57,16 @@ class Group:
                 return extra[name]
             raise AttributeError(f"{type(self).__name__} has no key {name!r}")
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The key's value (None included), or `default` if there is no such key."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
     def __getitem__(self, key: str) -> Any:
-        if key in self:
-            return getattr(self, key)
-        raise KeyError(key)
+        return self.__dict__[key] if key in self.__dict__ and not key.startswith("_") else self._extra[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the keys, in the schema's order, added ones last."""
+        yield from (f.name for f in fields(self) if not f.name.startswith("_"))
+        yield from self._extra
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self.__dataclass_fields__ and not key.startswith("_"):
@@ -76,34 +74,14 @@ class Group:
         else:
             self._extra[key] = value
 
-    def __contains__(self, key: object) -> bool:
-        return (
-            isinstance(key, str) and not key.startswith("_") and (key in self.__dict__ or key in self._extra)
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
-    def keys(self) -> list[str]:
-        """Names of the keys, in the schema's order, added ones last."""
-        return [f.name for f in fields(self) if not f.name.startswith("_")] + list(self._extra)
-
-    def items(self) -> list[tuple[str, Any]]:
-        """(key, value) pairs."""
-        return [(key, self[key]) for key in self.keys()]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts and lists, for YAML and JSON."""
         return {key: plain(value) for key, value in self.items()}
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.to_dict() == other.to_dict()  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()!r})"
 
 
-@group
 class Root(Group):
     """A whole configuration, with what is known of its making: which keys were set, what is to be said."""
 

@@ -1,32 +1,90 @@
-"""The whole configurations of evaluation (`main_eval`) and generation (`main_generation`)."""
+"""The whole configuration of each entry point: main_ppo, sft_trainer, main_eval, main_generation."""
 
 from typing import ClassVar
 
-from verl.config.schema.base import FilePath, Group, Map, Root, group, key, open_map, sub
-from verl.config.schema.misc import RayConfig
+from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefConfig
+from verl.config.schema.algorithm import AlgorithmConfig
+from verl.config.schema.base import FilePath, Group, Map, Root, choice, key, open_map, sub
+from verl.config.schema.data import DataConfig, SFTDataConfig
+from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
 from verl.config.schema.model import ModelConfig
-from verl.config.schema.reward import CustomRewardFunctionConfig
-from verl.config.schema.rollout import GenerationRolloutConfig
-from verl.config.schema.trainer import GenerationTrainerConfig
+from verl.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from verl.config.schema.rollout import GenerationRolloutConfig, RolloutConfig
+from verl.config.schema.trainer import GenerationTrainerConfig, SFTTrainerConfig, TrainerConfig
+from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronConfig, SFTOptimConfig
 
 
-@group
+class ActorRolloutRefConfig(Group):
+    """The policy: its model, its update, its sampler, its reference."""
+
+    model: ModelConfig = sub(ModelConfig)
+    actor: ActorConfig = sub(ActorConfig)
+    ref: RefConfig = sub(RefConfig)
+    rollout: RolloutConfig = sub(RolloutConfig)
+    hybrid_engine: bool = True
+    """Sampler and trainer share devices; False needs `rollout.nnodes` > 0."""
+    nccl_timeout: float = key(600.0, above=0)
+    """Seconds a collective may take; honoured by every process group."""
+
+
+class Config(Root):
+    """All keys of reinforcement learning."""
+
+    entry: ClassVar[str] = "ppo"
+    data: DataConfig = sub(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = sub(ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = sub(AlgorithmConfig)
+    critic: CriticConfig = sub(CriticConfig)
+    custom_reward_function: CustomRewardFunctionConfig = sub(CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = sub(RewardModelConfig)
+    reward_manager: RewardManagerConfig = sub(RewardManagerConfig)
+    trainer: TrainerConfig = sub(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = sub(GlobalProfilerConfig)
+    ray_kwargs: RayConfig = sub(RayConfig)
+    skip: SkipConfig = sub(SkipConfig)
+
+
+class EngineConfig(FSDPConfig, MegatronConfig):
+    """Placement, precision and parallel layout; the Megatron keys count with `strategy=megatron`."""
+
+    strategy: str = choice("fsdp", *STRATEGIES)
+    """`fsdp` and `fsdp2` (both: torch FSDP2), `megatron`."""
+    ulysses_sequence_parallel_size: int = key(1, low=1)
+    """Devices a sequence is split over."""
+    use_torch_compile: bool = True
+    """Compile the log-prob kernel where the platform can."""
+
+
+class SFTConfig(Root):
+    """All keys of supervised fine-tuning."""
+
+    entry: ClassVar[str] = "sft"
+    data: SFTDataConfig = sub(SFTDataConfig)
+    model: ModelConfig = sub(ModelConfig)
+    engine: EngineConfig = sub(EngineConfig)
+    optim: SFTOptimConfig = sub(SFTOptimConfig)
+    checkpoint: CheckpointConfig = sub(CheckpointConfig)
+    trainer: SFTTrainerConfig = sub(SFTTrainerConfig)
+    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+    global_profiler: GlobalProfilerConfig = sub(GlobalProfilerConfig)
+    ray_kwargs: RayConfig = sub(RayConfig)
+
+
 class EvalDataConfig(Group):
-    """Answers to score."""
+    """Responses to score."""
 
     path: FilePath | None = key(None, required=True)
-    """Parquet file with answers; required."""
+    """Parquet file with responses; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     response_key: str = "responses"
-    """Column of the answers."""
+    """Column of the responses."""
     data_source_key: str = "data_source"
     """Column that selects the reward function."""
     reward_model_key: str = "reward_model"
     """Column of the ground truth."""
 
 
-@group
 class EvalConfig(Root):
     """All keys of evaluation."""
 
@@ -36,16 +94,15 @@ class EvalConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-@group
 class GenerationDataConfig(Group):
-    """Prompts to answer."""
+    """Prompts to sample responses for."""
 
     path: FilePath | None = key(None, required=True)
     """Parquet file with prompts; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     n_samples: int = key(5, low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     batch_size: int = key(128, low=1)
     """Prompts at a time."""
     output_path: FilePath | None = key(None, required=True)
@@ -56,7 +113,6 @@ class GenerationDataConfig(Group):
     """Run code that is shipped with the tokenizer."""
 
 
-@group
 class GenerationConfig(Root):
     """All keys of generation."""
 

@@ -1,11 +1,10 @@
 """Profiling, Ray, replay of recorded samples."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, items, key, open_map, sub
+from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, sub
 
 PROFILERS = ("torch", "torch_memory", "nsys", "npu")
 
 
-@group
 class RoleProfilerConfig(Group):
     """Profiling of one role."""
 
@@ -19,7 +18,6 @@ class RoleProfilerConfig(Group):
     """Arguments of the tool, by the tool's name."""
 
 
-@group
 class TorchMemoryConfig(Group):
     """Memory snapshots."""
 
@@ -29,7 +27,6 @@ class TorchMemoryConfig(Group):
     """Frames kept per allocation."""
 
 
-@group
 class GlobalToolConfig(Group):
     """Arguments of the profiling tools."""
 
@@ -38,7 +35,6 @@ class GlobalToolConfig(Group):
     """Arguments of nsys."""
 
 
-@group
 class GlobalProfilerConfig(Group):
     """Which tool profiles which steps."""
 
@@ -53,7 +49,6 @@ class GlobalProfilerConfig(Group):
     global_tool_config: GlobalToolConfig = sub(GlobalToolConfig)
 
 
-@group
 class RayConfig(Group):
     """Ray; started only for more than one device or when an address is given."""
 
@@ -63,7 +58,6 @@ class RayConfig(Group):
     """Where Ray's timeline is written at the end."""
 
 
-@group
 class SkipRolloutConfig(Group):
     """Record sampled batches and replay them."""
 
@@ -77,7 +71,6 @@ class SkipRolloutConfig(Group):
     """`cache`: use a recorded batch if there is one."""
 
 
-@group
 class SkipConfig(Group):
     """Parts of a step that are replayed."""
 

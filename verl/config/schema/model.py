@@ -1,10 +1,9 @@
 """`*.model.`: which model, how it is loaded, memory savers, LoRA."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, items, key, open_map, same_as, sub
-from verl.config.schema.fsdp import FSDPConfig
+from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
+from verl.config.schema.training import FSDPConfig
 
 
-@group
 class FusedKernelOptions(Group):
     """How log-probs without logits are computed."""
 
@@ -12,7 +11,6 @@ class FusedKernelOptions(Group):
     """`torch`, `triton` (CUDA), `liger`."""
 
 
-@group
 class TiledMLPConfig(Group):
     """The MLP in slices of the sequence."""
 
@@ -22,7 +20,6 @@ class TiledMLPConfig(Group):
     """Number of slices."""
 
 
-@group
 class ModelConfig(Group):
     """Which model, how it is loaded, memory savers, LoRA."""
 
@@ -66,7 +63,6 @@ class ModelConfig(Group):
     """PEFT patterns of modules left out; LoRA only (to freeze the vision tower: `actor.freeze_vision_tower`)."""
 
 
-@group
 class CriticModelConfig(ModelConfig):
     """As the actor's, plus the placement."""
 
@@ -75,7 +71,6 @@ class CriticModelConfig(ModelConfig):
     fsdp_config: FSDPConfig = sub(FSDPConfig)
 
 
-@group
 class RefModelConfig(Group):
     """The reference model, if it is not the actor's start."""
 

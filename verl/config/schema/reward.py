@@ -1,14 +1,13 @@
-"""`custom_reward_function.`, `reward_model.`, `reward_manager.`: how answers are scored."""
+"""`custom_reward_function.`, `reward_model.`, `reward_manager.`: how responses are scored."""
 
 from typing import ClassVar
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, key, open_map, same_as, sub
+from verl.config.schema.base import FilePath, Group, Map, choice, key, open_map, same_as, sub
 from verl.config.schema.rollout import RewardRolloutConfig
 
 MANAGERS = ("naive", "batch", "dapo", "prime", "rate_limited", "limited", "gdpo", "remote")
 
 
-@group
 class CustomRewardFunctionConfig(Group):
     """The user's own reward function."""
 
@@ -20,9 +19,8 @@ class CustomRewardFunctionConfig(Group):
     """Keyword arguments of the function, and of built-in ones by name (`method=flexible`)."""
 
 
-@group
 class OverlongBufferConfig(Group):
-    """Penalty on answers close to the length limit (DAPO)."""
+    """Penalty on responses close to the length limit (DAPO)."""
 
     enable: bool = False
     """Charge the penalty."""
@@ -34,7 +32,6 @@ class OverlongBufferConfig(Group):
     """Log it beside the score."""
 
 
-@group
 class RewardKwargsConfig(Group):
     """Arguments of the reward manager; further keys are passed to it."""
 
@@ -44,9 +41,8 @@ class RewardKwargsConfig(Group):
     """Length limit of the overlong penalty."""
 
 
-@group
 class SandboxConfig(Group):
-    """Where code answers are run."""
+    """Where code in responses is run."""
 
     url: str | None = None
     """A remote sandbox; null = a local sandbox process."""
@@ -56,7 +52,6 @@ class SandboxConfig(Group):
     """Memory of one program."""
 
 
-@group
 class RewardModelModelConfig(Group):
     """The reward model's weights."""
 
@@ -66,17 +61,16 @@ class RewardModelModelConfig(Group):
     """Run code that is shipped with the model."""
 
 
-@group
 class RewardModelConfig(Group):
     """The manager, its processes, and the reward model."""
 
     reward_manager: str = choice("naive", *MANAGERS, registry="verl.workers.reward_manager.register")
-    """What is called for an answer, or the name of a registered manager; `limited` = `rate_limited`."""
+    """What is called for a response, or the name of a registered manager; `limited` = `rate_limited`."""
     reward_kwargs: RewardKwargsConfig = sub(RewardKwargsConfig)
     num_workers: int = key(8, low=1)
     """Scoring processes."""
     timeout: float = key(300.0, above=0, ours=True)
-    """Seconds per answer."""
+    """Seconds per response."""
     max_error_ratio: float = key(0.1, low=0, high=1, ours=True)
     """Share of failed scores in a step that stops the run."""
     max_concurrent: int = key(1, low=1)
@@ -100,7 +94,6 @@ class RewardModelConfig(Group):
     """Devices per node of that pool."""
 
 
-@group
 class RewardManagerModuleConfig(Group):
     """Module of a manager class."""
 
@@ -108,7 +101,6 @@ class RewardManagerModuleConfig(Group):
     """`file.py` or `pkg://module`."""
 
 
-@group
 class RewardManagerConfig(Group):
     """A manager class of the user's own."""
 

@@ -1,24 +1,13 @@
 """`actor_rollout_ref.rollout.`: sampling, its engine, tools and agents."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, group, items, key, open_map, same_as, sub
+from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
 
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
-TOOL_FORMATS = (
-    "hermes",
-    "qwen",
-    "gpt-oss",
-    "qwen3_coder",
-    "glm",
-    "seed",
-    "minimax",
-    "kimi",
-    "deepseek_v4",
-    "gemma4",
-)
+TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
+TOOL_FORMATS += ("deepseek_v4", "gemma4")
 
 
-@group
 class ValKwargs(Group):
     """Sampling during validation."""
 
@@ -33,16 +22,15 @@ class ValKwargs(Group):
     repetition_penalty: float = key(1.0, above=0, ours=True)
     """1 = off."""
     n: int = key(1, low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     do_sample: bool | None = key(None, ours=True)
     """null: sample if temperature > 0; False: greedy; True: sample."""
     stop: list[str] = same_as("..stop", ours=True)
-    """Strings that end an answer; null = as in training."""
+    """Strings that end a response; null = as in training."""
     stop_token_ids: list[int] = same_as("..stop_token_ids", ours=True)
-    """Tokens that end an answer; null = as in training."""
+    """Tokens that end a response; null = as in training."""
 
 
-@group
 class EngineKwargs(Group):
     """Arguments handed to the engine."""
 
@@ -52,7 +40,6 @@ class EngineKwargs(Group):
     """Passed to SGLang."""
 
 
-@group
 class CheckpointEngineConfig(Group):
     """How weights reach the sampler."""
 
@@ -64,7 +51,6 @@ class CheckpointEngineConfig(Group):
     """Arguments of the backend."""
 
 
-@group
 class MultiTurnConfig(Group):
     """Tools and turns."""
 
@@ -77,7 +63,7 @@ class MultiTurnConfig(Group):
     max_parallel_calls: int = key(1, low=1)
     """Tool calls per turn."""
     max_tool_response_length: int = key(256, low=1)
-    """Characters of a tool's answer."""
+    """Characters of a tool's response."""
     tool_response_truncate_side: str = choice("middle", "left", "middle", "right")
     """Which part of a longer one is cut."""
     tool_config_path: FilePath | None = None
@@ -90,7 +76,6 @@ class MultiTurnConfig(Group):
     """How the model writes tool calls."""
 
 
-@group
 class AgentConfig(Group):
     """Agent loops."""
 
@@ -102,7 +87,6 @@ class AgentConfig(Group):
     """YAML list of `{name, _target_, …}`."""
 
 
-@group
 class PrometheusConfig(Group):
     """Engine metrics, on loopback."""
 
@@ -116,7 +100,6 @@ class PrometheusConfig(Group):
     """Name the metrics carry."""
 
 
-@group
 class TraceConfig(Group):
     """Traces of agent loops."""
 
@@ -125,17 +108,16 @@ class TraceConfig(Group):
     token2text: bool = False
     """Text beside token ids."""
     max_samples_per_step_per_worker: int | None = key(None, low=1)
-    """Answers traced per step."""
+    """Responses traced per step."""
 
 
-@group
 class RolloutConfig(Group):
     """Sampling and its engine."""
 
     name: str = choice("auto", *ENGINES, ours=True)
     """`auto` (native in this release), `native`, `vllm`, `sglang`, `hf` (= native)."""
     n: int = key(1, low=1)
-    """Answers per prompt (group size)."""
+    """Responses per prompt (group size)."""
     temperature: float = 1.0
     """Training log-probs are taken at the same temperature."""
     top_p: float = key(1.0, above=0, high=1)
@@ -151,15 +133,15 @@ class RolloutConfig(Group):
     repetition_penalty: float = key(1.0, above=0)
     """1 = off."""
     stop: list[str] = items(ours=True)
-    """Strings that end an answer."""
+    """Strings that end a response."""
     stop_token_ids: list[int] = items(ours=True)
-    """Tokens that end an answer, beside the model's own."""
+    """Tokens that end a response, beside the model's own."""
     seed: int = same_as("trainer.seed")
-    """Per-request seeds are derived from it, the prompt's uid and the answer's number."""
+    """Per-request seeds are derived from it, the prompt's uid and the response's number."""
     prompt_length: int = same_as("data.max_prompt_length", low=1)
     """Longest prompt."""
     response_length: int = same_as("data.max_response_length", low=1)
-    """An answer never exceeds it."""
+    """A response never exceeds it."""
     dtype: str | None = same_as("actor_rollout_ref.actor.fsdp_config.dtype", ours=True)
     """Precision of sampling; null = the trainer's."""
     tensor_model_parallel_size: int | None = key(None, low=1, ours=True)
@@ -176,7 +158,7 @@ class RolloutConfig(Group):
     max_num_batched_tokens: int = key(8192, low=1)
     """Tokens of one forward."""
     max_num_seqs: int = key(256, low=1)
-    """Answers in flight."""
+    """Responses in flight."""
     max_model_len: int | None = key(None, low=1, ours=True)
     """Longest sequence; null = prompt_length + response_length."""
     enable_chunked_prefill: bool = True
@@ -196,7 +178,7 @@ class RolloutConfig(Group):
     logprobs_mode: str = choice("processed_logprobs", "processed_logprobs", "raw_logprobs")
     """Of the distribution sampled from, or before temperature and top-p."""
     log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Pass that recomputes old log-probs: answers per forward; null = by token budget."""
+    """Pass that recomputes old log-probs: responses per forward; null = by token budget."""
     log_prob_use_dynamic_bsz: bool | None = same_as("actor_rollout_ref.actor.use_dynamic_bsz")
     """That pass by token budget."""
     log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
@@ -229,32 +211,27 @@ class RolloutConfig(Group):
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
-@group
 class RewardRolloutConfig(RolloutConfig):
     """The reward model's engine."""
 
     name: str = same_as("actor_rollout_ref.rollout.name", options=ENGINES)
     """As `rollout.name`."""
     prompt_length: int = key(2048, low=1)
-    """Longest prompt."""
     response_length: int = key(2048, low=1)
-    """Longest answer."""
+    """Longest response."""
     max_num_seqs: int = key(1024, low=1)
     """Requests in flight."""
     load_format: str = choice("auto", "dummy", "auto", "safetensors")
     """Weights come from disk."""
 
 
-@group
 class GenerationRolloutConfig(RolloutConfig):
     """Sampling without training."""
 
     n: int = same_as("data.n_samples", low=1)
-    """Answers per prompt."""
+    """Responses per prompt."""
     prompt_length: int = key(1536, low=1)
-    """Longest prompt."""
     response_length: int = key(512, low=1)
-    """An answer never exceeds it."""
     seed: int = 42
     """Per-request seeds are derived from it."""
     load_format: str = choice("auto", "dummy", "auto", "safetensors")

@@ -1,8 +1,8 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import FilePath, Group, choice, group, items, key
+from verl.config.schema.base import FilePath, Group, choice, items, key
 
-LOGGERS = (
+LOGGERS: tuple[str, ...] = (
     "console",
     "wandb",
     "tracking",
@@ -11,13 +11,11 @@ LOGGERS = (
     "mlflow",
     "clearml",
     "trackio",
-    "vemlp_wandb",
-    "file",
 )
+LOGGERS += ("vemlp_wandb", "file")
 DEVICES = ("auto", "cuda", "npu", "cpu")
 
 
-@group
 class TrainerConfig(Group):
     """The run."""
 
@@ -56,11 +54,11 @@ class TrainerConfig(Group):
     val_only: bool = False
     """Validate and stop."""
     log_val_generations: int = key(0, low=0)
-    """Validation answers sent to trackers."""
+    """Validation responses sent to trackers."""
     rollout_data_dir: FilePath | None = None
-    """`{step}.jsonl` of sampled answers go here."""
+    """`{step}.jsonl` of sampled responses go here."""
     validation_data_dir: FilePath | None = None
-    """`{step}.jsonl` of validation answers go here."""
+    """`{step}.jsonl` of validation responses go here."""
     resume_mode: str = choice("auto", "auto", "disable", "resume_path")
     """`auto` (newest complete checkpoint), `disable`, `resume_path`."""
     resume_from_path: FilePath | None = None
@@ -84,7 +82,7 @@ class TrainerConfig(Group):
     seed: int = key(42, ours=True)
     """Everything random."""
     max_staleness: int = key(0, low=0, ours=True)
-    """Weight versions an answer may lag (0 = synchronous)."""
+    """Weight versions a response may lag (0 = synchronous)."""
     logprob_diff_limit: float | None = key(None, above=0, ours=True)
     """Stop when max |sampler − trainer| log-prob exceeds it."""
     max_refused_steps: int = key(3, low=1, ours=True)
@@ -95,21 +93,15 @@ class TrainerConfig(Group):
     """Checksums on both sides after each sync."""
 
 
-@group
 class SFTTrainerConfig(TrainerConfig):
     """The run of supervised fine-tuning."""
 
     total_epochs: int = key(4, low=1)
-    """Passes over the training files."""
     project_name: str = "gsm8k-sft"
-    """First part of the run's name."""
     experiment_name: str = "test"
-    """Second part of the run's name."""
     seed: int = 1
-    """Everything random."""
 
 
-@group
 class GenerationTrainerConfig(Group):
     """Devices of generation."""
 

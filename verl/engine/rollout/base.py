@@ -23,7 +23,8 @@ class SamplingParams:
     the output, as are end tokens). `seed` and the token's position decide every draw: a response does not
     depend on what else is being sampled (beyond rounding). `start` is how many tokens of the response the prompt
     ends with already (a response that goes on after a change of weights): positions count from there, so that no
-    draw is made twice. An engine whose generator cannot start at a position mixes `start` into the seed.
+    draw is made twice. `call` is the number of the request within its trajectory: every call draws from a stream of
+    its own. An engine whose generator starts anew with each request mixes `start` and `call` into the seed.
     """
 
     max_tokens: int
@@ -37,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     start: int = 0
+    call: int = 0
 
 
 @dataclass(slots=True)
@@ -78,9 +80,11 @@ class RolloutEngine(ABC):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
+        `session`: the request_id of the first call of a trajectory, whose prefix this call goes on from.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """

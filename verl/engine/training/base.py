@@ -6,7 +6,7 @@ The engine never learns which algorithm runs: `step` receives a loss as a callab
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,34 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
     from verl.platform import Platform
     from verl.tracking.mfu import ModelCost
-    from verl.trajectory import Trajectory
+    from verl.trajectory import Segment
 
-
-@dataclass(slots=True)
-class TokenStats:
-    """Per-token results of a forward pass over response tokens, in the order of the rows given; float32 [ΣL]."""
-
-    log_probs: np.ndarray
-    entropy: np.ndarray | None = None
-    sum_pi_squared: np.ndarray | None = None
+LOG_PROBS = ("log_probs",)
+LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """The rows of one forward/backward, and the tensors the loss sees.
+    """The rows of one forward/backward, and what the loss sees of them.
 
-    log_probs, entropy: float32 [ΣL] over the rows' response tokens, row after row; log_probs carries grad
-    (entropy too when asked for). Scratch for the loss lives in `cache`.
+    The outputs of the pass: float32 [ΣL] over the rows' response tokens, row after row, with grad; None for those that
+    were not asked for. Scratch for the loss lives in `cache`.
     """
 
-    rows: Sequence[Trajectory]
+    rows: Sequence[Segment]
     log_probs: torch.Tensor
     entropy: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -70,22 +67,35 @@ class TrainingEngine(ABC):
     """
 
     platform: Platform
+    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared).
+    head: str = "lm"
+    #: Whether `forward` returns outputs on this rank. Under pipeline parallelism only the last stage's ranks do.
+    holds_outputs: bool = True
     #: This rank's number among those that hold different rows, and how many they are. Ranks that share the work on
     #: the same rows (sequence parallel) have the same number.
     dp_rank: int = 0
     dp_size: int = 1
 
     @abstractmethod
-    def log_probs(
-        self, rows: Sequence[Trajectory], *, temperature: float, entropy: bool = False
-    ) -> TokenStats:
-        """Log-probs of the response tokens under softmax(logits / temperature), no gradient."""
+    def forward(
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient.
+
+        outputs: of the head's: log_probs, entropy and sum_pi_squared under softmax(logits / temperature). KeyError for one
+        that the head does not have.
+        """
 
     @abstractmethod
     def step(
-        self, rows: Sequence[Trajectory], loss: MicroLoss, *, temperature: float, entropy: bool = False
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str] = LOG_PROBS,
+        *,
+        temperature: float,
     ) -> StepResult:
-        """Forward and backward over micro-batches, clip, and one optimizer step.
+        """Forward and backward over micro-batches, clip, and one optimizer step. `loss` sees the `outputs`.
 
         Rows of a group are adjacent and their prompt is computed once where that pays. Non-finite loss or
         gradient norm: gradients are dropped, the optimizer does not move, the result says so.
@@ -146,7 +156,7 @@ class TrainingEngine(ABC):
         """The role is idle now: what the configuration names goes to host memory. Before it and again: nothing."""
 
     def onload(self, *, optimizer: bool = False) -> None:  # noqa: B027
-        """Bring the weights back, and the optimizer's state too where it is wanted: `log_probs` needs the weights, `step`
+        """Bring the weights back, and the optimizer's state too where it is wanted: `forward` needs the weights, `step`
         both; everything else works from wherever they are."""
 
     def release_cached_memory(self) -> None:  # noqa: B027
@@ -160,3 +170,25 @@ class TrainingEngine(ABC):
             yield
         finally:
             self.offload()
+
+
+_STRATEGIES: dict[str, type[TrainingEngine]] = {}
+
+
+def register_strategy(*names: str) -> Callable[[type[TrainingEngine]], type[TrainingEngine]]:
+    """Make a class the training engine of the roles whose `strategy` is one of these names."""
+
+    def register(engine: type[TrainingEngine]) -> type[TrainingEngine]:
+        _STRATEGIES.update(dict.fromkeys(names, engine))
+        return engine
+
+    return register
+
+
+def registered_strategy(name: str) -> type[TrainingEngine]:
+    """The class registered under a name. UserError for a name without one."""
+    if name not in _STRATEGIES:
+        raise UserError(
+            f"strategy={name}: there is no such training engine here; choose one of {', '.join(_STRATEGIES)}"
+        )
+    return _STRATEGIES[name]

@@ -16,7 +16,12 @@ _T = TypeVar("_T")
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory."""
+    """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory.
+
+    Of one process, which has joined no others: its own.
+    """
+    if not dist.is_initialized():
+        return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     with waiting("an all_gather_json of what all ranks must agree on"):
         parts = _all_bytes(mine, group)
@@ -33,6 +38,11 @@ def _all_bytes(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torc
     parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(ranks)]
     dist.all_gather(parts, padded, group=group)
     return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+
+def this_rank() -> int:
+    """This process's rank, 0 of one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def on_all_ranks(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
@@ -57,14 +67,3 @@ def on_all_ranks(work: Callable[[], _T], group: dist.ProcessGroup | None = None)
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
-
-
-def merge_sums(parts: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """name → [sum, weight], added up over ranks in their order."""
-    out: dict[str, list[float]] = {}
-    for part in parts:
-        for name, (total, weight) in part.items():
-            entry = out.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
-    return out

@@ -1,78 +1,119 @@
-"""The training engine of many ranks: torch's FSDP2, one process a device, all running the same calls.
+"""The training engine: one process with the whole model, or torch's FSDP2 on many ranks, all running the same calls.
+
+    rows ── split_rows ──▶ micro-batches ── pack ──▶ model ──▶ head ──▶ outputs ──▶ loss ──▶ backward
+                             one after the other; gradients add up
+                             then all ranks: agree on metrics, norm, finiteness; clip; one optimizer step or none
 
     rank 0   rows 0 ──▶ micro-batches ─┐ layer by layer: gather weights, compute, free
     rank 1   rows 1 ──▶ micro-batches ─┤ backward: gather, compute, add gradients over ranks, keep own share
-    rank 2   (none) ──▶ dummies       ─┘ then all: agree on metrics, norm, finiteness; one optimizer step or none
+    rank 2   (none) ──▶ dummies       ─┘
 
-Master weights, gradients and optimizer state are float32 and cut over ranks; what is gathered is in the compute
-data type. Ranks run the same number of passes, so that none waits in a collective that another never enters: one
-with fewer rows runs passes over a token that counts for nothing.
+Master weights, gradients and optimizer state are float32; matrix products run in the compute data type. In one process
+nothing is wrapped: `module` is the Hugging Face model itself, gradient buffers are made once and cleared in place. On
+many ranks weights, gradients and state are cut over them, and all run the same number of passes, so that none waits in a
+collective that another never enters: one with fewer rows runs passes over a token that counts for nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.config.adapter_files import ADAPTER_FOLDER
-from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.engine.training import sharded_state
-from verl.engine.training.base import MicroBatch, MicroLoss
-from verl.engine.training.collectives import all_gather_json, merge_sums, on_all_ranks
-from verl.engine.training.fuse import FusedForwards
-from verl.engine.training.layout import layout
-from verl.engine.training.log_prob import TokenTensors
-from verl.engine.training.log_prob_head import LogProbHead, tensors
-from verl.engine.training.lora import Adapter, AdapterSource, inject, refuse_adapter_checkpoint
-from verl.engine.training.lora_config import LoraSettings
-from verl.engine.training.offload import Offloading
-from verl.engine.training.optimizer_state import load_state, save_state
-from verl.engine.training.packed_engine import PackedEngine, StepAccumulator, serving_dtype
-from verl.engine.training.packing import Pack
-from verl.engine.training.process_group import waiting
-from verl.engine.training.settings import read
-from verl.engine.training.sharding import (
-    Policy,
-    local,
-    shard,
-    sharded_modules,
-    take_share,
-    whole,
+from verl.engine.training import weight_files
+from verl.engine.training.base import (
+    LOG_PROBS,
+    MicroBatch,
+    MicroLoss,
+    StepResult,
+    TrainingEngine,
+    register_strategy,
 )
-from verl.engine.training.tensor_parallel import TensorParallel
-from verl.engine.training.ulysses import SequenceParallel
-from verl.engine.training.weight_source import WeightSource, open_source
+from verl.engine.training.collectives import all_gather_json
+from verl.engine.training.layout import layout
+from verl.engine.training.model import ModelSettings, sharded_model, whole_model
+from verl.engine.training.optimizer import (
+    OptimizerSettings,
+    Schedule,
+    build_optimizer,
+    clip_gradients,
+    global_norm,
+    move_state,
+)
+from verl.engine.training.optimizer_state import load_state, save_state
+from verl.engine.training.packing import MicroBatching, Pack, pack, split_rows
+from verl.engine.training.process_group import waiting
+from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
+from verl.engine.training.sharding import local, sharded_modules, whole
 from verl.errors import UserError
-from verl.models import attention, meta_init, positions
+from verl.models import adapters, attention
 from verl.models import load as models
-from verl.models.adapters import PlainView
 from verl.models.flops import model_cost
-from verl.models.layers import is_recurrent, layer_configs
-from verl.models.packed_attention import TokenSpan
-from verl.platform import Platform
-from verl.tracking.mfu import ModelCost
+from verl.models.inputs import model_inputs
+from verl.models.layers import is_recurrent
+from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.platform import Platform, detect
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from verl.tracking.mfu import ModelCost
+    from verl.trajectory import Segment
+
+# Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
+_ACTIVATION_SHARE = 0.4
+
+# What the loss is multiplied with before the backward pass of float16, whose smallest numbers are far above the parts of a
+# loss over 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
+_LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
-class FSDPEngine(PackedEngine):
-    """See the module. The ranks must have met (`process_group.init_process_group`); every method is collective.
+@dataclass(slots=True)
+class StepAccumulator:
+    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
+    must be refused ("" if it need not be)."""
 
-    role_cfg      actor, reference or SFT group: `fsdp_config` and `ulysses_sequence_parallel_size` beside the rest
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    tokens: int = 0
+    refused: str = ""
+
+    def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, weight) in metrics.items():
+            entry = self.sums.setdefault(name, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+
+    def metrics(self) -> dict[str, float]:
+        """Σsum / Σweight; the sum where there is no weight."""
+        return {n: total / weight if weight else total for n, (total, weight) in self.sums.items()}
+
+
+@register_strategy("fsdp", "fsdp2")
+class FSDPEngine(TrainingEngine):
+    """See the module. Many ranks where a process group has been joined (`process_group.init_process_group`): then
+    every method is collective.
+
+    module        a model that is already built, used as it is instead of the one at `model_path` (one process only)
+    role_cfg      actor, reference or SFT group; absent keys take their defaults
     log_prob_cfg  group with the `log_prob_*` micro-batch keys (the rollout group for an actor); None: role_cfg
     device_index  which of the devices this process sees is its own
     trainable     False builds no gradients and no optimizer
     longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
+    shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
+    head          what the outputs are made with (`verl.engine.training.heads`)
     """
 
     def __init__(
         self,
-        model_path: str | Path,
+        model_path: str | Path | None = None,
         *,
+        module: PreTrainedModel | None = None,
         model_cfg: Any = None,
         role_cfg: Any = None,
         log_prob_cfg: Any = None,
@@ -82,262 +123,407 @@ class FSDPEngine(PackedEngine):
         seed: int = 0,
         role: str = "actor",
         longest: int | None = None,
+        shared: bool = False,
+        head: str = "lm",
     ):
-        self._place(device, role_cfg, role=role, trainable=trainable, seed=seed, index=device_index)
-        self.platform.select(device_index)
-        split = int(read(role_cfg, "ulysses_sequence_parallel_size", 1))
-        products = int(read(role_cfg, "fsdp_config.tensor_parallel_size", 1))
-        cut = int(read(role_cfg, "fsdp_config.fsdp_size", -1))
-        self.layout = layout(self.device.type, cut, split, products)
-        self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
-        self.module = on_all_ranks(lambda: meta_init.build(model_path, model_cfg))
-        self._serving_dtype = serving_dtype(model_path, model_cfg)
-        tensor = self.layout.tensor
-        self._tensor = None if tensor is None else TensorParallel(self.module, tensor)
-        self._refuse_sizes(Sizes(split, products))
-        self._sequence = self._sequence_parallel()
-        settings = LoraSettings.of(model_cfg, model_path) if trainable else None
-        if settings is not None and tensor is not None:
-            raise UserError(
-                "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
-            )
-        source = self._source(model_path, model_cfg)
-        positions.settle(self.module, longest)
-        if settings is not None:
-            self._adapter = on_all_ranks(lambda: inject(self.module, settings))
-            source = on_all_ranks(lambda: AdapterSource(self.module, settings, seed, source))
-        self.scorer, self._fused = LogProbHead(self.module), FusedForwards()
-        parts = Policy.of(role_cfg, self.compute_dtype, self.device)
-        options: dict[str, Any] = {"trainable": trainable, "tensor": self._tensor}
-        on_all_ranks(lambda: shard(self.scorer, source, self.layout, parts, self._fused, **options))
+        self.role, self.head, self.trainable = role, head, trainable
+        self._place(device, device_index, role_cfg, seed)
+        settings = ModelSettings(
+            model_path, model_cfg, role_cfg, head, self.device, self.compute_dtype, trainable, seed, longest
+        )
+        alone = self.layout.mesh is None
+        self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
+        self.module = self._model.head.module
+        self._sharded = sharded_modules(self._model.head)
+        self._serving_dtype = models.serving_dtype(model_path, model_cfg)
+        self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
         if read(model_cfg, "use_fused_kernels") is not False:
-            self._find_head()
-        self._read_settings(model_cfg, role_cfg, log_prob_cfg, devices=split)
-        # With `offload_policy` the state is in host memory at all times.
-        if not read(role_cfg, "fsdp_config.offload_policy", False):
-            self._offloading = Offloading.of(role_cfg)
-        self._free = 0
+            self._find_layer()
+        self._optimizer: torch.optim.Optimizer | None = None
         if trainable:
             self._prepare_training(role_cfg)
+
+    @classmethod
+    def from_module(cls, module: PreTrainedModel, **options: Any) -> FSDPEngine:
+        """Around a model that is already built; its tensors and their requires_grad are used as they are."""
+        return cls(module=module, **options)
+
+    def _place(self, device: str | Platform, index: int, role_cfg: Any, seed: int) -> None:
+        self.platform = detect(device) if isinstance(device, str) else device
+        self.platform.prepare()
+        if read(role_cfg, "fsdp_config.full_determinism", False):
+            self.platform.be_deterministic()
+        self.device, self._index = self.platform.device(index), index
+        self.platform.select(index)
+        self.platform.seed(seed)
+        self.compute_dtype = compute_dtype(role_cfg, self.platform)
+        self.layout = layout(
+            self.device.type,
+            int(read(role_cfg, "fsdp_config.fsdp_size", -1)),
+            int(read(role_cfg, "ulysses_sequence_parallel_size", 1)),
+            int(read(role_cfg, "fsdp_config.tensor_parallel_size", 1)),
+        )
+        self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
+
+    def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
+        """Everything the configuration says about passes, steps and who has the device's memory when."""
+        if log_prob_cfg is None and read(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
+            log_prob_cfg = role_cfg
+        self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
+        self.forward_batching = self.update_batching
+        if log_prob_cfg is not None:
+            self.forward_batching = self._micro_batching(role_cfg, log_prob_cfg, "log_prob")
+        self._heads = int(self.config.get_text_config().num_attention_heads)
+        self._checkpointing: bool | None = read(model_cfg, "enable_gradient_checkpointing")
+        self._adapter_only = bool(read(role_cfg, "checkpoint.save_lora_only", False))
+        self._grad_clip = read(role_cfg, "grad_clip", 1.0)
+        # With `offload_policy` the state of a sharded engine is in host memory at all times.
+        moves = not (self._sharded and read(role_cfg, "fsdp_config.offload_policy", False))
+        self._weights_leave = (
+            moves and bool(read(role_cfg, "fsdp_config.param_offload", False)) and not shared
+        )
+        self._state_leaves = moves and bool(read(role_cfg, "fsdp_config.optimizer_offload", False))
+
+    def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
+        preferred = preferred_tokens(self.platform, models.activation_bytes(self.config, 1))
+        share = read(role_cfg, "use_prefix_grouper")
+        how = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
+        # A sequence lies on all devices that share it.
+        tokens = how.tokens * self.layout.sequence_size
+        return replace(how, tokens=tokens, one_by_one=is_recurrent(self.module))
+
+    @torch.no_grad()
+    def _find_layer(self) -> None:
+        """Take the head as a formula if the model agrees with it; all ranks look, and all must find so."""
+        head = self._model.head
+        with self._autocast() if self._sharded else nullcontext():
+            layer = head(head.find_layer)
+        self._after_passes()
+        if all(all_gather_json(layer is not None)):
+            head.layer = layer
+        if self._sharded:
+            # What was whole while it loaded and for the probe is not needed again.
+            self.platform.empty_cache()
+
+    def _prepare_training(self, role_cfg: Any) -> None:
+        self._names = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self._parameters = list(self._names.values())
+        self._settings = OptimizerSettings.of(read(role_cfg, "optim"))
+        self._optimizer = build_optimizer(self._parameters, self._settings)
+        self._layers = models.checkpoint_layers(self.module)
+        if not self.module.supports_gradient_checkpointing:
+            if self._checkpointing:
+                raise UserError(
+                    f"model.enable_gradient_checkpointing=True: {type(self.module).__name__} cannot recompute its layers; "
+                    "set it to False"
+                )
+            self._checkpointing = False
+        if self._checkpointing is not False and self._layers:
+            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _recompute_contexts}
+            self.module.gradient_checkpointing_enable(options)
+            models.switch_off_dropout(self._layers)
+        self.schedule(1)
+        self._clear_gradients()
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face configuration of the model."""
+        return self.module.config
 
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
         return model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
 
-    # -- building --------------------------------------------------------------------------------------------
-
-    def _refuse_sizes(self, sizes: Sizes) -> None:
-        for config in layer_configs(self.config.get_text_config()):
-            for text, problem in model_problems(
-                sizes, {key: getattr(config, key, None) for key in MODEL_KEYS}
-            ):
-                raise UserError(f"{text}: {problem}")
-
-    def _sequence_parallel(self) -> SequenceParallel | None:
-        if self.layout.sequence is None:
-            return None
-        if is_recurrent(self.module):
-            raise UserError(
-                f"ulysses_sequence_parallel_size={self.layout.sequence_size}: {type(self.module).__name__} carries a "
-                "state along the row, so a row cannot be split; set it to 1"
-            )
-        heads = int(self.config.get_text_config().num_attention_heads) // self.layout.tensor_size
-        return SequenceParallel(self.layout.sequence, heads)
-
-    def _source(self, path: str | Path, model_cfg: Any) -> WeightSource:
-        """Weights for the meta parameters; buffers get theirs here."""
-        unknown = set(meta_init.fill_buffers(self.module))
-        wanted: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-        kept = {n: b for n, b in self.module.named_buffers() if n in self.module.state_dict()}
-        # Where a buffer's value is unknown only a model that was loaded whole can tell.
-        strange = {n: b for n, b in self.module.named_buffers() if n in unknown}
-
-        def load() -> dict[str, torch.Tensor]:
-            loaded = models.load_model(path, model_cfg)
-            return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
-
-        source = open_source(path, self.module, wanted | kept | strange, load)
-        for name, buffer in (kept | strange).items():
-            buffer.copy_(source.read(name, buffer))
-        return source
+    # -- forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _find_head(self) -> None:
-        """Take the head as a formula if the sharded model agrees with it; all ranks look, and all must find so."""
-        with self._autocast():
-            head = self.scorer(models.find_head, self.module)
+    def forward(
+        self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """See `TrainingEngine.forward`."""
+        found: list[dict[str, torch.Tensor]] = []
+        with self._model.fused.active():
+            for batch, _ in self._packs(rows, self.forward_batching):
+                found.append(self._outputs(batch, outputs, temperature))
         self._after_passes()
-        if all(all_gather_json(head is not None)):
-            self.scorer.head = head
-        # What was whole while it loaded and for the probe is not needed again.
-        self.platform.empty_cache()
 
-    # -- what ranks agree on ---------------------------------------------------------------------------------
+        def join(name: str) -> np.ndarray:
+            return torch.cat([f[name] for f in found]).cpu().numpy() if found else np.zeros(0, np.float32)
 
-    _alone = False
+        return {name: join(name) for name in outputs}
 
-    def _agreed_count(self, micro_batches: int) -> int:
-        said = all_gather_json([micro_batches, super()._free_memory()])
-        self._free = min(free for _, free in said)
-        return max(count for count, _ in said)
-
-    def _free_memory(self) -> int:
+    def _packs(self, rows: Sequence[Segment], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
+        """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
+        chunks = split_rows(rows, how)
+        said = all_gather_json([len(chunks), self.platform.room(self._index)])
+        count = max(number for number, _ in said)
         # The least of all ranks: with a split sequence, recomputing is collective too.
-        return self._free
+        self._free = min(free for _, free in said)
+        for number in range(count):
+            chunk = chunks[number] if number < len(chunks) else []
+            yield pack(chunk, how, self.device), number + 1 == count
 
-    def _before_micro_batch(self, last: bool) -> None:
-        self.scorer.set_is_last_backward(last)  # type: ignore[operator]
-        if self.layout.hybrid:
-            self.scorer.set_requires_all_reduce(last)  # type: ignore[operator]
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Outputs of the pack's response tokens, float32 [R]."""
+        counts = bool(batch.targets.numel())
+        with waiting("a forward pass", self.layout.groups):
+            found = self._computed(batch if counts else _dummy(batch), outputs, temperature)
+        # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
+        return found if counts else {name: column[:0] for name, column in found.items()}
+
+    def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        head, sequence = self._model.head, self._model.sequence
+        part = None if sequence is None else sequence.share(batch)
+        given = batch if part is None else part
+        plan = PackedPlan(batch.segments, batch.positions, self._heads) if part is None else part.plan
+        inputs = model_inputs(given.input_ids, given.positions)
+        with self._autocast(), attention.use(plan):
+            found = head(head.compute, inputs, given.source, given.targets, outputs, temperature=temperature)
+            if sequence is None or part is None:
+                return found
+            return sequence.whole(found, part.mine, int(batch.targets.numel()))
 
     def _after_passes(self) -> None:
         # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
-        for part in sharded_modules(self.scorer):
+        for part in self._sharded:
             part.reshard()
 
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    # -- update ----------------------------------------------------------------------------------------------
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+    def step(
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str] = LOG_PROBS,
+        *,
+        temperature: float,
+    ) -> StepResult:
+        """See `TrainingEngine.step`. Metrics hold `{role}/grad_norm` (before clipping) beside the loss's own."""
+        optimizer = self._require_optimizer()
+        done, norm = self._scaled_gradients(rows, loss, outputs, temperature)
+        if not done.refused and not math.isfinite(norm):
+            done.refused = f"the gradient norm is {norm}"
+        logged = {f"{self.role}/grad_norm": norm}
+        if done.refused:
+            self._clear_gradients()
+            return StepResult(logged, norm, done.refused, done.tokens)
+        clip_gradients(self._gradients(), norm, self._grad_clip)
+        optimizer.step()
+        return StepResult(done.metrics() | logged, norm, "", done.tokens)
+
+    def _scaled_gradients(
+        self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
+    ) -> tuple[StepAccumulator, float]:
+        """The step's gradients, this rank's share, and what `_conclude` says of them. In float16 the largest scale with
+        which nothing overflows is found anew in each step: what a run does then depends on nothing before it."""
+        for scale in _LOSS_SCALES if self.compute_dtype == torch.float16 else (1.0,):
+            self._clear_gradients()
+            done, norm = self._conclude(self._accumulate(rows, loss, outputs, temperature, scale))
+            if done.refused or math.isfinite(norm):
+                break
+        if scale != 1.0:
+            torch._foreach_mul_(self._gradients(), 1.0 / scale)
+        return done, norm / scale
+
+    def _accumulate(
+        self,
+        rows: Sequence[Segment],
+        loss: MicroLoss,
+        outputs: Collection[str],
+        temperature: float,
+        scale: float,
+    ) -> StepAccumulator:
+        """Forward and backward of all micro-batches. A loss that is not finite ends it, where no rank waits."""
+        done = StepAccumulator()
+        for number, (batch, last) in enumerate(self._packs(rows, self.update_batching)):
+            if self._sharded:
+                self._model.head.set_is_last_backward(last)  # type: ignore[operator]
+                self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
+            done.tokens += batch.size
+            recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
+            passes = waiting("the passes of a step", self.layout.groups)
+            with self._model.fused.active(), recomputing, passes:
+                found = self._outputs(batch, outputs, temperature)
+                value, metrics = _backward(found, batch.rows, loss, scale)
+            if not math.isfinite(value):
+                why = f"the loss of micro-batch {number} is {value} ({_name_rows(batch.rows)})"
+                done.refused = done.refused or why
+                if not self._sharded:
+                    break
+            done.add(metrics)
+        self._after_passes()
+        return done
 
     @torch.no_grad()
-    def _conclude(self, tally: StepAccumulator) -> tuple[StepAccumulator, float]:
+    def _conclude(self, own: StepAccumulator) -> tuple[StepAccumulator, float]:
+        """What all ranks' micro-batches came to, and the norm of all gradients (NaN for a refused step)."""
+        if not self._sharded:
+            return own, math.nan if own.refused else float(global_norm(self._gradients()))
+        tensor, speaks = self._model.tensor, self.layout.speaks
         for parameter in self._parameters:
             # A weight without a gradient decays and keeps its place in the optimizer, as on one device.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        own = self._gradients()
-        if self._tensor is not None:
+        if tensor is not None:
             with waiting("adding up gradients", self.layout.groups):
-                self._tensor.complete(self._names)
-            own = [local(p.grad) for p in self._parameters if p.grad is not None and self._tensor.own(p)]
-        speaks = self.layout.speaks
+                tensor.complete(self._names)
+        counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
+        squares = _squares([local(p.grad) for p in counted if p.grad is not None])
         said = all_gather_json(
-            [
-                tally.sums if speaks else {},
-                tally.tokens if speaks else 0,
-                tally.refused,
-                _squares(own) if self.layout.counts else 0.0,
-            ]
+            [own.sums if speaks else {}, own.tokens if speaks else 0, own.refused, squares]
         )
-        merged = StepAccumulator(
-            merge_sums([sums for sums, *_ in said]), sum(tokens for _, tokens, *_ in said)
-        )
+        merged = StepAccumulator(tokens=sum(tokens for _, tokens, *_ in said))
+        for sums, *_ in said:
+            merged.add(sums)
         merged.refused = next((why for *_, why, _ in said if why), "")
-        return merged, math.nan if merged.refused else math.sqrt(sum(squares for *_, squares in said))
+        return merged, math.nan if merged.refused else math.sqrt(sum(one for *_, one in said))
 
-    # -- passes ----------------------------------------------------------------------------------------------
+    def _gradients(self) -> list[torch.Tensor]:
+        """The gradients, this rank's share."""
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
 
-    def _forward(self, batch: Pack, temperature: float, entropy: bool, squares: bool) -> TokenTensors:
-        counts = bool(batch.targets.numel())
-        full = batch if counts else self._dummy(batch)
-        with waiting("a forward pass", self.layout.groups):
-            stats = self._score(full, temperature, entropy, squares)
-        if counts:
-            return stats
-        # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
-        return TokenTensors(
-            stats.log_probs[:0],
-            None if stats.entropy is None else stats.entropy[:0],
-            None if stats.sum_pi_squared is None else stats.sum_pi_squared[:0],
-        )
+    def _clear_gradients(self) -> None:
+        """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
+        if self._sharded:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        if kept := self._gradients():
+            torch._foreach_zero_(kept)
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
-    def _score(self, batch: Pack, temperature: float, entropy: bool, squares: bool) -> TokenTensors:
-        wanted = {"temperature": temperature, "entropy": entropy, "squares": squares}
-        if self._sequence is None:
-            return super()._forward(batch, **wanted)
-        part = self._sequence.share(batch)
-        with self._autocast(), attention.use(part.plan):
-            given = (part.input_ids, part.positions, part.source, part.targets)
-            stats = tensors(self.scorer(self.scorer.stats, *given, **wanted))
-            return self._sequence.whole(stats, part.mine, int(batch.targets.numel()))
+    @contextmanager
+    def _recomputing(self, tokens: int) -> Iterator[None]:
+        """Recompute layers in the backward pass of this block if asked for, or if memory asks for it.
 
-    def _dummy(self, batch: Pack) -> Pack:
-        """One token, predicted from itself."""
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return replace(
-            batch, input_ids=zero, positions=zero, segments=[TokenSpan(0, 1)], source=zero, targets=zero
-        )
+        transformers looks at each layer's own `training` flag. Nothing below it is told, so dropout stays off there;
+        a layer's own was switched off for good.
+        """
+        wanted = self._checkpointing
+        if wanted is None:
+            wanted = models.activation_bytes(self.config, tokens) > _ACTIVATION_SHARE * self._free
+        layers = self._layers if wanted else []
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
 
-    def _micro_step(
-        self, batch: Pack, loss: MicroLoss, temperature: float, entropy: bool
-    ) -> tuple[float, dict[str, tuple[float, float]]]:
-        """As on one device, but the backward pass runs in any case: the other ranks are in it."""
-        recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
-        with self._fused.active(), recomputing, waiting("the passes of a step", self.layout.groups):
-            stats = self._forward(batch, temperature, entropy, False)
-            scalar, metrics = stats.log_probs.sum(), {}
-            if batch.rows:
-                scalar, metrics = loss(MicroBatch(batch.rows, stats.log_probs, stats.entropy))
-            value = float(scalar.detach())
-            root = scalar if scalar.requires_grad else stats.log_probs.sum() * 0.0
-            root.backward(torch.full_like(root, self._scale))
-        return value, metrics
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise RuntimeError(f"the {self.role} engine was built with trainable=False")
+        return self._optimizer
+
+    def schedule(self, total_steps: int) -> None:
+        """See `TrainingEngine.schedule`."""
+        self._schedule = Schedule(self._require_optimizer(), self._settings, total_steps)
+
+    def advance(self) -> float:
+        """See `TrainingEngine.advance`."""
+        self._require_optimizer()
+        return self._schedule.advance()
+
+    # -- the device's memory -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """See `TrainingEngine.offload`; gradients are let go, not kept."""
+        if not (self._weights_leave or self._state_leaves):
+            return
+        for parameter in self._parameters if self._optimizer is not None else ():
+            parameter.grad = None
+        self._move(torch.device("cpu"), optimizer=True)
+        self.platform.empty_cache()
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        """See `TrainingEngine.onload`."""
+        self._move(self.device, optimizer=optimizer)
+
+    def _move(self, device: torch.device, *, optimizer: bool) -> None:
+        # Parameters stay the same objects, so that the optimizer and what names them hold on to them.
+        if self._weights_leave:
+            self._model.head.to(device)
+        if self._state_leaves and optimizer and self._optimizer is not None:
+            move_state(self._optimizer, device)
+
+    def release_cached_memory(self) -> None:
+        """See `TrainingEngine.release_cached_memory`. A processor's heap is kept: new pages cost more than they are worth to others."""
+        if not self.platform.on_host:
+            self.platform.empty_cache()
 
     # -- weights and state -----------------------------------------------------------------------------------
+
+    @property
+    def adapted(self) -> bool:
+        """See `TrainingEngine.adapted`."""
+        return self._model.adapter is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """See `TrainingEngine.without_adapter`."""
+        return super().without_adapter() if self._model.adapter is None else self._model.adapter.off()
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.named_weights`; float32, every rank gets every tensor."""
-        yield from sharded_state.gathered(self.module)
+        yield from adapters.exported(self.module, whole)
 
     @torch.no_grad()
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
-        if self._adapter is not None:
-            yield from self._adapter.tensors(whole)
+        if self._model.adapter is not None:
+            yield from self._model.adapter.tensors(whole)
 
-    @torch.no_grad()
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
-        own = [(name, local(p)) for name, p in self.module.named_parameters()]
-        on_all_ranks(lambda: models.refuse_non_finite(own))
-        if self._adapter is not None:
-            tensors, folder = dict(self._adapter.tensors(whole)), Path(directory) / ADAPTER_FOLDER
-            save = self._adapter.save
-            on_all_ranks(lambda: save(folder, tensors) if self.layout.rank == 0 else None)
-            if self._adapter_only:
-                return
-        sharded_state.write_weights(self.module, Path(directory), self._serving_dtype)
+        directory, adapter = Path(directory), self._model.adapter
+        weight_files.refuse_non_finite(self.module)
+        if adapter is not None:
+            weight_files.save_adapter(adapter, directory)
+        if adapter is None or not self._adapter_only:
+            weight_files.save_weights(self.module, directory, self._serving_dtype)
 
-    @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
-        """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it."""
-        if self._adapter is not None:
-            self._load_adapter(Path(directory), self._adapter)
-            return
-        on_all_ranks(lambda: refuse_adapter_checkpoint(directory))
-        state = sharded_state.untied(self.module)
-        source = open_source(
-            directory, self.module, state, lambda: models.saved_tensors(self.module, directory)
-        )
-
-        def load() -> None:
-            for name, tensor in state.items():
-                take_share(tensor, source.read(name, tensor))
-
-        on_all_ranks(load)
-
-    def _load_adapter(self, directory: Path, adapter: Adapter) -> None:
-        own = PlainView(self.module).adapter_state()
-        saved = on_all_ranks(lambda: adapter.read(directory / ADAPTER_FOLDER))
-        for name, tensor in own.items():
-            take_share(tensor, saved[name])
-        adapter.check_base(directory, whole)
+        """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it. In place: tensors that are
+        shared with a sampler stay shared."""
+        if self._model.adapter is not None:
+            weight_files.load_adapter(self._model.adapter, self.module, Path(directory))
+        else:
+            weight_files.load_weights(self.module, Path(directory))
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""
-        optimizer = self._require_optimizer()
-        assert self._schedule is not None
-        save_state(Path(directory), optimizer, self._names, self._schedule.step)
+        save_state(Path(directory), self._require_optimizer(), self._names, self._schedule.step)
 
     def load_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
-        step = on_all_ranks(lambda: load_state(Path(directory), self._require_optimizer(), self._names))
-        assert self._schedule is not None
-        self._schedule.restore(step)
+        self._schedule.restore(load_state(Path(directory), self._require_optimizer(), self._names))
+
+
+def _dummy(batch: Pack) -> Pack:
+    """One token, predicted from itself."""
+    zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
+    spans = [TokenSpan(0, 1)]
+    return replace(batch, input_ids=zero, positions=zero, segments=spans, source=zero, targets=zero)
+
+
+def _backward(
+    outputs: dict[str, torch.Tensor], rows: Sequence[Segment], loss: MicroLoss, scale: float
+) -> tuple[float, Mapping[str, Sequence[float]]]:
+    """The loss of these outputs and its metrics, gradients added to what is there. The backward pass runs in any case:
+    other ranks are in it."""
+    tied = next(iter(outputs.values())).sum() * 0.0
+    scalar, metrics = loss(MicroBatch(rows, **outputs)) if rows else (tied, {})  # type: ignore[arg-type]
+    root = scalar if scalar.requires_grad else tied
+    root.backward(torch.full_like(root, scale))
+    return float(scalar.detach()), metrics
 
 
 def _squares(gradients: list[torch.Tensor]) -> float:
@@ -345,3 +531,13 @@ def _squares(gradients: list[torch.Tensor]) -> float:
     norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else []
     values = torch.stack([n.to(norms[0].device) for n in norms]).double() if norms else torch.zeros(1)
     return float(np.square(values.cpu().numpy()).sum())
+
+
+def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a checkpointed layer: the second runs in the backward pass, when the plan is long gone."""
+    return nullcontext(), attention.use(attention.current())
+
+
+def _name_rows(rows: Sequence[Segment]) -> str:
+    uids = list(dict.fromkeys(r.uid for r in rows))
+    return f"prompts {', '.join(uids[:4])}{', …' if len(uids) > 4 else ''}"

@@ -1,12 +1,13 @@
-"""Normalisation and gated MLP with fewer passes over memory, in place of the model's own.
+"""Normalisation, gated MLP and layers with adapters with fewer passes over memory, in place of the model's own.
 
 Written as single operations, a normalisation costs four times what it must backward, and a gated MLP keeps twice
-what it must. A replacement is used only where a probe shows that it computes the same function as the module it
+what it must; peft's layer takes five more passes over memory than its products, and casts the input first. A replacement is used only where a probe shows that it computes the same function as the module it
 stands in for; anything unusual keeps its own code. They are in force inside `active()` only, as `forward` of
 single modules, so a sampler that shares the model sees it untouched.
 
     y = w·x/rms(x)                     keeps x and 1/rms
     y = (silu(xGᵀ) ∘ xUᵀ)Dᵀ            keeps x and the two products; the gate is computed again backward
+    y = W·x + b + s·B·(A·x)            keeps x and A·x; the adapter is added in place, forward and backward
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.engine.training import fuse_lora
+from verl.models.adapters import NAME, is_adapted
+from verl.models.attention import product_dtype
 
 
 class FusedForwards:
@@ -31,7 +33,7 @@ class FusedForwards:
     def add(self, modules: Iterable[nn.Module], *, gated: bool = True) -> None:
         """Look at modules one by one, while their weights are whole. gated=False leaves gated MLPs alone."""
         for module in modules:
-            forward = _norm_for(module) or fuse_lora.forward_of(module)
+            forward = _norm_for(module) or _adapted_for(module)
             forward = forward or (_mlp_for(module) if gated else None)
             if forward is not None and "forward" not in module.__dict__:
                 self._forwards.append((module, forward))
@@ -116,9 +118,8 @@ def _mlp_for(module: nn.Module) -> Callable[..., Any] | None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         gate, up, down = layers
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        with torch.autocast(kind, enabled=False):
+        dtype = product_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
             return _GatedMLP.apply(x, gate.weight, up.weight, down.weight, dtype)  # type: ignore[union-attr]
 
     width = layers[0].in_features  # type: ignore[union-attr]
@@ -134,7 +135,7 @@ class _GatedMLP(torch.autograd.Function):
         out = torch.nn.functional.silu(g).mul_(u) @ down_c.t()
         ctx.save_for_backward(rows, g, u, gate_c, up_c, down_c, gate, up, down)
         ctx.shape, ctx.kind = x.shape, x.dtype
-        return unflattened(out, x)
+        return _unflattened(out, x)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -144,22 +145,79 @@ class _GatedMLP(torch.autograd.Function):
         s = torch.nn.functional.silu(g)
         dh = grad @ down_c
         du = dh * s
-        d_down = add_gradient(down, grad, s.mul_(u)) if needs[3] else None
+        d_down = _add_gradient(down, grad, s.mul_(u)) if needs[3] else None
         dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
-        d_gate = add_gradient(gate, dg, rows) if needs[1] else None
-        d_up = add_gradient(up, du, rows) if needs[2] else None
+        d_gate = _add_gradient(gate, dg, rows) if needs[1] else None
+        d_up = _add_gradient(up, du, rows) if needs[2] else None
         dx = None
         if needs[0]:
             dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape)
         return dx, d_gate, d_up, d_down, None
 
 
-def unflattened(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+# -- a linear layer with an adapter ------------------------------------------------------------------------
+
+
+def _adapted_for(module: Any) -> Callable[..., Any] | None:
+    """The replacement for an adapted torch.nn.Linear; None for anything else."""
+    if (
+        not is_adapted(module)
+        or type(module.base_layer) is not nn.Linear
+        or hasattr(module, "parameter_name")
+    ):
+        return None
+    if list(module.lora_A) != [NAME] or getattr(module, "lora_variant", None):
+        return None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        base = module.base_layer
+        if module.disable_adapters:
+            return base(x)
+        dtype = product_dtype(x)
+        a, b = module.lora_A[NAME].weight, module.lora_B[NAME].weight
+        with torch.autocast(x.device.type, enabled=False):
+            return _Adapted.apply(x, base.weight, base.bias, a, b, float(module.scaling[NAME]), dtype)
+
+    return forward
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale, dtype):  # type: ignore[no-untyped-def]
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        weight_c, a_c, b_c = weight.to(dtype), a.to(dtype), b.to(dtype)
+        inner = rows @ a_c.t()
+        y = torch.nn.functional.linear(rows, weight_c, None if bias is None else bias.to(dtype))
+        y.addmm_(inner, b_c.t(), alpha=scale)
+        ctx.save_for_backward(rows, inner, weight_c, a_c, b_c, weight, bias, a, b)
+        ctx.scale, ctx.shape, ctx.kind = scale, x.shape, x.dtype
+        return _unflattened(y, x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, inner, weight_c, a_c, b_c, weight, bias, a, b = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad = grad.reshape(-1, grad.shape[-1]).to(rows.dtype)
+        outer = (grad @ b_c).mul_(ctx.scale)
+        d_weight = _add_gradient(weight, grad, rows) if needs[1] else None
+        d_bias = grad.sum(0).to(bias.dtype) if needs[2] else None
+        d_a = _add_gradient(a, outer, rows) if needs[3] else None
+        d_b = _add_gradient(b, grad, inner.mul(ctx.scale)) if needs[4] else None
+        dx = None
+        if needs[0]:
+            dx = (grad @ weight_c).addmm_(outer, a_c).to(ctx.kind).view(ctx.shape)
+        return dx, d_weight, d_bias, d_a, d_b, None, None
+
+
+# -- products ----------------------------------------------------------------------------------------------
+
+
+def _unflattened(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[n, width] with the leading dimensions of `like`, and no view to autograd: an architecture may change it in place."""
     return torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
 
 
-def add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+def _add_gradient(weight: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
     """gradᵀ·rows as the gradient of a linear layer's weight: added to a leaf's existing .grad (then None is
     returned, there is nothing left for autograd to add), else returned in the weight's type."""
     if weight.is_leaf and weight.grad is not None:

@@ -22,18 +22,19 @@ from verl.errors import UserError
 class Layout:
     """The ranks of one engine.
 
-    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first
+    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first; None in one
+              process, where nothing is cut
     tensor    mesh of the ranks that share products, None for one
     sequence  group of the ranks that share packs, None for one
     """
 
-    mesh: DeviceMesh
-    tensor: DeviceMesh | None
-    sequence: dist.ProcessGroup | None
-    rank: int
-    size: int
-    tensor_size: int
-    sequence_size: int
+    mesh: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    sequence: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    tensor_size: int = 1
+    sequence_size: int = 1
 
     @property
     def dp_rank(self) -> int:
@@ -50,12 +51,12 @@ class Layout:
 
     @property
     def hybrid(self) -> bool:
-        return self.mesh.ndim > 1
+        return self.mesh is not None and self.mesh.ndim > 1
 
     @property
     def counts(self) -> bool:
         """True on one of the ranks that hold the same shards: what is summed over weights is summed once."""
-        return not self.hybrid or self.mesh.get_local_rank(0) == 0
+        return self.mesh is None or not self.hybrid or self.mesh.get_local_rank(0) == 0
 
     @property
     def tensor_rank(self) -> int:
@@ -63,6 +64,8 @@ class Layout:
 
     def groups(self) -> str:
         """This rank's groups in words: what it may wait for in a pass."""
+        if self.mesh is None:
+            return ""
         found = {name: self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()}
         found |= {"tensor": self.tensor.get_group()} if self.tensor is not None else {}
         found |= {"sequence": self.sequence} if self.sequence is not None else {}
@@ -75,12 +78,12 @@ def _short(ranks: list[int]) -> str:
 
 
 def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
-    """The layout of the default process group. UserError for sizes that do not divide its ranks.
+    """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks.
 
     fsdp_size: ranks that share one copy of the weights; ≤ 0 or as many as there are: all.
     """
     if not dist.is_initialized():
-        raise RuntimeError("the ranks have not met: call process_group.init_process_group first")
+        return Layout()
     size, rank = dist.get_world_size(), dist.get_rank()
     both = tensor_size * sequence_size
     for text, problem in rank_problems(Sizes(sequence_size, tensor_size, fsdp_size), size):

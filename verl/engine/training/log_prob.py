@@ -12,10 +12,13 @@ With z = cap(s·h·Wᵀ)/τ, ℓ = logsumexp z, π = exp(z − ℓ), H = ℓ −
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from verl.models.attention import product_dtype
+from verl.platform import platform_of
 
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
@@ -25,7 +28,7 @@ DEVICE_BLOCK_COLUMNS = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LogitLayer:
     """The last layer. weight [V, H], bias [V] or None; logits = cap·tanh(scale·(hWᵀ + b)/cap), cap None = off."""
 
     weight: torch.Tensor
@@ -41,68 +44,46 @@ class Head:
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
 
-@dataclass(slots=True)
-class TokenTensors:
-    """float32 [R] each; entropy and sum_pi_squared only if asked for."""
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None = None
-    sum_pi_squared: torch.Tensor | None = None
-
-
-def token_stats(
+def token_outputs(
     hidden: torch.Tensor,
     targets: torch.Tensor,
-    head: Head,
+    layer: LogitLayer,
+    outputs: Collection[str],
     *,
     temperature: float,
-    entropy: bool = False,
-    sum_pi_squared: bool = False,
-    fused: bool = True,
-) -> TokenTensors:
-    """Statistics of `targets` int64 [R] under softmax(logits(hidden)/temperature); hidden [R, H].
+) -> dict[str, torch.Tensor]:
+    """log_probs, entropy and sum_pi_squared, float32 [R] each, of `targets` int64 [R] under
+    softmax(logits(hidden)/temperature); hidden [R, H].
 
-    Differentiable in hidden states, weight and bias. fused=False goes through the full logits.
+    Differentiable in hidden states, weight and bias.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if not fused:
-        return stats_of_logits(head.logits(hidden) / temperature, targets, entropy, sum_pi_squared)
-    dtype = _product_dtype(hidden)
+    dtype = product_dtype(hidden)
+    shape = _Shape(layer.scale, layer.softcap, temperature)
+    wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
     with torch.autocast(hidden.device.type, enabled=False):
-        log_probs, h, q = _TokenStats.apply(
-            hidden,
-            head.weight,
-            head.bias,
-            targets,
-            head.scale,
-            head.softcap,
-            temperature,
-            dtype,
-            (entropy, sum_pi_squared),
-        )
-    return TokenTensors(log_probs, h if entropy else None, q if sum_pi_squared else None)
+        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, targets, shape, dtype, wanted)
+    names = ("log_probs", "entropy", "sum_pi_squared")
+    return {name: column for name, column in zip(names, found, strict=True) if name in outputs}
 
 
-def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def stats_of_logits(z: torch.Tensor, targets: torch.Tensor, entropy: bool, squares: bool) -> TokenTensors:
+def outputs_of_logits(
+    z: torch.Tensor, targets: torch.Tensor, outputs: Collection[str]
+) -> dict[str, torch.Tensor]:
     """The plain way: z float32 [R, V] are the logits divided by the temperature."""
     logp = torch.log_softmax(z, -1)
-    out = TokenTensors(logp.gather(1, targets[:, None])[:, 0])
-    if entropy:
-        out.entropy = -(logp.exp() * logp).sum(-1)
-    if squares:
-        out.sum_pi_squared = (2 * logp).exp().sum(-1)
+    out = {"log_probs": logp.gather(1, targets[:, None])[:, 0]}
+    if "entropy" in outputs:
+        out["entropy"] = -(logp.exp() * logp).sum(-1)
+    if "sum_pi_squared" in outputs:
+        out["sum_pi_squared"] = (2 * logp).exp().sum(-1)
     return out
 
 
 def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Block size (rows, columns): at most so many scores, columns first as far as they stay useful."""
-    small = device.type == "cpu"
+    small = platform_of(device).on_host
     scores, widest = (BLOCK_SCORES, BLOCK_COLUMNS) if small else (DEVICE_BLOCK_SCORES, DEVICE_BLOCK_COLUMNS)
     width = min(columns, widest)
     return max(1, min(rows, scores // max(1, width))), max(1, width)
@@ -141,10 +122,9 @@ class _Shape:
         return self.scale / self.temperature
 
 
-class _TokenStats(torch.autograd.Function):
+class _TokenOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, temperature, dtype, wanted):  # type: ignore[no-untyped-def]
-        shape = _Shape(scale, softcap, temperature)
+    def forward(ctx, hidden, weight, bias, targets, shape, dtype, wanted):  # type: ignore[no-untyped-def]
         h, w = hidden.to(dtype), weight.to(dtype)
         rows, columns = h.shape[0], w.shape[0]
         stats = h.new_zeros((4, rows), dtype=torch.float32)  # logp, lse, entropy, q
@@ -190,7 +170,7 @@ class _TokenStats(torch.autograd.Function):
         dh = dh.to(hidden.dtype) if dh is not None else None
         dw = None if dw is None or direct else dw.to(weight.dtype)
         db = db.to(bias.dtype) if db is not None else None
-        return dh, dw, db, None, None, None, None, None, None
+        return dh, dw, db, None, None, None, None
 
 
 def _weight_gradient(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
+from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
 from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
 from verl.engine.training.weight_source import FileSource, WeightSource
 from verl.errors import UserError
@@ -109,7 +109,7 @@ class Adapter:
         state = view.state()
         tied = set(getattr(self._module, "all_tied_weights_keys", None) or {})
         kept = {name: tensor for name, tensor in state.items() if name not in tied}
-        if not source.covers(kept):
+        if source.missing(kept):
             return
         for name, tensor in kept.items():
             ours = view.merged(name, tensor, whole).cpu()

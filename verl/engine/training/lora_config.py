@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from verl.config.adapter_files import adapter_directory as find_adapter
+from verl.config.model_facts import ADAPTER_CONFIG, read_adapter_config
+from verl.config.model_facts import adapter_directory as find_adapter
 from verl.engine.training.settings import read
 from verl.errors import UserError
 

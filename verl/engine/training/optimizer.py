@@ -166,3 +166,13 @@ def clip_gradients(gradients: Sequence[torch.Tensor], norm: float, limit: float 
     if limit is None or limit <= 0 or norm <= limit:
         return
     torch._foreach_mul_(list(gradients), limit / (norm + 1e-6))
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """The optimizer's state to a device."""
+    # The count of steps is a scalar, which only fused optimizers read on the device.
+    scalars = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and (value.ndim or scalars):
+                state[name] = value.to(device)

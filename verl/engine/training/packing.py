@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from verl.models.packed_attention import PackedPlan, TokenSpan
-from verl.trajectory import Trajectory
+from verl.trajectory import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Pack:
                            that predicts it, and the token
     """
 
-    rows: Sequence[Trajectory]
+    rows: Sequence[Segment]
     input_ids: torch.Tensor
     positions: torch.Tensor
     segments: list[TokenSpan]
@@ -62,16 +62,16 @@ class Pack:
         return PackedPlan(self.segments, self.positions, heads)
 
 
-def _cost(row: Trajectory) -> int:
+def _cost(row: Segment) -> int:
     """Tokens a response adds to a pack that already holds its prompt."""
     return max(0, row.length - 1)
 
 
-def _prompt_cost(row: Trajectory) -> int:
-    return len(row.prompt.ids) if row.length else 0
+def _context_cost(row: Segment) -> int:
+    return len(row.context_ids) if row.length else 0
 
 
-def split_rows(rows: Sequence[Trajectory], how: MicroBatching) -> list[list[Trajectory]]:
+def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment]]:
     """Cut rows, in order, into micro-batches. A response longer than the budget gets one of its own.
 
     A group goes to the next micro-batch as a whole if it fits there and this one is at least half full, since
@@ -81,23 +81,24 @@ def split_rows(rows: Sequence[Trajectory], how: MicroBatching) -> list[list[Traj
         size = 1 if how.one_by_one else max(1, int(how.rows or 1))
         return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
     costs = _group_costs(rows, how)
-    out: list[list[Trajectory]] = []
-    used, inside = 0, None
+    out: list[list[Segment]] = []
+    used = 0
+    inside: Segment | None = None
     for i, row in enumerate(rows):
-        opens = inside != row.uid or not how.shared
-        need = _cost(row) + (_prompt_cost(row) if opens else 0)
+        opens = not how.shared or inside is None or not _same_context(inside, row)
+        need = _cost(row) + (_context_cost(row) if opens else 0)
         new_group = i == 0 or rows[i - 1].uid != row.uid
         whole = new_group and used * 2 >= how.tokens and used + costs[i] > how.tokens >= costs[i]
         if not out or whole or used + need > how.tokens:
             out.append([])
-            used, need = 0, _cost(row) + _prompt_cost(row)
+            used, need = 0, _cost(row) + _context_cost(row)
         out[-1].append(row)
         used += need
-        inside = row.uid if row.length else inside
+        inside = row if row.length else inside
     return out
 
 
-def _group_costs(rows: Sequence[Trajectory], how: MicroBatching) -> list[int]:
+def _group_costs(rows: Sequence[Segment], how: MicroBatching) -> list[int]:
     """For each row the tokens of its whole run of neighbours with the same uid."""
     costs = [0] * len(rows)
     start = 0
@@ -105,14 +106,14 @@ def _group_costs(rows: Sequence[Trajectory], how: MicroBatching) -> list[int]:
         if i < len(rows) and rows[i].uid == rows[start].uid:
             continue
         run = rows[start:i]
-        prompts = [_prompt_cost(r) for r in run]
-        total = sum(_cost(r) for r in run) + (max(prompts) if how.shared else sum(prompts))
+        contexts = _runs(run, how.shared)
+        total = sum(_cost(r) for r in run) + sum(max(_context_cost(r) for r in same) for same in contexts)
         costs[start:i] = [total] * len(run)
         start = i
     return costs
 
 
-def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | str = "cpu") -> Pack:
+def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str = "cpu") -> Pack:
     """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither."""
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -130,7 +131,7 @@ def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | 
         return start
 
     for run in _runs([r for r in rows if r.length], how.shared):
-        prompt = run[0].prompt.ids
+        prompt = run[0].context_ids
         length = len(prompt)
         if not length:
             raise ValueError(f"prompt {run[0].uid} has no token; a response needs one before it")
@@ -154,16 +155,17 @@ def pack(rows: Sequence[Trajectory], how: MicroBatching, device: torch.device | 
     return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), tensor(targets))
 
 
-def _runs(rows: list[Trajectory], shared: bool) -> list[list[Trajectory]]:
-    """Neighbours with the same prompt, or every row alone."""
-    out: list[list[Trajectory]] = []
+def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
+    """Neighbours with the same context, or every row alone."""
+    out: list[list[Segment]] = []
     for row in rows:
-        if shared and out and out[-1][0].uid == row.uid and _same_prompt(out[-1][0], row):
+        if shared and out and _same_context(out[-1][0], row):
             out[-1].append(row)
         else:
             out.append([row])
     return out
 
 
-def _same_prompt(a: Trajectory, b: Trajectory) -> bool:
-    return a.prompt is b.prompt or np.array_equal(a.prompt.ids, b.prompt.ids)
+def _same_context(a: Segment, b: Segment) -> bool:
+    same = a.context_ids is b.context_ids or np.array_equal(a.context_ids, b.context_ids)
+    return a.uid == b.uid and same

@@ -23,13 +23,14 @@ from torch.distributed.fsdp import (
 from verl.engine.training.process_group import waiting
 from verl.engine.training.settings import named_dtype, read
 from verl.models import load as models
+from verl.platform import platform_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from verl.engine.training.fuse import FusedForwards
+    from verl.engine.training.heads import OutputHead
     from verl.engine.training.layout import Layout
-    from verl.engine.training.log_prob_head import LogProbHead
     from verl.engine.training.tensor_parallel import TensorParallel
     from verl.engine.training.weight_source import WeightSource
 
@@ -52,7 +53,7 @@ class Policy:
         where = "fsdp_config.mixed_precision."
         reduce = named_dtype(read(cfg, "mixed_precision.reduce_dtype", "float32"), where + "reduce_dtype")
         buffers = read(cfg, "mixed_precision.buffer_dtype")
-        pinned = device.type != "cpu"
+        pinned = not platform_of(device).on_host
         return cls(
             MixedPrecisionPolicy(
                 param_dtype=None if compute == torch.float32 else compute, reduce_dtype=reduce
@@ -66,7 +67,7 @@ class Policy:
 
 
 def shard(
-    scorer: LogProbHead,
+    head: OutputHead,
     source: WeightSource,
     where: Layout,
     policy: Policy,
@@ -75,11 +76,11 @@ def shard(
     trainable: bool,
     tensor: TensorParallel | None = None,
 ) -> None:
-    """Fill the meta parameters of the scorer's model from `source`, unit by unit, and cut each over the ranks.
+    """Fill the meta parameters of the head's model from `source`, unit by unit, and cut each over the ranks.
 
     While a unit's weights are whole, `fused` looks which of its modules it can stand in for.
     """
-    module = scorer.module
+    module = head.module
     names = {id(p): name for name, p in module.named_parameters()}
     places = {id(part): name for name, part in module.named_modules()}
     options: dict[str, Any] = {
@@ -103,9 +104,9 @@ def shard(
     fused.add(rest)
     _cast_buffers(rest, policy.buffer_dtype)
     # Not freed after the forward pass: the backward pass begins with it.
-    fully_shard(scorer, reshard_after_forward=False, **options)
+    fully_shard(head, reshard_after_forward=False, **options)
     # A loss is divided by global counts already: gradients are summed over ranks, not averaged.
-    for part in sharded_modules(scorer):
+    for part in sharded_modules(head):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     if policy.forward_prefetch:

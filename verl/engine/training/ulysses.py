@@ -9,15 +9,14 @@ sees the whole pack for its share of the heads: packing, shared prompts and wind
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.log_prob import TokenTensors
 from verl.engine.training.packing import Pack
-from verl.models.attention import AttentionPlan
+from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
@@ -61,15 +60,12 @@ class SequenceParallel:
             UlyssesPlan(whole, self.group, self.rank, self.size),
         )
 
-    def whole(self, stats: TokenTensors, mine: torch.Tensor, count: int) -> TokenTensors:
-        """The statistics of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        given = [s for s in (stats.log_probs, stats.entropy, stats.sum_pi_squared) if s is not None]
-        rows = iter(_Join.apply(torch.stack(given), mine, count, self.group))
-        return TokenTensors(
-            next(rows),
-            next(rows) if stats.entropy is not None else None,
-            next(rows) if stats.sum_pi_squared is not None else None,
-        )
+    def whole(
+        self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
+        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self.group)
+        return dict(zip(outputs, joined, strict=True))
 
 
 class UlyssesPlan:
@@ -84,35 +80,18 @@ class UlyssesPlan:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`; tensors hold this rank's tokens and all heads."""
-        kind = query.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
         # Key heads that the ranks do not divide are repeated just as often as it takes.
         repeat = self._size // math.gcd(key.shape[1], self._size)
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         query, key, value = (self._gather_tokens(x) for x in (query, key, value))
-        if sinks is not None:
-            sinks = sinks.view(self._size, -1)[self._rank]
-        out = self._whole.attend(
-            module,
-            query,
-            key,
-            value,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return self._gather_heads(out)
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.view(self._size, -1)[self._rank])
+        return self._gather_heads(self._whole.attend(module, query, key, value, options))
 
     def _gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[1, H, S/n, D] → [1, H/n, S, D]."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.collectives import all_gather_json, on_all_ranks
+from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ class FileSource(WeightSource):
         self._files = _names_in(directory)
         self._open: dict[Path, Any] = {}
 
-    def covers(self, wanted: Mapping[str, torch.Tensor]) -> bool:
-        """True if all these tensors, by name, can be made of what is in the files."""
-        return bool(self._files) and all(
-            part in self._files for name, like in wanted.items() for part in self._parts(name, like)
-        )
+    def missing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+        """What the files lack of the parts that these tensors, by name, are made of."""
+        parts = (part for name, like in wanted.items() for part in self._parts(name, like))
+        return [part for part in parts if part not in self._files]
 
     def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -93,13 +92,14 @@ class RankZeroSource(WeightSource):
     """`load` runs on rank 0 alone and gives tensors by their `state_dict` name."""
 
     def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]):
-        self._loaded = on_all_ranks(lambda: dict(load()) if dist.get_rank() == 0 else {})
+        self._loaded = on_all_ranks(lambda: dict(load()) if this_rank() == 0 else {})
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype)
-        if dist.get_rank() == 0:
+        if this_rank() == 0:
             out.copy_(self._loaded[name])
-        dist.broadcast(out, 0)
+        if dist.is_initialized():
+            dist.broadcast(out, 0)
         return out
 
 
@@ -112,7 +112,7 @@ def open_source(
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
     here = Path(directory)
     files = on_all_ranks(lambda: FileSource(here, module) if here.is_dir() else None)
-    if all(all_gather_json(files is not None and files.covers(wanted))):
+    if all(all_gather_json(files is not None and not files.missing(wanted))):
         assert files is not None
         return files
     return RankZeroSource(load)

@@ -100,7 +100,7 @@
   theme();
   overview();
   R.setUpCharts();
-  R.setUpAnswers();
+  R.setUpResponses();
   R.setUpEvents();
   R.setUpConfig();
   R.setUpPanel();

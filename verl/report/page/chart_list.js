@@ -30,7 +30,7 @@
     main(),
     { id: "loss", title: "Loss", wide: true, series: [{ name: "train/loss", label: "training" }, { name: "val/loss", label: "validation", sparse: true }] },
     validation(),
-    { id: "length", title: "Answer length", unit: "tokens", series: [
+    { id: "length", title: "Response length", unit: "tokens", series: [
       { name: "response_length/mean", label: "mean" }, { name: "response_length/max", label: "longest" },
       { name: "response_length/clip_ratio", label: "share cut off", right: true }] },
     { id: "kl", title: "KL divergence", unit: "nats", series: [
@@ -48,7 +48,7 @@
       { name: "critic/vf_loss", label: "value loss" }, { name: "critic/vf_explained_var", label: "explained variance", right: true }] },
     { id: "extra", title: "Reward parts", series: matching(/^reward_extra\/.+\/mean$/).slice(0, 8).map((name) => (
       { name, label: name.replace(/^reward_extra\//, "").replace(/\/mean$/, "") })) },
-    { id: "errors", title: "Scoring that failed", unit: "answers", series: ["reward/errors", "reward/timeouts"].filter(anyAbove)
+    { id: "errors", title: "Scoring that failed", unit: "responses", series: ["reward/errors", "reward/timeouts"].filter(anyAbove)
       .map((name) => ({ name, label: name.slice(7), raw: true })) },
     { id: "sampler", title: "Sampler against trainer", unit: "|difference of log-probs|", log: true, series: [
       { name: "training/rollout_logprob_abs_diff/mean", label: "mean" }, { name: "training/rollout_logprob_abs_diff/p99", label: "99th percentile" },

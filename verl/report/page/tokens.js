@@ -1,7 +1,7 @@
-// One answer, token by token, in a panel: coloured by log-prob, by sampler − trainer, or by advantage.
+// One response, token by token, in a panel: coloured by log-prob, by sampler − trainer, or by advantage.
 "use strict";
 (() => {
-  const A = R.data.answers;
+  const A = R.data.responses;
   const LOW = -6; // log-prob at which the colour is full
   let mode = R.state.mode || "lp", current = null, cursor = -1, spans = [], opener = null;
 
@@ -68,7 +68,7 @@
 
   const stream = (row) => {
     spans = row.t.map((_, k) => tokenNode(row, k));
-    const box = R.el("div", { class: "tokens", id: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the answer; arrow keys move" }, ...spans);
+    const box = R.el("div", { class: "tokens", id: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the response; arrow keys move" }, ...spans);
     box.addEventListener("mouseover", (event) => {
       const span = event.target.closest(".tok");
       if (span) inspect(Number(span.dataset.k));
@@ -87,14 +87,14 @@
   const siblings = (row) => A.rows.map((r, at) => [r, at]).filter(([r]) => r.u === row.u && r.s === row.s);
 
   const head = (row, at) => {
-    const order = R.visibleAnswers, place = order.indexOf(at);
-    const go = (by) => () => R.openAnswer(order[place + by]);
+    const order = R.visibleResponses, place = order.indexOf(at);
+    const go = (by) => () => R.openResponse(order[place + by]);
     const button = (label, text, by) => R.el("button", { type: "button", class: "quiet", "aria-label": label, title: label, disabled: !(place >= 0 && order[place + by] !== undefined), onclick: go(by) }, text);
     return R.el("header", { class: "panel-head" },
-      R.el("h2", { id: "panel-title" }, `Step ${row.s}, answer ${row.i + 1}`),
+      R.el("h2", { id: "panel-title" }, `Step ${row.s}, response ${row.i + 1}`),
       R.el("span", { class: "muted uid" }, ...R.shown(row.u)),
       R.el("span", { class: "grow-space" }),
-      button("Previous answer", "←", -1), button("Next answer", "→", 1),
+      button("Previous response", "←", -1), button("Next response", "→", 1),
       R.el("button", { type: "button", class: "quiet", "aria-label": "Close", title: "Close (Esc)", onclick: () => R.byId("panel").close() }, "✕"));
   };
 
@@ -110,31 +110,31 @@
   const group = (row, at) => {
     const all = siblings(row);
     if (all.length < 2) return null;
-    return R.el("nav", { class: "chips", "aria-label": "Answers to the same prompt" }, R.el("span", { class: "muted" }, "Same prompt"),
-      ...all.map(([r, k]) => R.el("button", { type: "button", class: "chip", "aria-current": k === at ? "true" : null, onclick: () => R.openAnswer(k) },
+    return R.el("nav", { class: "chips", "aria-label": "Responses to the same prompt" }, R.el("span", { class: "muted" }, "Same prompt"),
+      ...all.map(([r, k]) => R.el("button", { type: "button", class: "chip", "aria-current": k === at ? "true" : null, onclick: () => R.openResponse(k) },
         `${r.i + 1}`, R.el("small", {}, r.e ? "failed" : R.num(r.sc)))));
   };
 
   const block = (title, text) => R.el("section", { class: "block" }, R.el("h3", {}, title), R.el("div", { class: "prose" }, ...R.shown(text)));
 
   const tokenSection = (row) => {
-    if (!row.t) return block("Answer", R.output(row) || "(empty)");
+    if (!row.t) return block("Response", R.output(row) || "(empty)");
     const options = Object.entries(MODES).filter(([, m]) => m.has(row)).map(([key, m]) => [key, m.label]);
     if (!options.some(([key]) => key === mode)) mode = options[0][0];
     return R.el("section", { class: "block" },
-      R.el("div", { class: "token-head" }, R.el("h3", {}, "Answer"),
+      R.el("div", { class: "token-head" }, R.el("h3", {}, "Response"),
         R.segments("Colour by", options, mode, (key) => { mode = key; R.save({ mode }); paint(); mark(); }),
         R.el("div", { class: "legend-ramp", id: "token-legend" })),
       stream(row), row.m ? R.el("p", { class: "hint" }, "Underlined: not written by the model.") : null);
   };
 
-  // The address names the open answer, so that it can be linked to and survives a reload.
+  // The address names the open response, so that it can be linked to and survives a reload.
   const mark = () => {
-    if (current) window.history.replaceState(null, "", R.answerLink(current, mode));
+    if (current) window.history.replaceState(null, "", R.responseLink(current, mode));
     else window.history.replaceState(null, "", window.location.pathname + window.location.search);
   };
 
-  R.openAnswer = (at) => {
+  R.openResponse = (at) => {
     const row = A.rows[at], panel = R.byId("panel");
     if (!row) return;
     current = row;
@@ -158,7 +158,7 @@
     panel.addEventListener("click", (event) => { if (event.target === panel) panel.close(); });
     panel.addEventListener("keydown", (event) => {
       const by = { j: 1, k: -1 }[event.key];
-      if (by && current) R.openAnswer(R.visibleAnswers[R.visibleAnswers.indexOf(A.rows.indexOf(current)) + by]);
+      if (by && current) R.openResponse(R.visibleResponses[R.visibleResponses.indexOf(A.rows.indexOf(current)) + by]);
     });
     const open = () => {
       const parts = window.location.hash.match(/^#a=(\d+)\/([^/]*)\/(\d+)(?:\/(\w+))?$/);
@@ -166,7 +166,7 @@
       let uid;
       try { uid = decodeURIComponent(parts[2]); } catch (malformed) { return; }
       if (parts[4] && parts[4] in MODES) mode = parts[4];
-      R.openAnswer(A.rows.findIndex((r) => r.s === Number(parts[1]) && R.plain(r.u) === uid && r.i === Number(parts[3])));
+      R.openResponse(A.rows.findIndex((r) => r.s === Number(parts[1]) && R.plain(r.u) === uid && r.i === Number(parts[3])));
     };
     window.addEventListener("hashchange", open);
     open();

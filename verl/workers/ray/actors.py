@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict
 from typing import Any
 
 import ray
 
-from verl.platform.limits import raise_open_files
+from verl.config import Map
+from verl.platform.host import raise_open_files
+from verl.tracking.profiler import open_profiler
 from verl.workers.rollout_worker import RolloutWorker
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
 OPEN_FILES = 65536
 
 
-class RayTrainWorker(TrainWorker):
+class RayWorker(Worker):
     """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
 
     def __init__(self, config: dict[str, Any], rank: int, world: int):
         raise_open_files(OPEN_FILES)
-        super().__init__(config, rank, world)
+        super().__init__(Map.of(config), rank, world)
 
-    def cost(self) -> dict[str, Any] | None:
-        """`TrainingEngine.cost` as plain data."""
-        found = self._trained().cost()
-        return None if found is None else asdict(found)
+    def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
+        """See `Worker.build`; opens this process's profiler."""
+        facts = super().build(total_steps, shared)
+        roles = tuple(self.engines)
+        self.profiler = open_profiler(self.config, roles=roles, rank=self.rank, device=self.platform.name)
+        return facts
 
     def device_ids(self) -> list[str]:
         """Ids of its devices on the node, as the driver of the device counts them; empty on a processor."""
@@ -46,5 +49,5 @@ class RayRolloutWorker(RolloutWorker):
         super().__init__(config, number)
 
 
-TrainActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayTrainWorker)
+WorkerActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
 RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RayRolloutWorker)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.elsewhere import for_elsewhere
+from verl.algorithms.needs import needs_reference
+from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
-from verl.platform import stacks
+from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
-from verl.workers.build import max_response_length, wants_reference
-from verl.workers.plan import UpdatePlan
-from verl.workers.ray.actors import RolloutActor, TrainActor
+from verl.workers.compare_nodes import needs_of
+from verl.workers.group import WorkerGroup
+from verl.workers.ray.actors import RolloutActor, WorkerActor
+from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.daemons import ClusterLost
-from verl.workers.ray.nodes import Agents, packages_of, room_of
+from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import Pool, share_cores
 from verl.workers.ray.profiling import under_nsys, worker_profiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
-from verl.workers.ray.training import ActorGroup, ReferenceGroup, Training
 from verl.workers.ray.watch import Watch
-from verl.workers.ray.worker_group import RayWorkerGroup, WorkerDied, WorkerHandle, kill
-from verl.workers.roles import Roles
+from verl.workers.roles import WorkerSet, roles_of, update_plan
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -34,12 +34,9 @@ _RESTART_S, _PATIENCE = 180.0, 3.0
 """A sampler that is started again has so many seconds, or so many times as long as the first start took."""
 
 
-def build_roles(config: Config, tokenizer: Any, total_steps: int, report: RunHooks = SILENT) -> Roles:
-    """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used.
-
-    `tokenizer` is part of the interface; workers load their own from the same path.
-    """
-    builder = _Builder(config, report)
+def start_on_cluster(config: Config, total_steps: int, hooks: RunHooks = SILENT) -> WorkerSet:
+    """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used."""
+    builder = _Builder(config, hooks)
     try:
         return builder.build(total_steps)
     except BaseException:
@@ -50,8 +47,8 @@ def build_roles(config: Config, tokenizer: Any, total_steps: int, report: RunHoo
 class _Builder:
     """One start. `release` gives back what was taken so far."""
 
-    def __init__(self, config: Config, report: RunHooks):
-        self.config, self.report = config, report
+    def __init__(self, config: Config, hooks: RunHooks):
+        self.config, self.hooks = config, hooks
         self.began = time.monotonic()
         address = address_of(config)
         self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
@@ -64,10 +61,10 @@ class _Builder:
         self.ranks: list[tuple[str, WorkerHandle]] = []
         self.hosts: list[Replica] = []
         self.starters: list[_Starter] = []
-        self.groups: list[RayWorkerGroup] = []
-        report.watch(self._stacks)
+        self.groups: list[RayCalls] = []
+        hooks.watch(self._stacks)
 
-    def build(self, total_steps: int) -> Roles:
+    def build(self, total_steps: int) -> WorkerSet:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         self.kind = self.cluster.settle_kind()
         self.plain["trainer"]["device"] = self.kind
@@ -87,37 +84,27 @@ class _Builder:
         engines = self._group([host.worker for host in hosts])
         self._say(f"loading the model, starting {len(hosts)} sampler{'s' * (len(hosts) > 1)}")
         facts = self._load(group, engines, total_steps, own)
-        training = Training(
-            group,
-            [fact["dp_rank"] for fact in facts],
-            plan=UpdatePlan(
-                config.actor_rollout_ref.actor,
-                max_response_length=max_response_length(config),
-                batch_prompts=config.data.train_batch_size,
-                rollout_correction=config.algorithm.rollout_correction,
-            ),
-            temperature=rollout.temperature,
-            balance=config.trainer.balance_batch,
-        )
+        training = WorkerGroup(group, facts, plan=update_plan(config), balance=config.trainer.balance_batch)
         self._record(group, hosts)
         self._say("all workers are ready")
         pool = ReplicaPool(hosts, event=self._of_sampler)
-        self.watch = Watch(group, lambda error: self._on_death(error, pool), self.report.phase)
+        self.watch = Watch(group, lambda error: self._on_death(error, pool), self.hooks.phase)
         words = (
             f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}; "
             f"{_some(len(hosts), 'sampler')}"
         )
-        return Roles(
-            ActorGroup(training, words),
-            ReferenceGroup(training) if wants_reference(config) else None,
+        sync = RemoteWeightSync(
+            training,
+            nodes,
             pool,
-            RemoteWeightSync(
-                training,
-                nodes,
-                pool,
-                float(config.actor_rollout_ref.nccl_timeout),
-                [fact["device_id"] for fact in facts],
-            ),
+            float(config.actor_rollout_ref.nccl_timeout),
+            [fact["device_id"] for fact in facts],
+        )
+        return WorkerSet(
+            roles_of(training),
+            pool,
+            sync,
+            words,
             devices=trainer.devices + (sampling.devices if own else 0),
             release=self.release,
             profiler=worker_profiler(config, training, pool),
@@ -133,30 +120,24 @@ class _Builder:
         self.agents = Agents([node for node in self.cluster.nodes() if node.id in ids])
         saves = self.config.trainer.save_freq > 0
         folder = Path(self.config.trainer.default_local_dir).expanduser().absolute() if saves else None
-        files = 1024 + 128 * self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         arr = self.plain["actor_rollout_ref"]
-        other = arr["ref"]["model"].get("path") if wants_reference(self.config) else None
-        unsaid = self.agents.check(
-            arr["model"]["path"],
-            folder,
-            files,
-            others=[other] if other else [],
-            packages=packages_of(self.config),
-            room=room_of(self.config),
-        )
+        models = dict.fromkeys([arr["model"]["path"]])
+        if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
+            models[other] = None
+        unsaid = self.agents.check(needs_of(self.config, *models), folder)
         for text in unsaid:
-            self.report.notice(text)
+            self.hooks.notice(text)
 
-    def _record(self, group: RayWorkerGroup, hosts: list[Replica]) -> None:
+    def _record(self, group: RayCalls, hosts: list[Replica]) -> None:
         """Which process is which, for whoever looks at a machine or a record afterwards."""
         everybody = [*group.workers, *(host.worker for host in hosts)]
-        self.report.event(
+        self.hooks.event(
             "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
         )
 
     def _of_sampler(self, kind: str, **fields: Any) -> None:
         """An event of the pool, for the record and for whoever looks at the terminal."""
-        self.report.event(kind, **fields)
+        self.hooks.event(kind, **fields)
         if kind == "sampler_died":
             self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")
         elif kind == "sampler_restarted":
@@ -167,7 +148,7 @@ class _Builder:
 
     def _on_death(self, error: WorkerDied, pool: ReplicaPool) -> None:
         lost = isinstance(error, ClusterLost)
-        self.report.event("cluster_lost" if lost else "worker_died", error=str(error))
+        self.hooks.event("cluster_lost" if lost else "worker_died", error=str(error))
         pool.end(error)
 
     def _stacks(self) -> str:
@@ -184,21 +165,19 @@ class _Builder:
             [*calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
         ).strip()
 
-    def _group(self, workers: list[WorkerHandle]) -> RayWorkerGroup:
+    def _group(self, workers: list[WorkerHandle]) -> RayCalls:
         """Workers that the watchdog knows are called together."""
-        self.groups.append(RayWorkerGroup(workers, self.report.beat))
+        self.groups.append(RayCalls(workers, self.hooks.beat))
         return self.groups[-1]
 
     def _pool(self, name: str, keys: str, nodes: int, per_node: int) -> Pool:
         what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
         timeout = self.config.trainer.ray_wait_register_center_timeout
-        pool = Pool(self.cluster, what, nodes, per_node, timeout, self.report.notice)
+        pool = Pool(self.cluster, what, nodes, per_node, timeout, self.hooks.notice)
         self.pools.append(pool)
         return pool
 
-    def _load(
-        self, group: RayWorkerGroup, engines: RayWorkerGroup, total_steps: int, own: bool
-    ) -> list[dict[str, Any]]:
+    def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, own: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         # Before they load anything, so that one that hangs there can be asked where it stands.
@@ -213,7 +192,7 @@ class _Builder:
             starter.took(time.monotonic() - began)
         return facts
 
-    def _training_workers(self, pool: Pool) -> tuple[RayWorkerGroup, list[str], list[list[str]]]:
+    def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""
         addresses = {node.id: node.address for node in self.cluster.nodes()}
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
@@ -221,12 +200,12 @@ class _Builder:
         workers = []
         for rank, bundle in enumerate(bundles):
             options = under_nsys(pool.owner_options(bundle, 1), self.config)
-            handle = TrainActor.options(**options).remote(self.plain, rank, pool.devices)
+            handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
             workers.append(WorkerHandle(handle, f"training worker {rank}", addresses[nodes[rank]]))
         self.workers += workers
         self.ranks = list(zip(nodes, workers, strict=True))
         group = self._group(workers)
-        for worker, fact in zip(workers, group.call("facts", doing="starting the workers"), strict=True):
+        for worker, fact in zip(workers, group.call("prepare", doing="starting the workers"), strict=True):
             worker.pid = fact["pid"]
         address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
         port = self._group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
@@ -305,7 +284,7 @@ class _Starter:
     def _started(self, node: str) -> tuple[WorkerHandle, dict[str, Any]]:
         self.address = next((n.address for n in self.cluster.nodes() if n.id == node), self.address)
         worker = self.create()
-        group = RayWorkerGroup([worker])
+        group = RayCalls([worker])
         try:
             return worker, group.wait(group.start("start"), "starting a sampler again", self.limit)[0]
         except BaseException:
@@ -316,7 +295,7 @@ class _Starter:
 def _take_turns(kind: str, own: bool) -> bool:
     """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
     by how the free memory changes while it starts, and vLLM gives up when some comes free."""
-    return kind != "cpu" and not own
+    return not platform_of(kind).on_host and not own
 
 
 def device_kind(config: Config) -> str:

@@ -14,13 +14,12 @@ import ray
 from verl import interrupt
 from verl.config.devices import ray_address
 from verl.errors import UserError
-from verl.platform.cores import usable
-from verl.platform.environment import DEFAULTS
+from verl.platform import KINDS, platform_of
+from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
-from verl.workers.choose import no_cluster
-from verl.workers.ray.worker_group import joined, within
+from verl.workers.ray.calls import joined, within
+from verl.workers.resources import no_cluster
 
-RESOURCE = {"cuda": "GPU", "npu": "NPU"}
 """Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
 _LEAST = (2, 54)
@@ -105,18 +104,18 @@ class Cluster:
         """The kind of device; "auto" is what the nodes have most of: cuda, then npu, then cpu."""
         if self.kind == "auto":
             totals = ray.cluster_resources()
-            self.kind = next((kind for kind, name in RESOURCE.items() if totals.get(name, 0) >= 1), "cpu")
+            self.kind = next((k for k in KINDS if totals.get(platform_of(k).ray_resource, 0) >= 1), "cpu")
         return self.kind
 
     def nodes(self) -> list[Node]:
         """Living nodes, the driver's first, then by address and id."""
         mine = ray.get_runtime_context().get_node_id()
-        name = RESOURCE.get(self.kind)
+        name = platform_of(self.kind).ray_resource or "CPU"
         found = [
             Node(
                 n["NodeID"],
                 n["NodeManagerAddress"],
-                int(n["Resources"].get(name, 0)) if name else int(n["Resources"].get("CPU", 0)),
+                int(n["Resources"].get(name, 0)),
                 float(n["Resources"].get("CPU", 0)),
             )
             for n in ray.nodes()
@@ -142,7 +141,7 @@ class Cluster:
                 have = ", ".join(str(n) for n in nodes) or "none"
                 raise UserError(
                     f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
-                    f"{'' if self.kind in RESOURCE else ', a rank needs a core'}; the cluster has: "
+                    f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
                     f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
                     f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )

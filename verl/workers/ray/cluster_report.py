@@ -2,13 +2,12 @@
 
     connect ─▶ a prober on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
 
-Returns plain data; what it means is said by `verl.cli.cluster`.
+Returns plain data; what it means is said by `verl.workers.compare_nodes` and `verl.cli.cluster`.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,15 +17,14 @@ from typing import Any
 
 import ray
 from ray import exceptions as faults
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.workers.cluster_probe import ClusterProbe
-from verl.workers.ray.cluster import RESOURCE, Cluster, worker_environment
-from verl.workers.ray.worker_group import reason
+from verl.platform import platform_of
+from verl.workers.compare_nodes import Finding
+from verl.workers.ray.cluster import Cluster
+from verl.workers.ray.nodes import ask, ask_all, blind, start_probe
 from verl.workers.resources import ResourceRequest, placeable
 
 _CLOCK_CALLS = 5
-ProberActor = ray.remote(max_restarts=0, num_cpus=0)(ClusterProbe)
 
 
 @dataclass(slots=True)
@@ -34,13 +32,13 @@ class ClusterReport:
     """`nodes`: facts of each (see `verl.workers.node_facts`), with "name", "devices" (that Ray was told of),
     "object_store" (bytes), "clock" (seconds ahead of ours) and "clock_error", or "problem" where none could be had.
     `unreachable`: (from, to, why). `sums`: {"over", "ranks", "bytes", "seconds", "latency"} or {"over", "problem"}.
-    `folder`: names of the nodes that do not see the run folder; None where it was not looked for."""
+    `folder`: what is wrong with the run folder; None where it was not looked for."""
 
     kind: str
     nodes: list[dict[str, Any]] = field(default_factory=list)
     unreachable: list[tuple[str, str, str]] = field(default_factory=list)
     sums: list[dict[str, Any]] = field(default_factory=list)
-    folder: list[str] | None = None
+    folder: list[Finding] | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +47,7 @@ class _Node:
     name: str
     address: str
     entry: dict[str, Any]
+    temporary: str | None = None
     prober: Any = None
 
 
@@ -78,10 +77,12 @@ def survey(
         working = [m for m in members if m.prober is not None]
         _clocks(working, timeout)
         _reach(working, found, timeout)
+        used = _used(working, pools)
         if folder is not None and len(working) > 1:
-            found.folder = _seen(working, folder, timeout)
+            found.folder = blind(folder, {m.name: m.prober for m in used}, timeout)
         if working:
-            _sums(cluster, _ranks(working, pools), found, megabytes << 20, timeout, say)
+            # One rank for each node, two on a single one.
+            _sums(cluster, used if len(used) > 1 else used * 2, found, megabytes << 20, timeout, say)
         for member in working:
             ray.kill(member.prober)
         return found
@@ -113,7 +114,7 @@ def _members(cluster: Cluster) -> list[_Node]:
     nodes = cluster.nodes()
     shared = {n.address for n in nodes if sum(m.address == n.address for m in nodes) > 1}
     # A Ray of our own is told of as many cores as the run has processes.
-    inflated = cluster.own and cluster.kind == "cpu"
+    inflated = cluster.own and platform_of(cluster.kind).on_host
     out = []
     for place, node in enumerate(nodes):
         name = f"{node.address}#{node.id[:6]}" if node.address in shared else node.address
@@ -121,9 +122,8 @@ def _members(cluster: Cluster) -> list[_Node]:
             "name": f"{name} (driver)" if place == 0 else name,
             "devices": min(node.devices, os.cpu_count() or 1) if inflated else node.devices,
             "object_store": said[node.id]["Resources"].get("object_store_memory"),
-            "temporary": _temporary(said[node.id]),
         }
-        out.append(_Node(node.id, entry["name"], node.address, entry))
+        out.append(_Node(node.id, entry["name"], node.address, entry, _temporary(said[node.id])))
     return out
 
 
@@ -133,105 +133,58 @@ def _temporary(node: dict[str, Any]) -> str | None:
     return str(socket_name.parents[2]) if len(socket_name.parents) > 3 else None
 
 
-def _start(node_id: str, **options: Any) -> Any:
-    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    env = {"env_vars": worker_environment(1)}
-    return ProberActor.options(scheduling_strategy=where, runtime_env=env, **options).remote()
-
-
-def _get(ref: Any, timeout: float) -> tuple[Any, str | None]:
-    """(result, None) or (None, why there is none)."""
-    try:
-        return ray.get(ref, timeout=timeout), None
-    except faults.GetTimeoutError:
-        return None, f"no answer within {timeout:g} s"
-    except faults.RayError as error:
-        return None, _cause(error)
-
-
-def _cause(error: faults.RayError) -> str:
-    text = str(error)
-    if "No module named 'verl" in text or "ModuleNotFoundError" in text:
-        line = next((part for part in text.splitlines() if "ModuleNotFoundError" in part), "")
-        return f"this code cannot be imported there: {line.strip() or 'ModuleNotFoundError'}"
-    return reason(error)
-
-
 def _facts(members: list[_Node], found: ClusterReport, model: str | None, timeout: float) -> None:
+    models = [model] if model else []
     for member in members:
-        member.prober = _start(member.id)
-    asked = [m.prober.facts.remote(m.address, m.entry["temporary"], model) for m in members]
-    end = time.monotonic() + timeout
-    for member, ref in zip(members, asked, strict=True):
-        facts, problem = _get(ref, max(1.0, end - time.monotonic()))
+        member.prober = start_probe(member.id)
+    facts = ask_all({m.id: m.prober.facts.remote(models) for m in members}, timeout)
+    rest = ask_all({m.id: m.prober.surroundings.remote(m.address, m.temporary) for m in members}, timeout)
+    for member in members:
+        problem = facts[member.id][1] or rest[member.id][1]
         if problem is not None:
             ray.kill(member.prober)
             member.prober = None
             member.entry["problem"] = problem
         else:
-            member.entry |= facts
+            member.entry |= facts[member.id][0] | rest[member.id][0]
         found.nodes.append(member.entry)
 
 
 def _clocks(members: list[_Node], timeout: float) -> None:
     """Offset of each clock from ours: half of the fastest round trip is the uncertainty."""
     for member in members:
-        best: tuple[float, float] | None = None
+        trips = []
         for _ in range(_CLOCK_CALLS):
             before = time.time()
-            theirs, problem = _get(member.prober.now.remote(), timeout)
+            theirs, problem = ask(member.prober.now.remote(), timeout)
             after = time.time()
-            if problem is not None:
-                break
-            trip = after - before
-            if best is None or trip / 2 < best[1]:
-                best = theirs - (before + after) / 2, trip / 2
-        if best is not None:
-            member.entry["clock"], member.entry["clock_error"] = best
+            if problem is None:
+                trips.append(((after - before) / 2, theirs - (before + after) / 2))
+        if trips:
+            member.entry["clock_error"], member.entry["clock"] = min(trips)
 
 
 def _reach(members: list[_Node], found: ClusterReport, timeout: float) -> None:
     """Everybody listens on a free port of its own address, everybody connects to all."""
-    ports = {}
-    for member, ref in [(m, m.prober.listen.remote(m.address)) for m in members]:
-        port, problem = _get(ref, timeout)
+    ports = ask_all({m.name: m.prober.listen.remote(m.address) for m in members}, timeout)
+    listening = [m for m in members if ports[m.name][1] is None]
+    for name, (_, problem) in ports.items():
         if problem is not None:
-            found.unreachable.append((member.name, member.name, f"cannot listen on its address: {problem}"))
-        else:
-            ports[member.id] = port
-    listening = [m for m in members if m.id in ports]
-    targets = [(m.address, ports[m.id]) for m in listening]
-    for member, ref in [(m, m.prober.reach.remote(targets)) for m in members]:
-        responses, problem = _get(ref, timeout)
+            found.unreachable.append((name, name, f"cannot listen on its address: {problem}"))
+    targets = [(m.address, ports[m.name][0]) for m in listening]
+    reached = ask_all({m.name: m.prober.reach.remote(targets) for m in members}, timeout)
+    for name, (responses, problem) in reached.items():
         for other, response in zip(listening, responses or [problem] * len(listening), strict=True):
             if response is not None:
-                found.unreachable.append((member.name, other.name, response))
+                found.unreachable.append((name, other.name, response))
     for member in members:
         member.prober.close.remote()
 
 
-def _seen(members: list[_Node], folder: Path, timeout: float) -> list[str]:
-    """Names of the nodes that do not see a file that the driver puts where the run folder is or will be."""
-    place = folder.expanduser().absolute()
-    while not place.is_dir():
-        place = place.parent
-    token = place / f".verl-doctor-{secrets.token_hex(8)}"
-    try:
-        token.touch(exist_ok=False)
-    except OSError as error:
-        return [f"{members[0].name}: {place} cannot be written ({error.strerror})"]
-    try:
-        asked = [(m, m.prober.sees.remote(str(token))) for m in members]
-        return [m.name for m, ref in asked if not _get(ref, timeout)[0]]
-    finally:
-        token.unlink()
-
-
-def _ranks(members: list[_Node], pools: Sequence[ResourceRequest]) -> list[_Node]:
-    """One rank for each node that the run may use, two for a single one."""
+def _used(members: list[_Node], pools: Sequence[ResourceRequest]) -> list[_Node]:
+    """The nodes that are large enough for a pool of the run, or all where none is."""
     least = min((pool.devices for pool in pools), default=0)
-    fit = [m for m in members if m.entry["devices"] >= least] or members
-    return fit if len(fit) > 1 else fit * 2
+    return [m for m in members if m.entry["devices"] >= least] or members
 
 
 def _sums(
@@ -243,8 +196,8 @@ def _sums(
     say: Callable[[str], None],
 ) -> None:
     """An all-reduce over the ranks, on devices where their nodes have free ones."""
-    resource = RESOURCE.get(cluster.kind)
-    if resource is not None and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
+    resource = platform_of(cluster.kind).ray_resource
+    if resource and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
         say(f"all-reduce over {len(ranks)} ranks with a {cluster.kind} device each …")
         options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
         results = _sum(ranks, cluster.kind, count, timeout, options)
@@ -261,27 +214,24 @@ def _sum(
     ranks: list[_Node], kind: str, count: int, timeout: float, options: dict[str, Any]
 ) -> list[dict[str, Any]] | None:
     """The results of rank 0, or what went wrong; None if the ranks' devices were not free."""
-    actors = [_start(member.id, **options) for member in ranks]
+    actors = [start_probe(member.id, **options) for member in ranks]
+    address, world = ranks[0].address, len(ranks)
     try:
-        started, _ = ray.wait([a.ready.remote() for a in actors], num_returns=len(actors), timeout=timeout)
-        if len(started) < len(actors) and options:
+        started, _ = ray.wait([a.now.remote() for a in actors], num_returns=world, timeout=timeout)
+        if len(started) < world and options:
             return None
-        address = ranks[0].address
-        port, problem = _get(actors[0].free_port.remote(address), timeout)
+        port, problem = ask(actors[0].free_port.remote(address), timeout)
         if problem is None:
-            joined = [
-                a.join.remote(i, len(actors), address, port, kind, timeout) for i, a in enumerate(actors)
-            ]
+            joined = [a.join.remote(i, world, address, port, kind, timeout) for i, a in enumerate(actors)]
             problem = _first_problem(ranks, joined, timeout + 30)
         if problem is not None:
             return [{"over": kind, "problem": f"the ranks do not meet: {problem}"}]
         refs = [a.all_reduce.remote(count) for a in actors]
-        problem = _first_problem(ranks, refs, timeout + 30)
-        if problem is not None:
+        if problem := _first_problem(ranks, refs, timeout + 30):
             return [{"over": kind, "problem": problem}]
         results = ray.get(refs[0])
-        ray.wait([a.leave.remote() for a in actors], num_returns=len(actors), timeout=10)
-        return [result | {"ranks": len(actors)} for result in results]
+        ray.wait([a.leave.remote() for a in actors], num_returns=world, timeout=10)
+        return [result | {"ranks": world} for result in results]
     finally:
         for actor in actors:
             with suppress(faults.RayError):
@@ -295,8 +245,7 @@ def _first_problem(ranks: list[_Node], refs: list[Any], timeout: float) -> str |
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
         if not done:
             late = ", ".join(ranks[refs.index(ref)].name for ref in pending)
-            return f"no answer within {timeout:g} s from {late}"
-        _, problem = _get(done[0], 1.0)
-        if problem is not None:
+            return f"no response within {timeout:g} s from {late}"
+        if problem := ask(done[0], 1.0)[1]:
             return f"rank {refs.index(done[0])} on {ranks[refs.index(done[0])].name}: {problem}"
     return None

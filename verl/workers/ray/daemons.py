@@ -18,7 +18,7 @@ from contextlib import suppress
 import ray
 from ray import exceptions as faults
 
-from verl.workers.ray.worker_group import WorkerDied, lose
+from verl.workers.ray.calls import WorkerDied, lose
 
 SILENCE_S = 30.0
 _PAUSE_S = 1.0

@@ -12,8 +12,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import UserError
-from verl.workers.ray.cluster import RESOURCE, Cluster, worker_environment
-from verl.workers.ray.worker_group import NoRoom, WorkerDied, within
+from verl.platform import platform_of
+from verl.workers.ray.calls import NoRoom, WorkerDied, within
+from verl.workers.ray.cluster import Cluster, worker_environment
 
 _LOOK_S = 1.0
 Started = TypeVar("Started")
@@ -38,11 +39,11 @@ class Pool:
         self.kind = cluster.kind
         self._timeout, self._released = timeout, False
         fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
-        self._resource = RESOURCE.get(cluster.kind)
+        self._resource = platform_of(cluster.kind).ray_resource
         cores = min(per_node, *(n.cpus for n in fit[:nodes]))
         # A processor's rank is a core. Beside an accelerator, work on the cores comes in bursts.
-        bundle: dict[str, float] = {"CPU": cores if self._resource is None else 0.1 * cores}
-        if self._resource is not None:
+        bundle: dict[str, float] = {"CPU": 0.1 * cores if self._resource else cores}
+        if self._resource:
             bundle[self._resource] = per_node
         self.group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
         if not self.group.wait(timeout):
@@ -99,22 +100,14 @@ class Pool:
         options = self._options(bundle, env)
         if self._resource == "GPU":
             options["num_gpus"] = devices
-        elif self._resource is not None:
+        elif self._resource:
             options["resources"] = {self._resource: devices}
         return options
 
     def guest_options(self, bundle: int, visible: list[str], **env: str) -> dict[str, Any]:
         """Options of an actor that shares devices with their owners; `visible` are their ids on the node."""
-        if self.kind == "cuda":
-            env |= {
-                "CUDA_VISIBLE_DEVICES": ",".join(visible),
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            }
-        elif self.kind == "npu":
-            env |= {
-                "ASCEND_RT_VISIBLE_DEVICES": ",".join(visible),
-                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-            }
+        if variable := platform_of(self.kind).visible_devices:
+            env |= {variable: ",".join(visible), f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
         return self._options(bundle, env)
 
     def _options(self, bundle: int, env: dict[str, str]) -> dict[str, Any]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import exceptions as faults
 
-from verl.profiling.plan import ProfilePlan, nsight_options
+from verl.tracking.profiler import ProfilePlan, nsight_options, plan_of
+from verl.workers.group import WorkerGroup
 from verl.workers.ray.replicas import ReplicaPool
-from verl.workers.ray.training import Training
 
 
 class WorkerProfiler:
-    """See `verl.profiling.profiler.Profiler`. A sampler that died has no profile; the pool notices by itself."""
+    """See `verl.tracking.profiler.Profiler`. A sampler that died has no profile; the pool notices by itself."""
 
-    def __init__(self, training: Training, pool: ReplicaPool, plan: ProfilePlan):
+    def __init__(self, training: WorkerGroup, pool: ReplicaPool, plan: ProfilePlan):
         self._training, self._pool, self._plan = training, pool, plan
         self._running = False
 
@@ -25,57 +24,51 @@ class WorkerProfiler:
         """A step begins, on every rank and every sampler."""
         if step in self._plan.steps:
             self._running = True
-            self._training.call("start_profile", step, doing="start_profile")
-            _responses(self._samplers("start_profile", step))
+            self._on_all("start", step)
 
     def stop(self, step: int) -> list[str]:
         """A step has ended; returns the files that workers wrote, each on its own node."""
         if step not in self._plan.steps:
             return []
         self._running = not self._plan.ends(step)
-        files = self._training.call("stop_profile", step, doing="stop_profile")
-        files += _responses(self._samplers("stop_profile", step))
-        return [file for part in files for file in part]
+        return self._on_all("stop", step)
 
     def close(self) -> list[str]:
         """The run ends; workers that live and are not busy write what they have."""
         if not self._running:
             return []
         self._running = False
-        handles = [worker.handle for worker in self._training.group.workers]
-        refs = [handle.close_profile.remote() for handle in handles] + self._samplers("close_profile")
-        return [file for part in _responses(refs, timeout=10) for file in part]
+        refs = [worker.handle.profile.remote("close") for worker in self._training.calls.workers]
+        return _files(refs + self._samplers("close"), timeout=10)
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Nothing: the driver computes nothing."""
         return nullcontext()
 
-    def _samplers(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(host.worker.handle, method).remote(*args) for host in self._pool.hosts]
+    def _on_all(self, action: str, step: int) -> list[str]:
+        written = self._training.call("profile", action, step, doing=f"{action}_profile")
+        return [file for files in written for file in files] + _files(self._samplers(action, step))
+
+    def _samplers(self, *args: Any) -> list[Any]:
+        return [host.worker.handle.profile.remote(*args) for host in self._pool.hosts]
 
 
-def _responses(refs: list[Any], timeout: float = 120) -> list[Any]:
+def _files(refs: list[Any], timeout: float = 120) -> list[str]:
     """What comes within `timeout` seconds, from workers that live."""
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
-    out = []
+    out: list[str] = []
     for ref in ready:
         try:
-            out.append(ray.get(ref))
+            out += ray.get(ref)
         except faults.RayActorError:
             continue
     return out
 
 
-def worker_profiler(config: Any, training: Training, pool: ReplicaPool) -> WorkerProfiler | None:
+def worker_profiler(config: Any, training: WorkerGroup, pool: ReplicaPool) -> WorkerProfiler | None:
     """The profiler of a run's workers, None when nothing is to be profiled."""
-    profiler = config.global_profiler
-    if not profiler.tool or not profiler.steps:
-        return None
-    steps = tuple(sorted(set(profiler.steps)))
-    plan = ProfilePlan(
-        profiler.tool, steps, profiler.profile_continuous_steps, Path(profiler.save_path), "driver"
-    )
-    return WorkerProfiler(training, pool, plan)
+    plan = plan_of(config, "driver")
+    return WorkerProfiler(training, pool, plan) if plan is not None else None
 
 
 def under_nsys(options: dict[str, Any], config: Any) -> dict[str, Any]:

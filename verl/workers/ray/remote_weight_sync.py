@@ -19,10 +19,10 @@ from ray import exceptions as faults
 
 from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
+from verl.workers.group import WorkerGroup
+from verl.workers.ray.calls import RayCalls, WorkerFailed, is_dead, reason
 from verl.workers.ray.replicas import Replica, ReplicaPool, dead_among
-from verl.workers.ray.training import Training
 from verl.workers.ray.transfer_plan import TransferPlan, by_device, by_node
-from verl.workers.ray.worker_group import RayWorkerGroup, WorkerFailed, is_dead, reason
 
 _TIMEOUT_S = 300.0
 _GRACE_S = 5.0
@@ -35,7 +35,7 @@ class RemoteWeightSync(WeightSync):
 
     def __init__(
         self,
-        training: Training,
+        training: WorkerGroup,
         nodes: Sequence[str],
         pool: ReplicaPool,
         limit: float,
@@ -160,8 +160,8 @@ class RemoteWeightSync(WeightSync):
         """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first host of each relays."""
         if not routes.relayed:
             return []
-        first = self._training.group.workers[0]
-        port = RayWorkerGroup([first]).call("free_port", first.node, doing="update_weights")[0]
+        first = self._training.calls.workers[0]
+        port = RayCalls([first]).call("free_port", first.node, doing="update_weights")[0]
         size = len(routes.relayed) + 1
         rendezvous = {"address": first.node, "port": port, "size": size, "timeout": self._limit}
         each[0] = (*each[0], rendezvous)

@@ -23,8 +23,8 @@ from ray import exceptions as faults
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.platform.processes import Identity
-from verl.workers import request_codec
-from verl.workers.ray.worker_group import (
+from verl.workers import codec
+from verl.workers.ray.calls import (
     NoRoom,
     WorkerDied,
     WorkerFailed,
@@ -42,6 +42,7 @@ _OTHERS_S = 35.0
 _PING_S = 5.0
 _CLOSE_S = 10.0
 _TOGETHER = ("busy_s", "cache_peak")
+_SESSIONS = 1 << 16  # the last so many are remembered
 MAX_RESTARTS = 3
 """Deaths of one host between two weight transfers after which the run ends."""
 
@@ -55,7 +56,7 @@ class SamplerLost(RuntimeError):
 
 @dataclass(slots=True)
 class _Request:
-    ask: request_codec.GenerateRequest
+    ask: codec.GenerateRequest
     future: asyncio.Future[Completion]
     host: Replica
 
@@ -72,7 +73,7 @@ class Replica:
     readers: list[Identity] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     dtype: str | None = None
-    queue: list[request_codec.GenerateRequest] = field(default_factory=list)
+    queue: list[codec.GenerateRequest] = field(default_factory=list)
     requests: dict[str, _Request] = field(default_factory=dict)
     poll: asyncio.Task[None] | None = None
     reviving: bool = False
@@ -124,6 +125,7 @@ class ReplicaPool(RolloutEngine):
         self.refill: Callable[[Replica], str | None] | None = None
         self.event = event
         self._homes: dict[str, Replica] = {}
+        self._sessions: dict[str, Replica] = {}
         self._flushing = False
         self._version = 0
         self._closed = False
@@ -139,6 +141,7 @@ class ReplicaPool(RolloutEngine):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
@@ -146,8 +149,10 @@ class ReplicaPool(RolloutEngine):
             raise ValueError(f"request {request_id!r}: media cannot be sent to another process yet")
         if self._ended is not None:
             raise self._ended
-        ask = request_codec.GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
-        host = self._host_for(ask)
+        ask = codec.GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
+        host = self._sessions.get(session or "") or self._host_for(ask)
+        if session is None:
+            self._remember(request_id, host)
         if request_id in host.requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
@@ -166,7 +171,13 @@ class ReplicaPool(RolloutEngine):
             if host.settled(request) and group is not None:
                 self._homes.pop(group, None)
 
-    def _host_for(self, ask: request_codec.GenerateRequest) -> Replica:
+    def _remember(self, session: str, host: Replica) -> None:
+        """Later calls of this session find its prefix there."""
+        self._sessions[session] = host
+        if len(self._sessions) > _SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def _host_for(self, ask: codec.GenerateRequest) -> Replica:
         home = self._homes.get(ask.group) if ask.group is not None else None
         if home is None:
             home = min(self.hosts, key=lambda host: (host.tokens, host.number))
@@ -182,7 +193,7 @@ class ReplicaPool(RolloutEngine):
                 continue
             queue, host.queue = host.queue, []
             try:
-                sent = host.worker.handle.submit.remote(request_codec.encode_requests(queue))
+                sent = host.worker.handle.submit.remote(codec.encode_requests(queue))
             except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
                 self.end(SamplerLost(store_full(error)))
                 assert self._ended is not None
@@ -211,7 +222,7 @@ class ReplicaPool(RolloutEngine):
         """Take a host's answers for as long as it owes any."""
         while host.requests and not self._closed:
             try:
-                responses = request_codec.decode_results(await host.worker.handle.results.remote(_POLL_S))
+                responses = codec.decode_results(await host.worker.handle.results.remote(_POLL_S))
             except Exception as error:
                 if not is_dead(error):
                     self._fail(host, SamplingError(f"{host.worker}: {reason(error)}"))
@@ -223,7 +234,7 @@ class ReplicaPool(RolloutEngine):
                 self._settle(host, response)
             await asyncio.sleep(0)
 
-    def _settle(self, host: Replica, response: request_codec.GenerateResult) -> None:
+    def _settle(self, host: Replica, response: codec.GenerateResult) -> None:
         """Hand a response over; one that nobody waits for any more is dropped."""
         request = host.requests.get(response.id)
         if request is None or request.future.done():
@@ -257,7 +268,7 @@ class ReplicaPool(RolloutEngine):
                 continue
             if host.reviving:
                 for name in ids:
-                    self._settle(host, request_codec.GenerateResult(name, _nothing()))
+                    self._settle(host, codec.GenerateResult(name, _nothing()))
             else:
                 host.worker.handle.abort.remote(ids)
 

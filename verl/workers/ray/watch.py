@@ -8,8 +8,8 @@ from collections.abc import Callable
 import ray
 from ray import exceptions as faults
 
+from verl.workers.ray.calls import RayCalls, WorkerDied, died
 from verl.workers.ray.daemons import Daemons
-from verl.workers.ray.worker_group import RayWorkerGroup, WorkerDied, died
 
 _PAUSE_S = 1.0
 _END_S = 2.0
@@ -23,7 +23,7 @@ class Watch:
 
     def __init__(
         self,
-        group: RayWorkerGroup,
+        group: RayCalls,
         on_death: Callable[[WorkerDied], None],
         phase: Callable[[], str] = lambda: "",
     ):

@@ -20,6 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl.platform import platform_of
+from verl.platform.host import total_memory
+
+_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
@@ -60,17 +65,39 @@ class KVCacheLayout:
             )
         return cls(rows, cols, blocks)
 
+    def flat_index(self, rows: np.ndarray, cols: np.ndarray, heads: int) -> np.ndarray:
+        """Row in the flat view [.., D] of a layer for each (token, kv head), int64 [S × heads], from
+        `KVSlotTable.token_rows`."""
+        return ((rows[:, None] * heads + np.arange(heads)) * self.cols + cols[:, None]).reshape(-1)
+
+
+def default_cache_tokens(
+    per_token: int, device: torch.device, max_num_seqs: int, max_model_len: int, engines: int = 1
+) -> int:
+    """Room for max_num_seqs sequences of max_model_len tokens, or a quarter of the device's memory, at `per_token`
+    bytes. On a CPU `engines` samplers divide that quarter, and what is free at the moment is not asked: a resumed run
+    must schedule exactly as the first one did."""
+    # whole blocks of at most 16 × 128 tokens, and both tables as if all their sequences were longest
+    wanted = 2 * (-(-max_num_seqs // 16) * 16) * (-(-max_model_len // 128) * 128)
+    platform = platform_of(device)
+    # Of a device's memory, half of what is free.
+    total = total_memory() // engines if platform.on_host else 2 * platform.room(device.index or 0)
+    return min(wanted, max(int(total * _SHARE) // per_token, max_model_len))
+
 
 class KVBlockPool:
-    """The memory itself. Layers are allocated when first written, because only then their shape is known."""
+    """The memory itself. Layers are allocated when first written, because only then their shape is known.
+
+    Keys may be kept in a wider data type than `compute`, in which values are kept and attention's inputs come.
+    """
 
     def __init__(
-        self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, value_dtype: torch.dtype
+        self, layout: KVCacheLayout, device: torch.device, key_dtype: torch.dtype, compute: torch.dtype
     ):
         self.layout = layout
         self.device = device
         self.key_dtype = key_dtype
-        self._dtypes = (key_dtype, value_dtype)
+        self.compute = compute
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._free = list(range(layout.blocks))
         self._clean = np.zeros(layout.blocks, bool)
@@ -115,8 +142,8 @@ class KVBlockPool:
             used = sorted(set(range(g.blocks)) - set(self._free))
             shape = (g.blocks, g.rows, kv_heads, g.cols)
             found = (
-                torch.empty(*shape, key_dim, dtype=self._dtypes[0], device=self.device),
-                torch.empty(*shape, value_dim, dtype=self._dtypes[1], device=self.device),
+                torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device),
+                torch.empty(*shape, value_dim, dtype=self.compute, device=self.device),
             )
             for tensor in found:
                 tensor[used] = 0
@@ -134,6 +161,13 @@ class KVBlockPool:
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer that was written before."""
         return self._layers[index]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:
+        """Store key and value [1, Hkv, S, D] at the rows `index` (`KVCacheLayout.flat_index`) of a layer."""
+        stores = self.layer(layer, key.shape[1], key.shape[-1], value.shape[-1])
+        for store, new in zip(stores, (key, value), strict=True):
+            rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
+            store.view(-1, new.shape[-1]).index_copy_(0, index, rows.to(self.compute).to(store.dtype))
 
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return list(self._layers.values())
@@ -165,13 +199,15 @@ class KVSlotTable:
     def free_slots(self) -> int:
         return self._limit - int(self.taken.sum())
 
-    def acquire(self) -> int | None:
-        """The first free slot, or None."""
+    def acquire(self, length: int = 0) -> int | None:
+        """The first free slot, with room for `length` tokens; None (and nothing changed) when slots or pool are full."""
         if self.free_slots == 0:
             return None
         slot = int(np.argmin(self.taken))
-        self.taken[slot] = True
         self.lengths[slot] = 0
+        if not self.reserve(slot, length):
+            return None
+        self.taken[slot] = True
         self.version += 1
         return slot
 

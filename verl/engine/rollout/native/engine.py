@@ -17,19 +17,16 @@ import numpy as np
 import torch
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout
-from verl.engine.rollout.native.memory import bytes_per_token, default_cache_tokens
-from verl.engine.rollout.native.request import Request
+from verl.engine.rollout.native.architecture import bytes_per_token, refuse_unfit
+from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
+from verl.engine.rollout.native.request import Request, Stopper
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Scheduler
-from verl.engine.rollout.native.stopping import Stopper
-from verl.engine.rollout.native.supported import refuse_unfit
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.names import CheckpointViews
-from verl.platform import detect
-from verl.platform.handles import device_id
+from verl.platform import platform_of
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 
@@ -72,12 +69,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+        if min(max_num_seqs, max_num_batched_tokens) < 1:
+            raise ValueError(f"{max_num_seqs=} and {max_num_batched_tokens=} must be at least 1")
         refuse_unfit(model)
         compute = _DTYPES[dtype]
         self._eos = frozenset(int(i) for i in eos_token_ids)
@@ -85,23 +78,21 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._prefill_once = prefill_once
         positions.settle(model, max_model_len)
         device = next(model.parameters()).device
-        self._platform = detect(device.type)
+        self._platform = platform_of(device)
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
-        key_dtype = torch.float32 if device.type == "cpu" else compute
-        self._pool = KVBlockPool(layout, device, key_dtype, compute)
+        self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(
             self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self._runner = Runner(model, self._scheduler, compute)
         self._runner.forbid(forbidden_token_ids)
-        if device.type == "cuda" and not enforce_eager:
-            from verl.platform.graphs import Recorder
-
-            self._runner.capture_with(Recorder())
+        recorder = None if enforce_eager else self._platform.graph_recorder()
+        if recorder is not None:
+            self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
@@ -111,7 +102,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._task: asyncio.Task[None] | None = None
         self._asleep = False
         self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
-        self._preempted_before = 0
 
     # ---- requests
 
@@ -122,6 +112,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         *,
         request_id: str,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
@@ -164,15 +155,12 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 f"request {request_id!r}: a prompt of {len(prompt)} tokens leaves no room for a response in "
                 f"max_model_len={self._max_model_len}: shorten the prompt or raise max_model_len"
             )
-        if sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        s = sampling
+        fits = s.max_tokens >= 1 and s.temperature >= 0 and s.repetition_penalty > 0
+        if not (fits and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
             raise ValueError(
-                f"request {request_id!r}: max_tokens={sampling.max_tokens} must be ≥ 1, temperature="
-                f"{sampling.temperature} ≥ 0, top_p={sampling.top_p} in (0, 1]"
-            )
-        if not 0 <= sampling.min_p <= 1 or sampling.repetition_penalty <= 0:
-            raise ValueError(
-                f"request {request_id!r}: min_p={sampling.min_p} must be in [0, 1], repetition_penalty="
-                f"{sampling.repetition_penalty} > 0"
+                f"request {request_id!r}: {s} must have max_tokens ≥ 1, temperature ≥ 0, repetition_penalty > 0, "
+                "top_p in (0, 1] and min_p in [0, 1]"
             )
         self._stopper.check(sampling.stop)
         shared = group is not None and self._prefill_once
@@ -315,7 +303,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     @property
     def readers(self) -> list[str]:
         """See `WeightReceiver.readers`."""
-        return [device_id(self._runner.device)]
+        return [self._platform.memory_id(self._runner.device)]
 
     def load_weights(
         self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
@@ -377,11 +365,11 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def stats(self) -> dict[str, float]:
         """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens,
         preempted; and cache_peak, the largest share of the cache in use."""
-        preempted = self._scheduler.preempted
-        out = dict(self._counters)
-        out["preempted"] = float(preempted - self._preempted_before)
-        out["cache_peak"] = self._pool.peak / self._pool.layout.blocks
-        self._preempted_before = preempted
+        out = self._counters | {
+            "preempted": float(self._scheduler.preempted),
+            "cache_peak": self._pool.peak / self._pool.layout.blocks,
+        }
+        self._scheduler.preempted = 0
         self._counters = dict.fromkeys(self._counters, 0.0)
         self._pool.peak = self._pool.used_blocks
         return out

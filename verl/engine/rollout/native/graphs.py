@@ -8,8 +8,7 @@ and responses per prompt to powers of two, so that finished responses rarely cha
 A model whose step waits for the device cannot be captured and is sampled from without graphs. Of experts it is known
 beforehand (`why_not`): their products in float32 look how many tokens each of them got.
 
-The bookkeeping is tested on CPU with a capture that re-runs the step. `verl.platform.graphs.Recorder`, which
-records the real graph, has never run: no GPU was at hand when it was written.
+The bookkeeping is tested on CPU with a recorder that runs the step again; tests/gpu runs the platform's own.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from verl.engine.rollout.native.decode_plan import DecodePlan, Name
+
+if TYPE_CHECKING:
+    from verl.platform.cuda import GraphRecorder
 
 
 def why_not(model: torch.nn.Module) -> str:
@@ -44,16 +46,6 @@ def warn_of(reason: str) -> None:
     )
 
 
-class Capture(Protocol):
-    """See `verl.platform.graphs.Recorder`."""
-
-    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs a step for capture; returns what replays it. RuntimeError for a step that cannot be captured."""
-
-    def forget(self) -> None:
-        """All that was captured is gone."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
     ids: torch.Tensor
@@ -70,7 +62,7 @@ class DecodeGraphs:
         self,
         forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         plan: DecodePlan,
-        capture: Capture,
+        capture: GraphRecorder,
         most: int = 64,
     ):
         self._forward, self._plan, self._capture, self._most = forward, plan, capture, most

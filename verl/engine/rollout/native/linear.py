@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
-from verl.platform.cpu import has_packed_products
+from verl.platform import platform_of
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
 _ROWS_HINT = 256
@@ -50,11 +50,11 @@ class FastLinears:
         self._dtype = dtype
         self._model = model
         self._modules = _linears(model)
-        on_cpu = all(m.weight.device.type == "cpu" for m in self._modules)
+        platform = platform_of(next(model.parameters()).device)
         # The data type in which packed products multiply; None where there are none.
-        self._inner = next((d for d in (dtype, torch.float32) if on_cpu and has_packed_products(d)), None)
+        self._inner = next((d for d in (dtype, torch.float32) if platform.has_packed_products(d)), None)
         self._copies: dict[nn.Module, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._forwards: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._stale = True
 
     def invalidate(self) -> None:
@@ -63,21 +63,19 @@ class FastLinears:
 
     def release(self) -> None:
         """Free the copies; the next product makes them again."""
-        self._forwards, self._copies, self._stale = [], {}, True
+        self._forwards, self._copies, self._stale = {}, {}, True
 
     @torch.no_grad()
     def refresh(self) -> None:
         if not self._stale:
             return
         self._stale = False
-        if self._inner is not None:
+        for module in self._modules:
             # one after the other: an old copy goes when the new one is there, not after all of them
-            if len(self._forwards) != len(self._modules):
-                self._forwards = [(m, m.forward) for m in self._modules]
-            for at, module in enumerate(self._modules):
-                self._forwards[at] = (module, self._packed(module))
-        elif self._dtype != torch.float32:
-            self._forwards = [(m, self._copied(m)) for m in self._modules if m.weight.dtype != self._dtype]
+            if self._inner is not None:
+                self._forwards[module] = self._packed(module)
+            elif self._dtype not in (torch.float32, module.weight.dtype):
+                self._forwards[module] = self._copied(module)
 
     def _packed(self, module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         dtype, inner = self._dtype, self._inner
@@ -148,9 +146,9 @@ class FastLinears:
         """Use the fast products until the block ends."""
         self.refresh()
         try:
-            for module, forward in self._forwards:
+            for module, forward in self._forwards.items():
                 module.__dict__["forward"] = forward
             yield
         finally:
-            for module, _ in self._forwards:
+            for module in self._forwards:
                 module.__dict__.pop("forward", None)

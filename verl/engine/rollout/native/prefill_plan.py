@@ -1,4 +1,4 @@
-"""Attention of a prefill: packed segments of prompts and of responses that must be computed again."""
+"""Attention of a prefill: packed spans of prompts, and of responses that must be computed again."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from verl.engine.rollout.native.architecture import AttentionCalls
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.reader import MASKED
-from verl.engine.rollout.native.writer import Calls, Writer
+from verl.models.attention import AttentionOptions
+from verl.platform import platform_of
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens start … start + count - 1 of one slot. A response's segment names its prompt (slot, length)."""
+    """Tokens `ids` of one slot from token `start` of it. `prompt`: a response's (table, slot, length) of its prompt."""
 
     table: KVSlotTable
     slot: int
     start: int
-    count: int
+    ids: list[int]
     prompt: tuple[KVSlotTable, int, int] | None = None
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Positions of the tokens in prompt + response."""
+        first = self.start + (self.prompt[2] if self.prompt is not None else 0)
+        return np.arange(first, first + len(self.ids))
 
 
 class PrefillPlan:
-    """Packed segments; each sees its prompt, what its slot already holds, and itself causally."""
+    """Packed spans; each sees its prompt, what its slot already holds, and itself causally."""
 
-    def __init__(
-        self, pool: KVBlockPool, segments: Sequence[PrefillSpan], compute: torch.dtype, calls: Calls
-    ):
-        self._writer = Writer(pool, compute, calls)
-        self._segments = segments
-        self._compute = compute
-        places = [
-            s.table.token_rows(np.full(s.count, s.slot, np.int64), np.arange(s.start, s.start + s.count))
-            for s in segments
+    def __init__(self, pool: KVBlockPool, spans: Sequence[PrefillSpan], calls: AttentionCalls):
+        self._pool, self._spans, self._calls = pool, spans, calls
+        self._slots = [
+            s.table.token_rows(np.full(len(s.ids), s.slot), np.arange(s.start, s.start + len(s.ids)))
+            for s in spans
         ]
-        self._writer.place(np.concatenate([r for r, _ in places]), np.concatenate([c for _, c in places]))
         self._index: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
@@ -48,99 +51,93 @@ class PrefillPlan:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan`."""
-        layer = self._writer.calls.number(module)
-        index = self._index.get(key.shape[1])
-        if index is None:
-            index = self._index[key.shape[1]] = torch.from_numpy(self._writer.index(key.shape[1])).to(
-                key.device
-            )
-        self._writer.write(layer, key, value, index)
-        query, key, value = (t.to(self._compute) for t in (query, key, value))
+        layer = self._calls.number(module)
+        self._pool.write(layer, key, value, self._places(key.shape[1]))
+        query, key, value = (t.to(self._pool.compute) for t in (query, key, value))
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         at = 0
-        for segment in self._segments:
-            here = slice(at, at + segment.count)
+        for span in self._spans:
+            here = slice(at, at := at + len(span.ids))
             k, v = key[:, :, here], value[:, :, here]
-            if segment.start:
-                k, v = self._join(layer, segment.table, segment.slot, segment.start, k, v)
-            if segment.prompt is not None:
-                k, v = self._join(layer, *segment.prompt, k, v)
-            part = self._one(query[:, :, here], k, v, scaling, sliding_window, softcap, sinks)
-            out[:, here] = part.transpose(1, 2)
-            at += segment.count
+            if span.start:
+                k, v = self._join(layer, span.table, span.slot, span.start, k, v)
+            if span.prompt is not None:
+                k, v = self._join(layer, *span.prompt, k, v)
+            out[:, here] = self._one(query[:, :, here], k, v, options).transpose(1, 2)
         return out
+
+    def _places(self, heads: int) -> torch.Tensor:
+        if heads not in self._index:
+            rows, cols = (np.concatenate(parts) for parts in zip(*self._slots, strict=True))
+            index = self._pool.layout.flat_index(rows, cols, heads)
+            self._index[heads] = torch.from_numpy(index).to(self._pool.device)
+        return self._index[heads]
 
     def _join(
         self, layer: int, table: KVSlotTable, slot: int, length: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the first `length` tokens of a slot before key and value, [1, Hkv, length + S, D] each."""
-        keys, values = table.pool.stored(layer)
-        g = table.pool.layout
+        g = self._pool.layout
+        blocks = table.blocks[slot // g.rows][: -(-length // g.cols)]
         joined = []
-        for store, new in ((keys, key), (values, value)):
-            parts = []
-            for column in range(-(-length // g.cols)):
-                width = min(g.cols, length - column * g.cols)
-                block = table.blocks[slot // g.rows][column]
-                parts.append(store[block, slot % g.rows, :, :width].to(self._compute))
+        for store, new in zip(self._pool.stored(layer), (key, value), strict=True):
+            parts = [store[block, slot % g.rows].to(self._pool.compute) for block in blocks]
+            parts[-1] = parts[-1][:, : length - (len(blocks) - 1) * g.cols]
             joined.append(torch.cat([*parts, new[0]], 1)[None])
         return joined[0], joined[1]
 
     def _one(
-        self,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        new, total, window = query.shape[2], key.shape[2], options.sliding_window
+        if window is not None and total <= window:
+            window = None
+        if options.softcap is not None or options.sinks is not None:
+            return self._by_scores(query, key, value, self._mask(new, total, window), options)
+        causal = new == total and window is None
+        if not platform_of(query.device).has_grouped_attention(query.dtype, causal):
+            group = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if causal else self._mask(new, total, window),
+            is_causal=causal,
+            scale=options.scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+
+    @staticmethod
+    def _by_scores(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        mask: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        new, total = query.shape[2], key.shape[2]
-        if window is not None and total <= window:
-            window = None
-        if softcap is None and sinks is None:
-            causal = new == total and window is None
-            mask = None if causal else self._mask(new, total, window, query.device)
-            if query.is_cuda and not (causal and query.dtype != torch.float32):
-                # Of torch's kernels there, the one that knows neither masks nor float32 is alone in knowing grouped heads:
-                # else all scores would be made at once.
-                group = query.shape[1] // key.shape[1]
-                key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=causal,
-                scale=scaling,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
+        """Attention with a softcap or sinks, which torch's kernels do not know."""
         heads = key.shape[1]
         q = query.float().unflatten(1, (heads, -1))
-        scores = torch.einsum("bhgqd,bhkd->bhgqk", q, key.float()) * scaling
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~self._mask(new, total, window, query.device), MASKED)
+        scores = torch.einsum("bhgqd,bhkd->bhgqk", q, key.float()) * options.scaling
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        scores = scores.masked_fill(~mask, MASKED)
         lse = scores.logsumexp(-1, keepdim=True)
         out = torch.einsum("bhgqk,bhkd->bhgqd", (scores - lse).exp(), value.float())
-        if sinks is not None:
-            out = out * torch.sigmoid(lse - sinks.float().view(heads, -1)[None, :, :, None, None])
+        if options.sinks is not None:
+            out = out * torch.sigmoid(lse - options.sinks.float().view(heads, -1)[None, :, :, None, None])
         return out.flatten(1, 2).to(query.dtype)
 
-    def _mask(self, new: int, total: int, window: int | None, device: torch.device) -> torch.Tensor:
+    def _mask(self, new: int, total: int, window: int | None) -> torch.Tensor:
         """True where the query sees the key, [new, total]; the queries are the last `new` positions."""
         found = self._masks.get((new, total, window))
         if found is None:
-            position = torch.arange(total - new, total, device=device)[:, None]
-            keys = torch.arange(total, device=device)
+            position = torch.arange(total - new, total, device=self._pool.device)[:, None]
+            keys = torch.arange(total, device=self._pool.device)
             found = keys <= position
             if window is not None:
                 found &= keys > position - window

@@ -11,25 +11,23 @@ with few queries per slot, keys × queries is twice as fast as queries × keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from verl.engine.rollout.native.cache import KVSlotTable
+from verl.models.attention import AttentionOptions
+from verl.platform import platform_of
 
 # Finite, so that a slot without any visible key gives a useless row with a tiny weight, and no NaN.
 MASKED = -1e30
 _FEW = 8  # queries per slot and kv head up to which keys × queries is the faster order
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks `block … block + block_rows - 1` of one column, which belong to neighbouring block_rows from `block_row` (in the span)."""
-
-    block_row: int
-    block: int
-    block_rows: int
+View = tuple[slice, torch.Tensor, torch.Tensor]
+"""A run of neighbouring blocks in one layer: rows of the query, and their keys and values [rows, cols, dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +40,23 @@ class BlockSpan:
     lo: int
     hi: int
     width: int
-    columns: tuple[tuple[Run, ...], ...]
+    columns: tuple[tuple[tuple[int, int, int], ...], ...]
+    """For each column its runs: (block_row in the span, block, how many of both)."""
 
 
 class Reader:
-    """Reads one table. `plan` once per step, `attend` once per layer and span."""
+    """Reads one table. `plan` once per step, `read` once per layer."""
 
     def __init__(self, table: KVSlotTable):
         self.table = table
+        self.forget()
+
+    def forget(self) -> None:
+        """Release the pool's memory: the next `plan` looks at it anew."""
         self.spans: tuple[BlockSpan, ...] = ()
         self.slots = 0
         self._signature: object = None
-        self._views: dict[tuple[int, int], list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-
-    def forget(self) -> None:
-        """Let go of the pool's memory: the next `plan` looks at it anew."""
-        self.spans, self.slots, self._signature = (), 0, None
-        self._views.clear()
+        self._views: dict[tuple[int, int], list[list[View]]] = {}
 
     def plan(self, lengths: np.ndarray, *, whole_block_rows: bool = False) -> None:
         """Choose spans for slots whose visible tokens are `lengths` (int64 [slots], 0 where nobody asks).
@@ -66,6 +64,7 @@ class Reader:
         A span of a single block_row ends at its last slot in use, unless whole_block_rows.
         """
         g = self.table.pool.layout
+        self.lengths = lengths
         by_block_row = lengths.reshape(-1, g.rows)
         columns = -(-by_block_row.max(1) // g.cols)
         lasts = np.where(by_block_row > 0, np.arange(1, g.rows + 1), 0).max(1)
@@ -76,18 +75,12 @@ class Reader:
             return
         self._signature = signature
         self._views.clear()
-        used = np.flatnonzero(columns)
-        block_rows = int(used[-1]) + 1 if len(used) else 0
         spans: list[BlockSpan] = []
-        start = 0
-        while start < block_rows:
-            stop = start + 1
-            while stop < block_rows and columns[stop] == columns[start]:
-                stop += 1
+        bounds = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(columns)]
+        for start, stop in pairwise(bounds):
             if columns[start]:
                 end = stop * g.rows if stop > start + 1 else start * g.rows + int(lasts[start])
                 spans.append(self._span(start, stop, end, int(columns[start])))
-            start = stop
         self.spans = tuple(spans)
         self.slots = spans[-1].hi if spans else 0
 
@@ -95,85 +88,107 @@ class Reader:
         g = self.table.pool.layout
         columns = []
         for column in range(count):
-            runs: list[Run] = []
+            runs: list[tuple[int, int, int]] = []
             for block_row in range(start, stop):
                 block = self.table.blocks[block_row][column]
-                if runs and runs[-1].block + runs[-1].block_rows == block:
-                    runs[-1] = Run(runs[-1].block_row, runs[-1].block, runs[-1].block_rows + 1)
+                if runs and runs[-1][1] + runs[-1][2] == block:
+                    runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
                 else:
-                    runs.append(Run(block_row - start, block, 1))
+                    runs.append((block_row - start, block, 1))
             columns.append(tuple(runs))
         return BlockSpan(start * g.rows, end, count * g.cols, tuple(columns))
 
-    def _tensors(
-        self, layer: int, number: int, span: BlockSpan
-    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Per column, per run: keys and values, [rows × kv heads, cols, dim] each."""
-        found = self._views.get((layer, number))
-        if found is None:
-            stored = self.table.pool.stored(layer)
-            found = []
-            rows = min(span.hi - span.lo, self.table.pool.layout.rows)
-            for runs in span.columns:
-                at = [(slice(run.block, run.block + run.block_rows), slice(rows)) for run in runs]
-                found.append([(stored[0][t].flatten(0, 2), stored[1][t].flatten(0, 2)) for t in at])
-            self._views[layer, number] = found
-        return found
+    def mask(self, number: int, last: np.ndarray | None, window: int | None) -> np.ndarray:
+        """What span `number` may not see: 0 or MASKED, float32 [slots, 1, queries or 1, 1, width].
 
-    def attend(
+        last: with a window, the newest token that each query [slots, queries] sees, as a position in this table.
+        """
+        span = self.spans[number]
+        at = np.arange(span.width)
+        hidden = at >= self.lengths[span.lo : span.hi, None, None]
+        if window is not None and last is not None:
+            hidden = hidden | (at <= last[span.lo : span.hi, :, None] - window)
+        return np.where(hidden, np.float32(MASKED), np.float32(0.0))[:, None, :, None]
+
+    def read(
         self,
         layer: int,
-        number: int,
         query: torch.Tensor,
-        mask: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
+        heads: int,
+        mask: Callable[[int], torch.Tensor],
+        options: AttentionOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """BlockSpan `number`: query [slots × kv heads, M, D] in the keys' dtype; mask added to scores, broadcastable to
-        [slots, kv heads, queries, heads per kv head, width] → output float32 [slots × kv heads, M, Dv], lse [.., M]."""
+        """query [slots × kv heads, M, D] in the keys' dtype → output float32 [slots × kv heads, M, Dv], lse [.., M].
+
+        mask: of a span by its number, added to scores: broadcastable to [slots, kv heads, queries, heads per kv head,
+        width]. Slots between spans get an output of no weight.
+        """
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        covered = 0
+        for number, span in enumerate(self.spans):
+            if span.lo > covered:
+                shape = (span.lo - covered) * heads, query.shape[1]
+                width = self.table.pool.stored(layer)[1].shape[-1]
+                empty = query.new_zeros(*shape, width, dtype=torch.float32)
+                parts.append((empty, query.new_full(shape, MASKED, dtype=torch.float32)))
+            part = query[span.lo * heads : span.hi * heads]
+            parts.append(self._read_span(layer, number, part, mask(number), options))
+            covered = span.hi
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _view(self, layer: int, number: int, heads: int) -> list[list[View]]:
+        """Per column, per run: the query's rows, keys and values."""
+        found = self._views.get((layer, number))
+        if found is None:
+            span = self.spans[number]
+            rows = min(span.hi - span.lo, self.table.pool.layout.rows)
+            stored = self.table.pool.stored(layer)
+
+            def view(block_row: int, block: int, count: int) -> View:
+                keys, values = (store[block : block + count, :rows].flatten(0, 2) for store in stored)
+                per = rows * heads
+                return slice(block_row * per, (block_row + count) * per), keys, values
+
+            found = self._views[layer, number] = [[view(*run) for run in runs] for runs in span.columns]
+        return found
+
+    def _read_span(
+        self, layer: int, number: int, query: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         span = self.spans[number]
-        g = self.table.pool.layout
-        views = self._tensors(layer, number, span)
+        slots = span.hi - span.lo
         batch, m, _ = query.shape
-        per_block_row = batch // (span.hi - span.lo) * min(span.hi - span.lo, g.rows)
-        turned = query.transpose(1, 2)
+        views = self._view(layer, number, batch // slots)
+        turned, cols = query.transpose(1, 2), self.table.pool.layout.cols
         parts = []
-        for runs, column in zip(span.columns, views, strict=True):
-            shape = (batch, g.cols, m) if m <= _FEW else (batch, m, g.cols)
-            part = query.new_empty(shape, dtype=torch.float32)
-            for run, (keys, _) in zip(runs, column, strict=True):
-                at = slice(run.block_row * per_block_row, (run.block_row + run.block_rows) * per_block_row)
+        for column in views:
+            part = query.new_empty((batch, cols, m) if m <= _FEW else (batch, m, cols), dtype=torch.float32)
+            for at, keys, _ in column:
                 if m <= _FEW:
-                    _product(keys, turned[at], scaling, part[at])
+                    _product(keys, turned[at], options.scaling, part[at])
                 else:
-                    _product(query[at], keys.transpose(1, 2), scaling, part[at])
+                    _product(query[at], keys.transpose(1, 2), options.scaling, part[at])
             parts.append(part.transpose(1, 2) if m <= _FEW else part)
         scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0].contiguous()
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
-        rows = span.hi - span.lo
+        if options.softcap is not None:
+            scores.div_(options.softcap).tanh_().mul_(options.softcap)
         queries = mask.shape[2]
-        scores.view(rows, batch // rows, queries, m // queries, span.width).add_(mask)
+        scores.view(slots, batch // slots, queries, m // queries, span.width).add_(mask)
         weights = scores.softmax(-1)
         # exp is slow on some CPUs: the softmax's own largest weight is 1 / sum(exp(score - max))
         lse = scores.amax(-1) - weights.amax(-1).log_()
-        return self._values(span, views, weights, per_block_row), lse
+        return self._weighted(views, weights), lse
 
-    def _values(
-        self,
-        span: BlockSpan,
-        views: list[list[tuple[torch.Tensor, torch.Tensor]]],
-        weights: torch.Tensor,
-        per_block_row: int,
-    ) -> torch.Tensor:
-        weights = weights.to(views[0][0][1].dtype)
+    def _weighted(self, views: list[list[View]], weights: torch.Tensor) -> torch.Tensor:
+        """The values of all columns by their weights, float32."""
+        values = views[0][0][2]
+        weights = weights.to(values.dtype)
         out: torch.Tensor | None = None
-        for number, (runs, column) in enumerate(zip(span.columns, views, strict=True)):
-            cols = column[0][1].shape[1]
-            share = weights[:, :, number * cols : (number + 1) * cols]
-            part = weights.new_empty(*weights.shape[:2], column[0][1].shape[-1])
-            for run, (_, values) in zip(runs, column, strict=True):
-                at = slice(run.block_row * per_block_row, (run.block_row + run.block_rows) * per_block_row)
+        for column, share in zip(views, weights.split(values.shape[1], -1), strict=True):
+            part = weights.new_empty(*weights.shape[:2], values.shape[-1])
+            for at, _, values in column:
                 torch.bmm(share[at], values, out=part[at])
             out = part.float() if out is None else out.add_(part)
         assert out is not None
@@ -184,7 +199,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out: torch.Tensor) 
     """out = alpha·a·b in float32, whatever a and b are: scores of 100 are common, and bfloat16 has no fractions there."""
     if a.dtype == out.dtype:
         out.baddbmm_(a, b, beta=0, alpha=alpha)
-    elif a.is_cuda and torch.version.hip is None:
+    elif platform_of(a.device).has_widening_product():
         torch.bmm(a, b, out_dtype=out.dtype, out=out)
         out.mul_(alpha)
     else:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from verl.engine.rollout.native.architecture import AttentionCalls, takes_logits_to_keep
 from verl.engine.rollout.native.decode_plan import DecodePlan
-from verl.engine.rollout.native.graphs import Capture, DecodeGraphs, warn_of, why_not
+from verl.engine.rollout.native.graphs import DecodeGraphs, warn_of, why_not
 from verl.engine.rollout.native.linear import FastLinears
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.request import Request
 from verl.engine.rollout.native.scheduler import Prefill, Scheduler
-from verl.engine.rollout.native.supported import takes_logits_to_keep
-from verl.engine.rollout.native.writer import Calls
 from verl.models import attention
+from verl.models.inputs import model_inputs
+
+if TYPE_CHECKING:
+    from verl.platform.cuda import GraphRecorder
 
 
 class Runner:
@@ -30,13 +34,12 @@ class Runner:
         self._dtype = dtype
         self._responses = scheduler.responses
         self._pool = scheduler.responses.pool
-        self._calls = Calls()
-        self._decode = DecodePlan(scheduler.prompts, scheduler.responses, dtype, self._calls)
+        self._calls = AttentionCalls()
+        self._decode = DecodePlan(scheduler.prompts, scheduler.responses, self._calls)
         self._graphs: DecodeGraphs | None = None
         self._forbidden: torch.Tensor | None = None
-        attention.register()
 
-    def capture_with(self, capture: Capture) -> None:
+    def capture_with(self, capture: GraphRecorder) -> None:
         """Decode from captured graphs from now on, if the model is not known to be unfit for them."""
         if reason := why_not(self.model):
             warn_of(reason)
@@ -57,38 +60,20 @@ class Runner:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The model as the sampler wants it (evaluation mode, our attention, fast products), put back at the end."""
-        model, config = self.model, self.model.config
-        training, before = model.training, config._attn_implementation  # type: ignore[union-attr]
-        if training:
-            model.eval()
-        if before != attention.IMPLEMENTATION:
-            model.set_attn_implementation(attention.IMPLEMENTATION)  # type: ignore[operator]
-        lower = self._dtype != torch.float32
-        cast = (
-            torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self._graphs is None)
-            if lower
-            else nullcontext()
-        )
-        try:
-            with torch.no_grad(), self.linears.active(), cast:
-                yield
-        finally:
-            if before != attention.IMPLEMENTATION:
-                model.set_attn_implementation(before)  # type: ignore[operator]
-            if training:
-                model.train()
+        lower, keep = self._dtype != torch.float32, self._graphs is None
+        cast = torch.autocast(self.device.type, dtype=self._dtype, enabled=lower, cache_enabled=keep)
+        with torch.no_grad(), attention.sampling_mode(self.model), self.linears.active(), cast:
+            yield
 
     def prefill(self, work: Prefill) -> torch.Tensor:
         """Logits for `work.sampled`, float32 [len(sampled), V]."""
-        ids = np.concatenate([np.asarray(i, np.int64) for i in work.ids])
-        positions = np.concatenate(
-            [np.arange(o, o + len(i)) for i, o in zip(work.ids, work.offsets, strict=True)], dtype=np.int64
-        )
+        ids = np.concatenate([np.array(span.ids, np.int64) for span in work.spans])
+        positions = np.concatenate([span.positions for span in work.spans])
         rows = np.array([row for _, row in work.sampled], np.int64)
         # several responses may start from one row, and one from an earlier row than the response before it (its prompt's
         # last): the head runs once for each row, in their order
         wanted, back = np.unique(rows, return_inverse=True)
-        plan = PrefillPlan(self._pool, work.segments, self._dtype, self._calls)
+        plan = PrefillPlan(self._pool, work.spans, self._calls)
         keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
         logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep)
         in_order = np.array_equal(wanted, rows)
@@ -100,13 +85,8 @@ class Runner:
         filled = slots if self._graphs is None else self._filled(int(slots[-1]))
         at = np.searchsorted(filled, slots)
         columns = np.zeros((4, len(filled)), np.int64)
-        columns[:, at] = np.array(
-            [
-                (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt))
-                for r in requests
-                if r.group is not None
-            ]
-        ).T
+        rows = [(r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt)) for r in requests if r.group]
+        columns[:, at] = np.array(rows).T
         ids, lengths, prompt_slots, prompt_lengths = columns
         positions = np.maximum(prompt_lengths + lengths - 1, 0)
         if self._graphs is None:
@@ -133,7 +113,7 @@ class Runner:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._calls.start()
         with attention.use(plan):
-            out = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **choice)
+            out = self.model(**model_inputs(ids, positions), **choice)
         self._calls.finish()
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, torch.Tensor):

@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from verl.engine.rollout.base import SamplingParams
+from verl.platform import platform_of
 
 _CHUNK = 64
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1), float64 [N], from seeds and positions (uint64 [N]) alone.
+def uniforms(seeds: np.ndarray, calls: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1), float64 [N], from seeds, numbers of calls and positions (uint64 [N]) alone.
 
     A counter-based generator: the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom
-    number generators, 2014) applied to the seed, then to the seed's hash plus the position.
+    number generators, 2014) applied to the seed, then to the seed's hash plus the position. A call after the first
+    hashes the seed's hash once more.
     """
 
     def mix(x: np.ndarray) -> np.ndarray:
@@ -33,6 +35,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         state = mix(seeds.astype(np.uint64) + golden)
+        state = np.where(calls > 0, mix(state + calls.astype(np.uint64) * golden), state)
         bits = mix(state + (positions.astype(np.uint64) + np.uint64(1)) * golden)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -43,23 +46,20 @@ class Rows:
 
     temperature: np.ndarray
     top_p: np.ndarray
-    top_k: np.ndarray
     min_p: np.ndarray
     penalty: np.ndarray
+    top_k: np.ndarray
     seed: np.ndarray
+    call: np.ndarray
     position: np.ndarray
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
-        return cls(
-            temperature=np.array([p.temperature for p in params], np.float64),
-            top_p=np.array([p.top_p for p in params], np.float64),
-            top_k=np.array([p.top_k for p in params], np.int64),
-            min_p=np.array([p.min_p for p in params], np.float64),
-            penalty=np.array([p.repetition_penalty for p in params], np.float64),
-            seed=np.array([p.seed & 0xFFFFFFFFFFFFFFFF for p in params], np.uint64),
-            position=np.array(positions, np.uint64),
-        )
+        floats = [(p.temperature, p.top_p, p.min_p, p.repetition_penalty) for p in params]
+        temperature, top_p, min_p, penalty = np.array(floats, np.float64).T
+        seeds = [(p.seed & 0xFFFFFFFFFFFFFFFF, p.call, at) for p, at in zip(params, positions, strict=True)]
+        top_k = np.array([p.top_k for p in params], np.int64)
+        return cls(temperature, top_p, min_p, penalty, top_k, *np.array(seeds, np.uint64).T)
 
 
 def sample(
@@ -87,7 +87,7 @@ def sample(
     if greedy.all():
         tokens = probs.argmax(-1)
     else:
-        draw = torch.from_numpy(uniforms(rows.seed, rows.position)).to(logits.device)
+        draw = torch.from_numpy(uniforms(rows.seed, rows.call, rows.position)).to(logits.device)
         tokens = _draw(probs, draw)
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(logits.device), probs.argmax(-1), tokens)
@@ -122,7 +122,7 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def _running(x: torch.Tensor) -> torch.Tensor:
     """Running sums of each row [N, K]. In deterministic mode torch refuses them on CUDA, for the sake of single rows, which
     alone are summed in an order that may vary: those get company."""
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+    if platform_of(x.device).deterministic_cumsum or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(-1)
     torch.use_deterministic_algorithms(False)
     try:

@@ -11,8 +11,9 @@ request loses its place: it keeps its tokens, goes back to waiting, and is prefi
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
@@ -21,13 +22,16 @@ from verl.engine.rollout.native.request import Group, Request
 
 @dataclass(slots=True)
 class Prefill:
-    """One packed forward pass: the segments, the ids of each, and which output rows give whose next token."""
+    """One packed forward pass: its spans, and which output rows give whose next token."""
 
-    segments: list[PrefillSpan] = field(default_factory=list)
-    ids: list[list[int]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # position of each segment's first token in its sequence
+    spans: list[PrefillSpan] = field(default_factory=list)
     sampled: list[tuple[Request, int]] = field(default_factory=list)
     tokens: int = 0
+
+    def add(self, span: PrefillSpan) -> None:
+        """One more span at the end."""
+        self.spans.append(span)
+        self.tokens += len(span.ids)
 
 
 class Scheduler:
@@ -46,8 +50,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
-        for other in self._same_group(request.group_key):
-            if other.prompt is not request.prompt and other.prompt.tolist() != request.prompt.tolist():
+        other = self._same_group(request.group_key)
+        if other is not None:
+            if not _same_prompt(other, request):
                 raise ValueError(
                     f"request {request.id!r} names group {request.group_key!r}, whose prompt has {len(other.prompt)} tokens "
                     f"and differs from its own ({len(request.prompt)} tokens): one group, one prompt"
@@ -55,12 +60,11 @@ class Scheduler:
             request.prompt = other.prompt
         self.waiting.append(request)
 
-    def _same_group(self, key: str) -> Iterator[Group | Request]:
+    def _same_group(self, key: str) -> Group | Request | None:
         group = self.groups.get(key)
         if group is not None and group.users:
-            yield group
-        elif self.waiting and self.waiting[-1].group_key == key:
-            yield self.waiting[-1]
+            return group
+        return self.waiting[-1] if self.waiting and self.waiting[-1].group_key == key else None
 
     @property
     def busy(self) -> bool:
@@ -76,7 +80,7 @@ class Scheduler:
             self._feed(request, work, last_row)
         while self.waiting and work.tokens < self._budget and self._admit(self.waiting[0]):
             self._feed(self.running[-1], work, last_row)
-        return work if work.segments else None
+        return work if work.spans else None
 
     def _admit(self, request: Request) -> bool:
         if self._hold and self.running:
@@ -96,27 +100,17 @@ class Scheduler:
     def _place(self, request: Request) -> bool:
         """Give the request its slots and first blocks, or change nothing."""
         group = self.groups.get(request.group_key)
-        if (
-            group is not None
-            and group.prompt is not request.prompt
-            and group.prompt.tolist() != request.prompt.tolist()
-        ):
+        if group is not None and not _same_prompt(group, request):
             self._evict(group)  # idle by `add`'s check: the key was used before for another prompt
             group = None
         if group is None:
-            prompt_slot = self.prompts.acquire()
+            prompt_slot = self.prompts.acquire(len(request.prompt))
             if prompt_slot is None:
-                return False
-            if not self.prompts.reserve(prompt_slot, len(request.prompt)):
-                self.prompts.release(prompt_slot)
                 return False
             # stays, idle, if the response finds no place: it is evicted like any other when space is short
             group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
-        slot = self.responses.acquire()
+        slot = self.responses.acquire(len(request.tokens) + 1)
         if slot is None:
-            return False
-        if not self.responses.reserve(slot, len(request.tokens) + 1):
-            self.responses.release(slot)
             return False
         group.users += 1
         request.group, request.slot, request.computed, request.ready = group, slot, 0, False
@@ -127,44 +121,30 @@ class Scheduler:
         group = request.group
         assert group is not None
         if group.computed < group.length:
-            count = min(self._budget - work.tokens, group.length - group.computed)
-            if count <= 0:
+            ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
+            if not ids:
                 return
-            ids = group.prompt[group.computed : group.computed + count].tolist()
-            self._segment(
-                work, PrefillSpan(self.prompts, group.slot, group.computed, count), ids, group.computed
-            )
-            group.computed += count
+            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids))
+            group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < group.length:
             return
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                at = group.length - 1
-                self._segment(work, PrefillSpan(self.prompts, group.slot, at, 1), [int(group.prompt[at])], at)
+                work.add(PrefillSpan(self.prompts, group.slot, group.length - 1, group.prompt[-1:].tolist()))
                 last_row[id(group)] = work.tokens - 1
             request.ready = True
             work.sampled.append((request, last_row[id(group)]))
             return
-        count = min(self._budget - work.tokens, len(request.tokens) - request.computed)
-        if count <= 0:
+        ids = request.tokens[request.computed :][: max(0, self._budget - work.tokens)]
+        if not ids:
             return
-        start = request.computed
-        segment = PrefillSpan(
-            self.responses, request.slot, start, count, (self.prompts, group.slot, group.length)
-        )
-        self._segment(work, segment, request.tokens[start : start + count], group.length + start)
-        request.computed += count
+        prompt = self.prompts, group.slot, group.length
+        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt))
+        request.computed += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True
             work.sampled.append((request, work.tokens - 1))
-
-    @staticmethod
-    def _segment(work: Prefill, segment: PrefillSpan, ids: list[int], offset: int) -> None:
-        work.segments.append(segment)
-        work.ids.append(ids)
-        work.offsets.append(offset)
-        work.tokens += len(ids)
 
     # ---- decode
 
@@ -244,3 +224,7 @@ class Scheduler:
         for group in list(self.groups.values()):
             self._evict(group)
         self._hold = False
+
+
+def _same_prompt(one: Group | Request, other: Request) -> bool:
+    return one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)

@@ -191,12 +191,13 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     return min(wanted, int(available * settings.gpu_memory_utilization) // sharing)
 
 
-def request_seed(seed: int, start: int) -> int:
-    """A request's seed. vLLM's generator begins anew with each request, so `start` (tokens written already) is mixed
-    in: a response that goes on does not repeat the draws it began with."""
-    if not start:
-        return seed & 0x7FFFFFFFFFFFFFFF
-    digest = hashlib.blake2b(f"{seed}+{start}".encode(), digest_size=8).digest()
+def request_seed(sampling: SamplingParams) -> int:
+    """A request's seed. vLLM's generator begins anew with each request, so `start` (tokens written already) and the
+    number of the call are mixed in: neither a response that goes on nor a later call repeats draws."""
+    if not sampling.start and not sampling.call:
+        return sampling.seed & 0x7FFFFFFFFFFFFFFF
+    call = f"/{sampling.call}" if sampling.call else ""
+    digest = hashlib.blake2b(f"{sampling.seed}+{sampling.start}{call}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -222,7 +223,7 @@ def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[
         arguments["skip_special_tokens"] = False
     if sampling.temperature > 0:
         arguments |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
-        arguments["seed"] = request_seed(sampling.seed, sampling.start)
+        arguments["seed"] = request_seed(sampling)
     return arguments
 
 

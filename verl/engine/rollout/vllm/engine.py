@@ -35,7 +35,7 @@ from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import Counters, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
-from verl.platform.memory import available_memory
+from verl.platform.host import available_memory
 from verl.platform.processes import process_start_time
 from verl.weight_sync.receiver import WeightReceiver
 
@@ -126,6 +126,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         *,
         request_id: str | None = None,
         group: str | None = None,
+        session: str | None = None,
         media: dict[str, Any] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
     ) -> Coroutine[Any, Any, Completion] | list[dict[str, Any]]:

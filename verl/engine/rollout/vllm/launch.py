@@ -21,7 +21,7 @@ from verl.config.engine_packages import EnginePackageError, check_vllm
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
-from verl.platform.cores import thread_limit
+from verl.platform.host import thread_limit
 from verl.platform.processes import alive
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from verl.platform.processes import namespace
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class WorkerChannel:
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
-        from verl.platform.handles import device_id
+        from verl.platform import platform_of
         from verl.weight_sync.shared_memory import offer
 
-        found = device_id(device)
+        found = platform_of(device).memory_id(device)
         if not found or set(self.devices) != {found}:
             return None
         if self._by_device is None:

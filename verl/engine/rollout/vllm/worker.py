@@ -34,7 +34,7 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
         its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
-        from verl.platform.handles import device_id
+        from verl.platform import platform_of
 
         worker: Any = self
         threading.Thread(
@@ -42,7 +42,7 @@ class WorkerWeights:
         ).start()
         return {
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
-            "device": device_id(worker.device),
+            "device": platform_of(worker.device).memory_id(worker.device),
             "shared": _shared(),
         }
 
@@ -94,8 +94,10 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    from verl.platform import platform_of
+
     runner, model = worker.model_runner, worker.model_runner.get_model()
-    for module in model.modules() if worker.device.type == "cpu" else ():
+    for module in model.modules() if platform_of(worker.device).on_host else ():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):

@@ -1,0 +1,120 @@
+"""What every tracker of `trainer.logger` does: metrics step by step, over a resume; tables; where it cannot be used it says why."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.tracking.trackers import TRACKERS, Session, Unavailable, open_tracker
+
+Curve = dict[int, float]
+
+
+def file_curve(place: Path) -> Curve:
+    lines = [json.loads(line) for line in (place / "proj/exp.jsonl").read_text().splitlines()]
+    return {line["step"]: line["data"]["actor/lr"] for line in lines}
+
+
+def tensorboard_curve(place: Path) -> Curve:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(place))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["actor/lr"]
+    return {event.step: event.value for event in found.Scalars("actor/lr")}
+
+
+def wandb_records(file: Path) -> Iterator[bytes]:
+    """Of an offline file: leveldb's log format, blocks of 32 KiB in which a record is whole (1) or in parts (2, 3, 4)."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def wandb_curve(place: Path) -> Curve:
+    from wandb.proto import wandb_internal_pb2
+
+    runs = sorted((place / "run/wandb").glob("offline-run-*"), key=lambda p: p.stat().st_ctime_ns)
+    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "resumed under the same id"
+    found: Curve = {}
+    for record in (record for run in runs for file in run.glob("*.wandb") for record in wandb_records(file)):
+        history = wandb_internal_pb2.Record.FromString(record).history.item
+        items = {item.key or "/".join(item.nested_key): item.value_json for item in history}
+        if "actor/lr" in items:
+            found[int(items["_step"])] = float(items["actor/lr"])
+    return found
+
+
+CURVES: dict[str, Callable[[Path], Curve]] = {
+    "file": file_curve,
+    "tensorboard": tensorboard_curve,
+    "wandb": wandb_curve,
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where all trackers write; nothing is sent anywhere."""
+    for name in ("VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+def session(place: Path, resume_step: int | None = None) -> Session:
+    return Session("proj", "exp", place / "run", {"a": {"b": 1}}, resume_step=resume_step)
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_curve_over_a_resume(name: str, place: Path) -> None:
+    pytest.importorskip(name) if name != "file" else None
+    said: list[str] = []
+    rows: list[list[Any]] = [[1, "q", "a", 0.5], [1, "q", "b", None]]
+    tracker = open_tracker(name, session(place), said.append)
+    for step in (1, 2, 3):
+        tracker.log(step, {"actor/lr": step * 0.5})
+    tracker.table(3, rows)
+    tracker.close()
+    tracker = open_tracker(name, session(place, resume_step=2), said.append)
+    for step in (3, 4):
+        tracker.log(step, {"actor/lr": step * 10.0})
+    tracker.close()
+    assert CURVES[name](place) == {1: 0.5, 2: 1.0, 3: 30.0, 4: 40.0}
+    assert all("wandb sync" in line for line in said) and len(said) == (2 if name == "wandb" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "set VERL_FILE_LOGGER_PATH"),
+        ("tensorboard", "pip install tensorboard"),
+        ("wandb", "pip install wandb"),
+        ("mlflow", "not in this release"),
+        ("wandbb", "there is no such tracker; known: console, file, tensorboard, wandb"),
+    ],
+)
+def test_what_cannot_be_used_says_why(
+    name: str, why: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VERL_FILE_LOGGER_ROOT")
+    for module in ("wandb", "tensorboard.compat.proto.event_pb2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unavailable, match=why):
+        open_tracker(name, session(place), print)

@@ -1,0 +1,71 @@
+"""What a user's module adds trains from the command line with no other edit: needs, losses, loops with several segments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import TinyRun
+from verl.trainer.main_ppo import main
+
+PLUG_IN = "actor_rollout_ref.model.external_lib=tests.integration.plug_in_needs"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return TinyRun(tmp_path_factory.mktemp("own"))
+
+
+def records(out: Path) -> list[dict]:
+    lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("step")]
+
+
+def test_declared_needs_are_there_when_they_are_asked_for(tiny: TinyRun, tmp_path: Path) -> None:
+    from tests.integration import plug_in_needs
+
+    words = [
+        PLUG_IN,
+        "algorithm.adv_estimator=near_the_reference",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=against_the_sampler",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # one update a step: nothing else asks for old log-probs
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=0",
+    ]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    found = records(tmp_path / "out")
+    assert plug_in_needs.SEEN["loss"] == ["entropy", "rollout_log_probs"]
+    assert all({"timing_s/ref", "timing_s/old_log_prob", "actor/mine"} <= set(r) for r in found) and found
+
+
+def test_a_need_that_nothing_produces_is_refused(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from verl.algorithms.registry import ESTIMATORS
+
+    ESTIMATORS.register("wants_values", needs={"values"})(lambda token_level_rewards, **kwargs: None)
+    try:
+        words = [PLUG_IN, "algorithm.adv_estimator=wants_values"]
+        assert main(tiny.overrides(tmp_path / "out", *words)) == 2
+    finally:
+        del ESTIMATORS.functions["wants_values"]
+    assert "wants_values" in (text := capfd.readouterr().err) and "critic" in text
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
+def test_a_loop_with_several_segments_trains(tiny: TinyRun, tmp_path: Path, mode: str) -> None:
+    words = [
+        PLUG_IN,
+        "actor_rollout_ref.rollout.agent.default_agent_loop=forgetful",
+        f"actor_rollout_ref.actor.loss_agg_mode={mode}",
+        "trainer.total_training_steps=2",
+        f"trainer.rollout_data_dir={tmp_path / 'dump'}",
+    ]
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 0
+    first = records(tmp_path / "out")[0]
+    assert first["num_turns/max"] == 4 and first["response_length/max"] > 12, "lengths add up over segments"
+    assert first["training/rollout_logprob_abs_diff/max"] < 1e-3, "every segment is scored in its own context"
+    row = json.loads((tmp_path / "dump" / "1.jsonl").read_text().splitlines()[0])
+    assert row["turns"] == 2

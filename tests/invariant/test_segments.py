@@ -1,0 +1,124 @@
+"""Invariants 1 and 7 per segment: cutting trajectories into segments changes neither loss, gradient nor metrics.
+
+A segment whose context is the whole text before it computes what the uncut trajectory computes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import tiny_config
+from tests.unit.engine_cases import assert_close, gradients, rows_of
+from verl.algorithms.aggregate import MODES
+from verl.algorithms.driver import compute_advantages
+from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.trajectory import Batch, Segment, Trajectory, flat
+from verl.workers.group import DirectCalls, WorkerGroup
+from verl.workers.plan import UpdatePlan
+from verl.workers.roles import roles_of
+from verl.workers.worker import Worker
+
+GROUPS = [(5, [3, 9, 6]), (7, [2, 8, 4])]
+
+
+def trajectories(cut: bool) -> list[Trajectory]:
+    """The same tokens, whole, or every response of 4 tokens or more in two or three segments."""
+    rows = rows_of(GROUPS, seed=4)
+    rng = np.random.default_rng(1)
+    out = []
+    for row in rows:
+        row.response_mask = rng.random(row.length) < 0.8
+        row.response_mask[-1] = True
+        row.rollout_log_probs = (rng.normal(size=row.length).astype(np.float32) - 3) * row.response_mask
+        ends = [0, *([row.length // 2, row.length - 1] if cut and row.length > 3 else []), row.length]
+        segments = []
+        for start, end in zip(ends, ends[1:], strict=False):
+            context = (
+                row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
+            )
+            columns = {name: values[start:end] for name, values in row.segments[0].columns.items()}
+            segments.append(Segment(context, **columns))
+        out.append(Trajectory(row.prompt, row.index, segments=segments, score=float(rng.integers(0, 3))))
+    return out
+
+
+def actor_config(mode: str, **more: Any) -> Any:
+    settings: dict[str, Any] = {
+        "loss_agg_mode": mode, "entropy_coeff": 0.1, "ppo_mini_batch_size": 1, "ppo_epochs": 1, "shuffle": False,
+        "policy_loss": None, "use_kl_loss": False, "fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0,
+        "optim": {"lr": 0.0, "weight_decay": 0.0}, "ppo_micro_batch_size_per_gpu": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(settings | more))
+
+
+def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, Any]:
+    """A step's passes and updates of a tiny model in this process, by the product's own roles."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    engine = FSDPEngine.from_module(module.eval(), role_cfg=vars(actor), device="cpu")
+    algorithm = SimpleNamespace(
+        adv_estimator="grpo",
+        norm_adv_by_std_in_grpo=True,
+        rollout_correction=correction,
+        use_kl_in_reward=False,
+    )
+    arr = SimpleNamespace(actor=actor, rollout=SimpleNamespace(temperature=0.9, nnodes=0))
+    worker = Worker(SimpleNamespace(actor_rollout_ref=arr, algorithm=algorithm))
+    worker.engines["actor"] = engine
+    plan = UpdatePlan(actor, max_response_length=16.0, batch_prompts=2, rollout_correction=correction)
+    group = WorkerGroup(DirectCalls(worker), [{"dp_rank": 0, "roles": ["actor"]}], plan=plan)
+    policy: Any = roles_of(group)["actor"]
+    batch = Batch(trajectories(cut))
+    policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs", "entropy": "entropy"})
+    compute_advantages(batch, algorithm, 3)
+    seen = []
+    step = engine.step
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        seen.append(gradients(engine))
+        return result
+
+    engine.step = watched  # type: ignore[method-assign]
+    return batch, policy.update(batch, step=1), seen
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_segments_change_nothing(mode: str, size: int | None) -> None:
+    whole, cut = (updated(c, actor_config(mode, ppo_micro_batch_size_per_gpu=size)) for c in (False, True))
+    for name in ("old_log_probs", "entropy", "advantages", "token_rewards", "loss_mask"):
+        a, b = (flat(batch.trajectories, name) for batch, *_ in (whole, cut))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5, err_msg=name)
+    assert cut[1].metrics == pytest.approx(whole[1].metrics, rel=2e-4, abs=1e-5)
+    assert len(whole[2]) == len(cut[2]) == 2
+    for a, b in zip(whole[2], cut[2], strict=True):
+        assert_close(a, b, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_is": "sequence"},
+        {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": 3.0},
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"},
+    ],
+)
+def test_sequence_weights_and_rejection_count_trajectories(settings: dict[str, Any]) -> None:
+    names = ("rollout_is", "rollout_rs", "rollout_rs_threshold", "bypass_mode", "loss_type")
+    correction = SimpleNamespace(**(dict.fromkeys(names) | {"rollout_is_threshold": 5.0} | settings))
+    whole, cut = (updated(c, actor_config("token-mean"), correction) for c in (False, True))
+    for name in ("loss_mask", "is_weights"):
+        if whole[0].has(name):
+            a, b = (flat(batch.trajectories, name) for batch, *_ in (whole, cut))
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
+    common = {k: v for k, v in whole[1].metrics.items() if not k.startswith("rollout_corr")}
+    assert {k: cut[1].metrics[k] for k in common} == pytest.approx(common, rel=1e-3, abs=1e-5)
+    for a, b in zip(whole[2], cut[2], strict=True):
+        assert_close(a, b, 5e-5)

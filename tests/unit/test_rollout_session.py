@@ -1,0 +1,125 @@
+"""Sessions: what an agent loop's calls become, and trajectories of several segments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_model
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout import agent_loop
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.rollout.manager import RolloutManager, RolloutSettings
+from verl.trajectory import Batch, Prompt, Trajectory
+
+
+class TwoTurns(AgentLoopBase):
+    """Asks twice, and drops its history after the first turn: two segments, the second without the prompt."""
+
+    async def run(self, sampling_params, **row):
+        first = await self.generate(row["prompt_ids"], sampling_params)
+        context = np.concatenate([[7], np.asarray(first.token_ids[-2:], np.int64)])
+        second = await self.generate(context, sampling_params)
+        return [
+            AgentLoopOutput(
+                prompt_ids=ids,
+                response_ids=done.token_ids,
+                response_mask=np.ones(len(done.token_ids), bool),
+                response_logprobs=done.log_probs,
+                num_turns=4,
+                metrics={"calls": number},
+                extra_fields={f"turn {number}": "seen"},
+            )
+            for number, (ids, done) in enumerate([(row["prompt_ids"], first), (context, second)], 1)
+        ]
+
+
+@pytest.fixture
+def two_turns() -> Iterator[str]:
+    agent_loop.register("two_turns")(TwoTurns)
+    yield "two_turns"
+    agent_loop._LOOPS.pop("two_turns")
+
+
+def sample(engine, loop: str, n: int = 3, prompts: int = 1) -> Batch:
+    async def score(trajectory: Trajectory) -> None:
+        trajectory.score = float(trajectory.index)
+
+    settings = RolloutSettings(SamplingParams(max_tokens=12, ignore_eos=True), n=n, seed=3, default_loop=loop)
+    manager = RolloutManager(engine, settings, decode=lambda ids: " ".join(map(str, ids)), on_finished=score)
+
+    async def run() -> Batch:
+        rows = [Prompt(f"0:{i}@0", np.arange(3, 8) + i, messages="q") for i in range(prompts)]
+        batch = await manager.take(rows)
+        await manager.scored(batch)
+        return batch
+
+    return asyncio.run(run())
+
+
+def native(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from verl.engine.rollout.native.engine import NativeEngine
+
+    module = AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
+    return NativeEngine(module, eos_token_ids=[], max_model_len=64)
+
+
+class Repeat(AgentLoopBase):
+    """The same request twice."""
+
+    async def run(self, sampling_params, **row):
+        done = [await self.generate(row["prompt_ids"], sampling_params) for _ in range(2)]
+        ids = np.concatenate([part.token_ids for part in done])
+        return AgentLoopOutput(row["prompt_ids"], ids, np.ones(len(ids), bool))
+
+
+def test_no_two_calls_of_a_trajectory_repeat_random_draws(tmp_path) -> None:
+    agent_loop.register("repeat")(Repeat)
+    try:
+        batch = sample(native(tmp_path), "repeat", n=8)
+    finally:
+        agent_loop._LOOPS.pop("repeat")
+    same = [np.mean(t.response_ids[:12] == t.response_ids[12:]) for t in batch]
+    assert np.mean(same) < 0.1, "the second call draws what the first drew"
+
+
+def test_a_loop_that_drops_its_history_gives_segments(tmp_path, two_turns) -> None:
+    batch = sample(native(tmp_path), two_turns)
+    for t in batch:
+        first, second = t.segments
+        assert first.context_ids is t.prompt.ids and second.context_ids.tolist() == [
+            7,
+            *first.response_ids[-2:],
+        ]
+        assert t.length == first.length + second.length == 24 and t.policy_tokens == 24
+        assert np.array_equal(t.response_ids, np.concatenate([first.response_ids, second.response_ids]))
+        assert np.array_equal(
+            t.rollout_log_probs, np.concatenate([first.rollout_log_probs, second.rollout_log_probs])
+        )
+        assert t.fields == {"turn 1": "seen", "turn 2": "seen"} and t.extra["calls"] == 2 and t.num_turns == 4
+    kinds = [segment.context_ids is batch[0].prompt.ids for segment in batch.segments]
+    assert kinds == [True] * 3 + [False] * 3, "segments that share their context are neighbours"
+
+
+class Recorder:
+    """An engine that notes what it is asked."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None, str | None, int]] = []
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
+        self.asked.append((request_id, group, session, sampling.call))
+        return Completion(np.arange(3), np.zeros(3, np.float32), "stop")
+
+
+def test_later_calls_name_their_session(two_turns) -> None:
+    engine = Recorder()
+    sample(engine, two_turns, n=1)
+    assert engine.asked == [("0:0@0#0", "0:0@0", None, 0), ("0:0@0#0.1", None, "0:0@0#0", 1)]

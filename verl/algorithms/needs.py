@@ -1,0 +1,97 @@
+"""From what algorithms declare to the passes that a step runs: a need is the name of a column, a pass produces columns.
+
+estimator ┐                                          old_log_prob   the policy at the start of the step
+loss      ├─▶ needed columns ─▶ passes of the step    ref            the reference
+KL terms  ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms.importance import parse_correction
+from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.algorithms.settings import setting
+from verl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass of a step. name: its phase, timing_s/{name}; outputs: the engine's output → the column it fills."""
+
+    name: str
+    role: str
+    outputs: Mapping[str, str]
+
+    def only(self, needed: frozenset[str]) -> Pass:
+        """The pass without outputs that cost extra and that nothing needs."""
+        extra = _COSTLY - needed
+        return Pass(self.name, self.role, {o: c for o, c in self.outputs.items() if c not in extra})
+
+
+OLD_LOG_PROB = Pass(
+    "old_log_prob",
+    "actor",
+    {"log_probs": "old_log_probs", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+)
+PASSES = (OLD_LOG_PROB, Pass("ref", "ref", {"log_probs": "ref_log_probs"}))
+_COSTLY = frozenset({"sum_pi_squared"})
+_AT_HAND = {"response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"}
+_LATER = {
+    "values": "a critic",
+    "returns": "a critic",
+    "reward_baselines": "a greedy rollout",
+    "greedy_baseline": "a greedy rollout",
+    "teacher_log_probs": "a teacher",
+}
+
+
+def needed_columns(config: Any) -> frozenset[str]:
+    """Columns that the estimator, the loss, the KL terms and the correction of a configuration need.
+
+    UserError for one that nothing in this release produces.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = parse_correction(algorithm.rollout_correction)
+    loss_mode = setting(actor.policy_loss, "loss_mode", "vanilla")
+    needs = set(ESTIMATORS.needs(algorithm.adv_estimator) | LOSSES.needs(loss_mode)) - {"advantages"}
+    if algorithm.use_kl_in_reward:
+        needs |= {"ref_log_probs", "old_log_probs"}
+    if actor.use_kl_loss:
+        needs.add("ref_log_probs")
+    if correction.active:
+        needs |= {"old_log_probs", "rollout_log_probs"}
+    if correction.bypass:  # the old policy is the sampler
+        needs = {"rollout_log_probs" if name == "old_log_probs" else name for name in needs}
+    produced = {column for one in PASSES for column in one.outputs.values()}
+    for name in sorted(needs - produced - _AT_HAND):
+        by = _LATER.get(name)
+        where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
+        why = (
+            f"it comes from {by}, which is not in this release"
+            if by
+            else "no pass produces a column of that name"
+        )
+        raise UserError(f"{where} needs {name}: {why}")
+    return frozenset(needs)
+
+
+def passes(config: Any, updates_per_step: int) -> list[Pass]:
+    """The forward passes of a step, in order.
+
+    With one update in a step its own first pass is the old policy, so that none is run for it (algorithms.md §1).
+    """
+    needed = needed_columns(config)
+    if updates_per_step > 1 and not parse_correction(config.algorithm.rollout_correction).bypass:
+        needed |= {"old_log_probs"}
+    chosen = [one for one in PASSES if needed & set(one.outputs.values())]
+    squares = setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False)
+    return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]
+
+
+def needs_reference(config: Any) -> bool:
+    """True when a pass of the reference is needed."""
+    return "ref_log_probs" in needed_columns(config)

@@ -1,0 +1,316 @@
+"""Names beside the schema's own: old spellings, keys without effect, group choices, what this release does not have.
+
+A name may be a glob: `*.` in front is any prefix or none, `*` the rest of a word, `{a, b}` one of several; it covers the
+keys below it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = {
+    "ppo": "verl.trainer.main_ppo",
+    "sft": "verl.trainer.sft_trainer",
+    "eval": "verl.trainer.main_eval",
+    "generation": "verl.trainer.main_generation",
+}
+
+_EVERYWHERE = {
+    "*.optim.{warmup_style, lr_scheduler, lr_decay_style}": r"\1optim.lr_scheduler_type",
+    "*.model.lora.{rank, alpha, adapter_path}": r"\1model.lora_\2",
+    "*.model.lora.{target_modules, exclude_modules}": r"\1model.\2",
+    "ray_init": "ray_kwargs.ray_init",
+}
+RENAMES: dict[str, dict[str, str]] = {
+    "ppo": {
+        "reward.reward_manager.{source, name, module}": r"reward_manager.\1",
+        "reward_model.reward_loop_source": "reward_manager.source",
+        "reward_model.reward_loop_class_name": "reward_manager.name",
+        "reward_model.reward_loop_module_path": "reward_manager.module.path",
+        "reward.custom_reward_function": "custom_reward_function",
+        "reward.reward_model.model_path": "reward_model.model.path",
+        "reward.reward_model.{enable, enable_resource_pool, nnodes, n_gpus_per_node, rollout}": r"reward_model.\1",
+        "{reward.sandbox_fusion, sandbox_fusion}": "reward_model.sandbox_fusion",
+        "reward.{num_workers, reward_kwargs, timeout, max_*, estimated_tokens_per_request}": r"reward_model.\1",
+        "critic.{fsdp, fsdp_config}": "critic.model.fsdp_config",
+        "{actor_rollout_ref.actor, critic}.optim.{clip_grad, grad_clip}": r"\1.grad_clip",
+        "actor_rollout_ref.{actor, ref}.fsdp_config.ulysses_sequence_parallel_size": (
+            r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
+        ),
+        "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
+        "actor_rollout_ref.rollout.skip_rollout": "skip.rollout.enable",
+        "actor_rollout_ref.rollout.skip_dump_dir": "skip.rollout.dump_dir",
+        **_EVERYWHERE,
+    },
+    "sft": {
+        "model.partial_pretrain": "model.path",
+        "model.strategy": "engine.strategy",
+        "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+        "model.fsdp_config.{cpu_offload, offload_params}": "engine.param_offload",
+        "model.fsdp_config": "engine",
+        "data.multiturn.{messages_key, tools_key, enable_thinking_key}": r"data.\1",
+        "use_remove_padding": "model.use_remove_padding",
+        "optim.clip_grad": "optim.grad_clip",
+        **_EVERYWHERE,
+    },
+    "eval": _EVERYWHERE,
+    "generation": _EVERYWHERE,
+}
+"""By entry point: an old spelling, and the schema's, in which \\1 and \\2 stand for the glob's variable parts."""
+
+STALENESS_MODE, STALENESS_LIMIT = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
+"""The public system's spelling of `trainer.max_staleness`."""
+
+VALUE_SYNONYMS: dict[str, dict[str, str]] = {
+    "algorithm.adv_estimator": {"reinforce": "reinforce_plus_plus"},
+    "actor_rollout_ref.rollout.name": {"hf": "native"},
+    "rollout.name": {"hf": "native"},
+    "reward_model.rollout.name": {"hf": "native"},
+    "reward_model.reward_manager": {"limited": "rate_limited"},
+    "actor_rollout_ref.rollout.multi_turn.format": {"qwen": "hermes"},
+    "trainer.logger": {"tracking": "wandb"},
+}
+MEGATRON_MODULES = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_q": ["q_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+
+NO_EFFECT: dict[str, str] = {
+    "{*._target_, hydra, data.multiturn.enable}": "not needed",
+    "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
+        "sequences are packed without padding; results are the same"
+    ),
+    "trainer.master_{addr, port}": (
+        "ranks find each other through Ray or torchrun; for many nodes start Ray on each"
+    ),
+    "{actor_rollout_ref.actor, critic}.sync_gradients": "gradients are always synchronised",
+    "{trainer.use_legacy_worker_impl, trainer.use_v1, reward_model.use_reward_loop, reward_model.launch_reward_fn_async}": (
+        "one implementation; rewards always overlap sampling"
+    ),
+    "*.rollout.mode": "one asynchronous engine interface; `sync` gives the same responses",
+    "{*.rollout.layered_summon, *.entropy_checkpointing, *.entropy_from_logits_with_chunking, "
+    "*.entropy_from_logits_chunk_size, actor_rollout_ref.actor.calculate_entropy}": (
+        "weights are streamed and entropy is chunked always"
+    ),
+    "data.val_batch_size": "validation is one stream, scheduled by the engine",
+    "data.{return_raw_chat, return_full_prompt, return_raw_input_ids, return_multi_modal_inputs}": (
+        "all forms are available to plugins"
+    ),
+    "*.multi_turn.{use_inference_chat_template, tokenization_sanity_check_mode, num_repeat_rollouts}": (
+        "tokens are never re-tokenised"
+    ),
+    "{*.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, *.engine.forward_only, "
+    "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
+    "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "
+    "model.use_remove_padding, model.fsdp_config, model.input_tokenizer}": (
+        "the reward model runs in the sampling engine"
+    ),
+    "reward_manager.module.name": "the class is `reward_manager.name`",
+}
+"""Keys that are accepted and change nothing, with the reason that is printed."""
+
+
+class Unread(NamedTuple):
+    """Keys of the schema that nothing reads, when ("" always, or an engine's name, …; see `rules.values`), and why."""
+
+    when: str
+    keys: str
+    reason: str
+
+
+_ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
+UNREAD = (
+    Unread(
+        "native",
+        _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
+        "gpu_memory_utilization, scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
+        "calculate_log_probs, logprobs_mode}",
+        "the native engine decides it by itself",
+    ),
+    Unread(
+        "vllm",
+        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}",
+        "the vllm engine always does what is best here",
+    ),
+    Unread(
+        "",
+        _ROLLOUT + "checkpoint_engine.engine_kwargs",
+        "the ways that weights travel here take no arguments",
+    ),
+    Unread(
+        "",
+        _ROLLOUT + "checkpoint_engine.backend",
+        "weights travel through shared memory; only nodes that sample and do not train get a broadcast",
+    ),
+    Unread(
+        "",
+        "{*.fsdp_config, engine}.model_dtype",
+        "master weights and the optimizer's state are float32; the precision of computation is dtype beside it",
+    ),
+    Unread(
+        "",
+        "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
+        "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, data.gen_batch_size, "
+        "data.dataloader_num_workers, data.num_workers, data.mm_processor_kwargs, data.image_patch_size, "
+        "trainer.esi_redundant_time}",
+        "not in this release, the run is as without",
+    ),
+    Unread(
+        "one device",
+        "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, mixed_precision.reduce_dtype, "
+        "mixed_precision.buffer_dtype, wrap_policy}",
+        "on one device nothing is sharded or kept in host memory during a step",
+    ),
+    Unread(
+        "one device",
+        "engine.{param, optimizer}_offload",
+        "on one device nothing is sharded or kept in host memory during a step",
+    ),
+    Unread(
+        "one process",
+        "{actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, "
+        "rollout.checkpoint_engine.update_weights_bucket_megabytes, actor_rollout_ref.actor.fsdp_config.param_offload}",
+        "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are",
+    ),
+)
+
+
+class Absent(NamedTuple):
+    """Something that this release does not have: what it is, and what to do instead."""
+
+    what: str
+    instead: str
+
+
+_ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
+REFUSED = {
+    "distillation:enabled": Absent(
+        "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
+    ),
+    "*.model.mtp:enable": Absent("multi-token prediction", "train without the extra heads"),
+    "actor_rollout_ref.actor.qat:enable": Absent(
+        "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"
+    ),
+    "transfer_queue:enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
+    "actor_rollout_ref.rollout.disaggregation:enabled": Absent(
+        "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
+    ),
+    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay:mode": _ROUTES,
+    "actor_rollout_ref.rollout.agent.custom_async_server:path": Absent(
+        "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
+    ),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
+    "actor_rollout_ref.rollout.over_sample_rate": Absent(
+        "over-sampling of prompts", "algorithm.filter_groups.enable"
+    ),
+}
+"""Keys outside the schema that switch something on; in front of a colon a group whose other keys are accepted."""
+OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
+"""Values of a switch that leave it off, in lower case."""
+REFUSED_VALUES: dict[str, dict[str, Absent]] = {
+    "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
+    "strategy": {
+        "veomni": Absent("the VeOmni trainer", "strategy=fsdp2"),
+        "torchtitan": Absent("the TorchTitan trainer", "strategy=fsdp2"),
+        "automodel": Absent("the NeMo AutoModel trainer", "strategy=fsdp2"),
+        "mindspeed": Absent("the MindSpeed trainer", "strategy=megatron"),
+    },
+    "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
+}
+"""By the last part of the key: values of other systems."""
+FEATURES: dict[str, Absent] = {
+    "actor_rollout_ref.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
+    "actor_rollout_ref.model.use_liger": Absent("liger kernels", "set it to False"),
+    "actor_rollout_ref.rollout.multi_turn.enable": Absent("tools and turns", "set it to False"),
+    "actor_rollout_ref.rollout.quantization": Absent("quantised sampling", "leave it null"),
+    "actor_rollout_ref.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
+    "actor_rollout_ref.rollout.trace.backend": Absent("traces", "leave it null"),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": Absent(
+        "agent loops listed in a file", "register the loop in a module of model.external_lib"
+    ),
+    "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
+    "critic.enable": Absent("the critic", "use algorithm.adv_estimator=grpo, which needs none"),
+    "algorithm.filter_groups.enable": Absent("dynamic sampling", "set it to False"),
+    "algorithm.use_pf_ppo": Absent("PF-PPO", "set it to False"),
+    "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
+    "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
+}
+"""Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
+STRATEGIES = ("fsdp", "fsdp2")
+LOGGERS = ("console", "file", "tensorboard", "wandb")
+CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")
+"""Lists that take no names of one's own yet."""
+
+GROUP_CHOICES: dict[str, dict[str, str | None]] = {
+    "actor_rollout_ref.actor": {"dp_actor": "fsdp", "megatron_actor": "megatron"},
+    "actor_rollout_ref.ref": {"dp_ref": "fsdp", "megatron_ref": "megatron"},
+    "critic": {"dp_critic": "fsdp", "megatron_critic": "megatron"},
+    "engine": {"fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"},
+    "model_engine": {"dp": "fsdp", "fsdp": "fsdp", "megatron": "megatron"},
+    "data": {"legacy_data": None},
+    "actor_rollout_ref.model": {"hf_model": None},
+    "model": {"hf_model": None},
+    "actor_rollout_ref.rollout": {"rollout": None},
+    "critic.model": {"hf_model": None},
+    "reward_model": dict.fromkeys(
+        ("dp_reward_loop", "dp_reward_model", "megatron_reward_loop", "megatron_reward_model")
+    ),
+    "optim": {"fsdp": None, "megatron": None},
+}
+"""`group@package=choice`: what `strategy` becomes; None: nothing, there is one implementation of the group."""
+BUILT_IN = {
+    "ppo_trainer": ("ppo", None),
+    "ppo_megatron_trainer": ("ppo", "megatron"),
+    "sft_trainer": ("sft", None),
+    "sft_trainer_engine": ("sft", None),
+    "evaluation": ("eval", None),
+    "generation": ("generation", None),
+}
+"""Configurations known by name: their entry point, the strategy they set. An entry point's first is its default."""
+
+
+@functools.cache
+def compiled(glob: str) -> re.Pattern[str]:
+    """The expression of a glob, for `match`; its groups are its variable parts, in order."""
+    text = glob.replace(".", r"\.").replace(r"*\.", r"(.*\.)?").replace("{", "(").replace("}", ")")
+    return re.compile(re.sub(r"(?<!\.)\*", r"\\w*", text.replace(", ", "|")) + r"(?=\.|$)")
+
+
+def canonical(path: str, entry: str) -> str:
+    """The schema's spelling of a path (the path itself if it is no old name)."""
+    for old, new in RENAMES[entry].items():
+        if found := compiled(old).match(path):
+            return found.expand(new) + path[found.end() :]
+    return path
+
+
+def no_effect(path: str) -> str | None:
+    """Why a key changes nothing, or None."""
+    return next((reason for glob, reason in NO_EFFECT.items() if compiled(glob).match(path)), None)
+
+
+def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
+    """Text that names the most similar options, or ""."""
+    found = difflib.get_close_matches(str(name), list(options), count, cutoff)
+    return f"; nearest: {', '.join(found)}" if found else ""
+
+
+@functools.cache
+def built_in(registry: str) -> tuple[str, ...]:
+    """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
+    folder = Path(__file__).parents[1] / "algorithms"
+    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
+    found = [
+        name.lower() for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())
+    ]
+    return tuple(
+        name for name in found if name != "bypass_mode"
+    )  # algorithm.rollout_correction chooses that one

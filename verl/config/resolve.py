@@ -1,0 +1,284 @@
+"""Every layer and override becomes assignments on the schema's defaults.
+
+All problems are collected; nothing is raised before the last one is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from verl.config import names
+from verl.config.coerce import coerce, free
+from verl.config.fields import Place, fields_of, leaves, locate
+from verl.config.files import Layer
+from verl.config.grammar import NULLS, GrammarError, Value, parse
+from verl.config.names import canonical, no_effect
+from verl.config.problems import Problem
+from verl.config.schema import ROOTS, Group, Map, Root, select
+
+
+class Resolver:
+    """Collects assignments on one configuration tree, with problems and notices.
+
+    `interpolated` are values with `${…}` in them, `old` those of keys that stand for others by a computation, `written`
+    all values as they were given: `verl.config.fill` settles them.
+    """
+
+    def __init__(self, entry: str):
+        self.entry = entry
+        self.root: Root = ROOTS[entry]()
+        self.problems: list[Problem] = []
+        self.interpolated: dict[str, Value] = {}
+        self.old: dict[str, Value] = {}
+        self.written: dict[str, Any] = {}
+        self._spelled: dict[str, tuple[str, Any]] = {}
+        self._unknown: list[tuple[str, Value | None, str]] = []
+        self._without_effect: dict[str, list[str]] = {}
+        self._unread: list[str] = []
+        self._count = 0
+
+    # ---- layers and overrides ----
+
+    def add_layer(self, layer: Layer) -> None:
+        """Take a file's content, or a group's choice."""
+        if layer.choice:
+            self.choose(layer.path, str(layer.content), layer.source)
+            return
+        for name, content in (layer.content if not layer.path else {layer.path: layer.content}).items():
+            self.assign(str(name), Value.given(content), "", layer.source)
+
+    def add_override(self, argument: str) -> None:
+        """Take one command-line override."""
+        try:
+            override = parse(argument)
+        except GrammarError as error:
+            self.problems.append(Problem("", str(error)))
+            return
+        key, value = override.key, override.value
+        if key.split("/")[0].split(".")[0] == "hydra":
+            return
+        place = locate(self.root, key)
+        is_group = place is not None and place.field.group is not None
+        named = is_group and value is not None and isinstance(value.data, str) and value.data not in NULLS
+        if override.package is not None or "/" in key or key == "model_engine" or named:
+            package = key.replace("/", ".") if override.package is None else override.package
+            self.choose(package, str(value.data if value else ""), argument)
+        elif override.op == "~":
+            self.remove(key, argument)
+        elif value is not None:
+            self.assign(key, value, override.op, argument)
+
+    def choose(self, package: str, choice: str, source: str) -> None:
+        """`group@package=choice` and `model_engine=…`: the group's built-in variants."""
+        choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
+        targets = [package]
+        if package == "model_engine":
+            roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
+            targets = roles if self.entry == "ppo" else ["engine"]
+        strategy = choices.get(choice)
+        if choice not in choices or (strategy and locate(self.root, targets[0]) is None):
+            known = f"choices of {package}: {', '.join(choices)}"
+            offer = known if choices else f"{package!r} is no group with choices"
+            self.problems.append(Problem(source, f"no such group choice; {offer}"))
+        elif strategy:
+            for target in targets:
+                self.assign(f"{target}.strategy", Value.given(strategy), "", source)
+
+    # ---- assignments ----
+
+    def assign(self, path: str, value: Value, op: str, source: str, spelled: str = "") -> None:
+        """Set one path. Mappings are taken apart down to the schema's keys; `spelled` is the user's name for it."""
+        name, spelled = canonical(path, self.entry), spelled or path
+        place = locate(self.root, name)
+        if name.endswith("micro_batch_size") and locate(self.root, f"{name}_per_gpu") is not None:
+            self.old[name] = value  # deprecated: a micro-batch size over all devices
+        elif place is None:
+            self._assign_unnamed(name, value, op, source)
+        else:
+            if name != path:
+                self.notice(f"{path} is now called {name}")
+            if place.field.group is None:
+                self._assign_leaf(place, name, value, source, spelled)
+            elif isinstance(value.data, dict):
+                self._assign_parts(name, value, op, source, spelled)
+            elif isinstance(value.data, str) and value.data in names.GROUP_CHOICES.get(name, ()):
+                self.choose(name, value.data, source)
+            elif value.data is not None:
+                keys = ", ".join(fields_of(place.field.group))
+                self.problems.append(Problem(source, f"{name} is a group of keys; set one of {keys}"))
+
+    def _assign_parts(self, name: str, value: Value, op: str, source: str, spelled: str) -> None:
+        for child, content in value.data.items():
+            part = Value.given(content, quoted=value.quoted)
+            self.assign(f"{name}.{child}", part, op, source, f"{spelled}.{child}")
+
+    def _assign_leaf(self, place: Place, name: str, value: Value, source: str, spelled: str) -> None:
+        if place.inside and (reason := no_effect(name)):
+            self._has_no_effect(name, reason)
+            return
+        other, earlier = self._spelled.get(name, (spelled, value.data))
+        if other != spelled and earlier != value.data:
+            self.notice(f"{other}={earlier} and {spelled}={value.text} are one key; the later one counts")
+        self._spelled[name] = (spelled, value.data)
+        self._was_set(name)
+        self.interpolated.pop(name, None)
+        self.written[name] = value.data
+        if "${" in str(value.data):
+            self.interpolated[name] = value
+        else:
+            self.set_leaf(place, name, value, source)
+
+    def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
+        """Convert and store; a value that does not fit is a problem."""
+        try:
+            if not place.inside:
+                setattr(place.owner, place.field.name, _synonym(name, coerce(value, place.field)))
+                return
+            node, plain = getattr(place.owner, place.field.name), free(value)
+        except GrammarError as error:
+            self.problems.append(Problem(name, f"{error} (from {source})"))
+            return
+        for part in place.inside[:-1]:
+            if not isinstance(node.get(part), Map):
+                node[part] = Map()
+            node = node[part]
+        node[place.inside[-1]] = plain
+
+    def _was_set(self, name: str) -> None:
+        self._count += 1
+        self.root._set[name] = self._count
+
+    def _assign_unnamed(self, name: str, value: Value, op: str, source: str) -> None:
+        """A path the schema does not have: without effect, refused, inside an open group, or unknown."""
+        if reason := no_effect(name):
+            self._has_no_effect(name, reason)
+            self.written[name] = value.data
+        elif self._refused(name, value):
+            self.written[name] = value.data
+        elif self._takes_any_key(name):
+            self._add(name, value)
+        elif isinstance(value.data, dict):
+            self._assign_parts(name, value, op, source, name)
+        elif self.entry == "ppo" and name in (names.STALENESS_MODE, names.STALENESS_LIMIT):
+            self.old[name] = value
+        elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
+            self._has_no_effect(name, "one loop serves every mode")
+        elif op == "++":
+            self._unread.append(name)
+            self._add(name, value)
+        else:
+            self._unknown.append((name, value, source))
+
+    def _takes_any_key(self, name: str) -> bool:
+        """True below an open mapping or a group that takes keys of one's own."""
+        while "." in name:
+            name = name.rpartition(".")[0]
+            node = select(self.root, name)
+            if node is not None:
+                return isinstance(node, Map) or (isinstance(node, Group) and node.open_keys)
+        return False
+
+    def _add(self, name: str, value: Value) -> None:
+        """Store a key that the schema does not name; groups on the way to it are made."""
+        node: Any = self.root
+        *parents, last = name.split(".")
+        for part in parents:
+            inner = node.get(part)
+            if not isinstance(inner, (Group, Map)):
+                if isinstance(node, Group) and part in fields_of(type(node)):
+                    self.problems.append(Problem(name, f"{part} is a value and has no keys of its own"))
+                    return
+                inner = node[part] = Map()
+            node = inner
+        node[last] = free(value) if not value.sweep else list(value.data)
+        self._was_set(name)
+
+    def _refused(self, name: str, value: Value) -> bool:
+        """True if the key belongs to a feature outside the schema; a problem if it switches that on."""
+        for glob, absent in names.REFUSED.items():
+            family, _, switch = glob.partition(":")
+            found = names.compiled(family).match(name)
+            if not found:
+                continue
+            key, data = name, value.data
+            if switch and isinstance(data, dict):
+                key, data = f"{name}.{switch}", data.get(switch)
+            if key[found.end() :].lstrip(".") == switch and str(data).lower() not in names.OFF:
+                message = f"{absent.what} is not in this release; closest: {absent.instead}"
+                self.problems.append(Problem(f"{key}={data}", message))
+            return True
+        return False
+
+    # ---- removal ----
+
+    def remove(self, path: str, source: str) -> None:
+        """`~a.b`: back to the default; inside an open mapping, gone."""
+        name = canonical(path, self.entry)
+        place = locate(self.root, name)
+        if place is None:
+            node = select(self.root, name.rpartition(".")[0]) if "." in name else self.root
+            extra = isinstance(node, Group) and node._extra.pop(name.rpartition(".")[2], node) is not node
+            if not (extra or no_effect(name) or (isinstance(node, Group) and node.open_keys)):
+                self._unknown.append((name, None, source))
+            return
+        for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
+            del self.root._set[key]
+            self.interpolated.pop(key, None)
+        if place.inside:
+            inner = ".".join([place.field.name, *place.inside[:-1]])
+            select(place.owner, inner, {}).pop(place.inside[-1], None)
+        else:
+            setattr(place.owner, place.field.name, place.field.default())
+
+    # ---- what is said at the end ----
+
+    def notice(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.root._notices:
+            self.root._notices.append(text)
+
+    def _has_no_effect(self, name: str, reason: str) -> None:
+        keys = self._without_effect.setdefault(reason, [])
+        if name not in keys:
+            keys.append(name)
+
+    def finish(self) -> None:
+        """Settle the keys nobody knows, and say what has no effect."""
+        models = [select(self.root, path) for path in ("actor_rollout_ref.model", "model")]
+        plugins = any(model is not None and model.external_lib for model in models)
+        own_data = bool(select(self.root, "data.custom_cls.path"))
+        for name, value, source in self._unknown:
+            in_group = isinstance(select(self.root, name.split(".")[0]), Group)
+            if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
+                self._add(name, value)
+            else:
+                self.problems.append(Problem(source if name in source else name, self._nearest(name)))
+        if self._unread:
+            self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
+        for reason, keys in self._without_effect.items():
+            if reason != "not needed":
+                self.notice(f"no effect: {', '.join(keys)}: {reason}")
+
+    def _nearest(self, name: str) -> str:
+        known = list(leaves(type(self.root)))
+        parent, _, last = name.rpartition(".")
+        same = [k for k in known if k.rpartition(".")[2] == last]
+        same.sort(key=lambda k: -difflib.SequenceMatcher(None, k, name).ratio())
+        siblings = [k for k in known if k.rpartition(".")[0] == parent]
+        near = difflib.get_close_matches(name, siblings, n=2, cutoff=0.6)
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+        if found := list(dict.fromkeys([*same[:3], *near, *close]))[:3]:
+            return f"no key {name}; nearest: {', '.join(found)}"
+        group = parent if any(k.startswith(parent + ".") for k in known) else "all"
+        return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
+
+
+def _synonym(name: str, value: Any) -> Any:
+    """The value, or its name here if it is one of another system's."""
+    table = names.VALUE_SYNONYMS.get(name, {})
+    if not isinstance(value, list):
+        return table.get(value, value) if isinstance(value, str) else value
+    if name.endswith(("target_modules", "exclude_modules")):
+        return [module for v in value for module in names.MEGATRON_MODULES.get(v, [v])]
+    return [table.get(v, v) for v in value]

@@ -1,0 +1,118 @@
+"""From packed tokens to outputs of the response tokens, inside the forward of one module.
+
+That is what sharding hooks on: while this module's forward runs, the weights that are outside of the layers
+(embedding, last normalisation, head) are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from verl.engine.training.log_prob import LogitLayer, outputs_of_logits, token_outputs
+from verl.errors import UserError
+from verl.models import adapters, attention
+from verl.models.inputs import model_inputs
+from verl.models.packed_attention import PackedPlan, TokenSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_T = TypeVar("_T")
+
+
+class OutputHead(torch.nn.Module):
+    """A model, and what makes outputs of its hidden states. Use: `head(head.compute, inputs, …)`."""
+
+    #: Names of what `compute` can give.
+    outputs: tuple[str, ...] = ()
+
+    def __init__(self, module: PreTrainedModel):
+        super().__init__()
+        self.module = module
+
+    def forward(self, work: Callable[..., _T], *args: Any, **options: Any) -> _T:
+        """work(*args, **options), run where all weights outside of layers are whole."""
+        return work(*args, **options)
+
+    def compute(
+        self,
+        inputs: Mapping[str, Any],
+        source: torch.Tensor,
+        targets: torch.Tensor,
+        outputs: Collection[str],
+        *,
+        temperature: float,
+    ) -> dict[str, torch.Tensor]:
+        """The model's inputs, and int64 [R], [R] → the outputs asked for, float32 [R] each.
+
+        source: index of the token whose hidden state predicts the target. The attention plan must be in force.
+        """
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Called once, on every rank, when the weights have their values."""
+
+
+class LogProbHead(OutputHead):
+    """The language model's own head. `layer` is it as a formula, None to go through the model's own logits."""
+
+    outputs = ("log_probs", "entropy", "sum_pi_squared")
+    layer: LogitLayer | None = None
+
+    def compute(
+        self,
+        inputs: Mapping[str, Any],
+        source: torch.Tensor,
+        targets: torch.Tensor,
+        outputs: Collection[str],
+        *,
+        temperature: float,
+    ) -> dict[str, torch.Tensor]:
+        """See `OutputHead.compute`; of softmax(logits / temperature)."""
+        if self.layer is None:
+            logits = self.module(**inputs).logits[0][source].float() / temperature
+            return outputs_of_logits(logits, targets, outputs)
+        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, source)
+        # Sharding exchanges the weights.
+        own = self.module.get_output_embeddings()
+        layer = replace(self.layer, weight=own.weight, bias=getattr(own, "bias", None))
+        return token_outputs(hidden, targets, layer, outputs, temperature=temperature)
+
+    def find_layer(self) -> LogitLayer | None:
+        """The head as a formula, or None if the model's own logits say otherwise on a probe."""
+        layer = self.module.get_output_embeddings()
+        if not isinstance(getattr(layer, "weight", None), torch.Tensor) or adapters.is_adapted(layer):
+            return None
+        config = self.module.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        bias = getattr(layer, "bias", None)
+        found = LogitLayer(layer.weight, bias, scale, float(softcap) if softcap else None)
+        return found if self._agrees(found) else None
+
+    @torch.no_grad()
+    def _agrees(self, layer: LogitLayer) -> bool:
+        """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
+        device, vocabulary = layer.weight.device, int(layer.weight.shape[0])
+        positions = torch.arange(4, device=device)
+        inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
+        with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
+            theirs = self.module(**inputs).logits.float()
+            hidden = self.module.base_model(**inputs).last_hidden_state
+        tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
+        return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
+
+
+HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead}
+
+
+def head_class(name: str) -> type[OutputHead]:
+    """The head of that name. UserError for one that is not here (value, score)."""
+    if name not in HEADS:
+        raise UserError(f"a model with a {name} head cannot be trained yet; there is {', '.join(HEADS)}")
+    return HEADS[name]

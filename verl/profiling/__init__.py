@@ -1,1 +1,0 @@
-"""Profiles of chosen steps, in every process that does the work: `open_profiler` gives one process its profiler."""

@@ -1,0 +1,219 @@
+"""Choose the sampled responses that go into the page and pack them small.
+
+A long run writes gigabytes of responses; the page carries a few megabytes. Steps are taken in an order
+that always has the newest and the first and then spreads evenly over the run, each step gives whole
+groups, and both what is read and what is kept is limited in bytes. Tokens are numbers into one shared
+list of strings, log-probs are integers in units of 1e-4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.report.read import Record, json_lines, number
+
+LOG_PROB_UNIT = 1e-4
+DIFF_UNIT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the page may hold. Bytes are of packed JSON, `read_bytes` of input."""
+
+    steps: int = 24
+    responses_ends: int = 64
+    responses_between: int = 16
+    read_bytes: int = 12_000_000
+    page_bytes: int = 5_000_000
+    text: int = 20_000
+    tokens: int = 4_096
+
+
+@dataclass(slots=True)
+class Packed:
+    """Responses for the page: `rows` refer to `prompts` and `tokens` by number."""
+
+    rows: list[Record] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    steps_on_disk: int = 0
+    bytes: int = 0
+    without_tokens: int = 0
+
+
+def spread(steps: list[int], limit: int) -> list[int]:
+    """Up to `limit` of the steps, most wanted first: newest, first, then evenly over what is left."""
+    if len(steps) <= 2:
+        return steps[::-1]
+    picked = sorted({round(i * (len(steps) - 1) / (limit - 1)) for i in range(limit)}) if limit > 2 else []
+    between = [steps[i] for i in picked if 0 < i < len(steps) - 1] if len(steps) > limit else steps[1:-1]
+    # Halving order: if the byte budget ends early, what was taken is still spread over the run.
+    order: list[int] = []
+    spans = [(0, len(between))]
+    while spans:
+        low, high = spans.pop(0)
+        if low < high:
+            middle = (low + high) // 2
+            order.append(between[middle])
+            spans += [(low, middle), (middle + 1, high)]
+    return [steps[-1], steps[0], *order][:limit]
+
+
+def pack_responses(files: dict[int, Path], unreadable: Counter[str], limits: Limits | None = None) -> Packed:
+    """Read and pack responses of some steps. `files`: path by step; unreadable lines are counted."""
+    limits = limits or Limits()
+    packer = _Packer(limits)
+    left = limits.read_bytes
+    for step in spread(list(files), limits.steps):
+        if left <= 0 or packer.packed.bytes >= limits.page_bytes:
+            break
+        ends = step in (next(iter(files)), next(reversed(files)))
+        most = limits.responses_ends if ends else limits.responses_between
+        left -= packer.add_step(step, files[step], most, left, unreadable)
+    packed = packer.packed
+    packed.steps_on_disk = len(files)
+    packed.steps.sort()
+    packed.rows.sort(key=lambda row: row["s"])
+    return packed
+
+
+class _Packer:
+    """Accumulates rows and the two shared string lists."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.packed = Packed()
+        self._prompt_at: dict[str, int] = {}
+        self._token_at: dict[str, int] = {}
+
+    def add_step(self, step: int, path: Path, most: int, read_limit: int, unreadable: Counter[str]) -> int:
+        """Pack up to about `most` responses of one file, whole groups; returns the bytes read."""
+        taken, group = 0, None
+        try:
+            size = path.stat().st_size
+            for record in json_lines(path, unreadable, limit=read_limit):
+                uid = record.get("uid")
+                if taken >= most and uid != group:
+                    size = size * taken // (taken + 1)
+                    break
+                if self.packed.bytes >= self.limits.page_bytes:
+                    break
+                group = uid
+                taken += 1
+                self._add(step, record)
+        except OSError:
+            unreadable[path.name] += 1
+            return 0
+        if taken:
+            self.packed.steps.append(step)
+        return min(size, read_limit)
+
+    def _add(self, step: int, record: Record) -> None:
+        row = self._text(step, record)
+        tokens = self._tokens(record)
+        if tokens:
+            row.update(tokens)
+            self._drop_repeated_text(row)
+        else:
+            self.packed.without_tokens += 1
+        self.packed.rows.append(row)
+        self.packed.bytes += len(json.dumps(row, ensure_ascii=False, default=str))
+
+    def _drop_repeated_text(self, row: Record) -> None:
+        """Leave the response's text out where it is its tokens joined, but for up to `z` special ones at the end."""
+        texts = [self.packed.tokens[i] for i in row["t"]]
+        joined, text = "".join(texts), row["o"]
+        for cut in range(min(3, len(texts) - 1) + 1):
+            if len(joined) == len(text) and joined == text:
+                del row["o"]
+                if cut:
+                    row["z"] = cut
+                return
+            joined = joined[: len(joined) - len(texts[-1 - cut])]
+
+    def _text(self, step: int, record: Record) -> Record:
+        row: Record = {
+            "s": step,
+            "u": str(record.get("uid", "")),
+            "i": record.get("index", 0) if isinstance(record.get("index"), int) else 0,
+            "p": self._intern(self._cut(record.get("input")), self._prompt_at, self.packed.prompts),
+            "o": self._cut(record.get("output")),
+            "g": self._cut(record.get("gts")),
+            "sc": number(record.get("score")),
+            "a": number(record.get("advantage")),
+            "n": record.get("length") if isinstance(record.get("length"), int) else None,
+            "f": str(record.get("finish_reason") or ""),
+        }
+        source = record.get("data_source") or record.get("source")
+        if source:
+            row["d"] = str(source)
+        if record.get("score_error"):
+            row["e"] = self._cut(record["score_error"])
+        if isinstance(record.get("versions"), list):
+            row["v"] = [v for v in record["versions"] if isinstance(v, int)][:16]
+        if isinstance(record.get("parts"), dict):
+            row["x"] = {str(k): _short(v) for k, v in list(record["parts"].items())[:24]}
+        return row
+
+    def _tokens(self, record: Record) -> Record | None:
+        tokens = record.get("tokens")
+        if not isinstance(tokens, list) or not tokens or len(tokens) > self.limits.tokens:
+            return None
+        count = len(tokens)
+        out: Record = {"t": [self._intern(str(t), self._token_at, self.packed.tokens) for t in tokens]}
+        mask = record.get("mask")
+        if isinstance(mask, list) and len(mask) == count and not all(mask):
+            out["m"] = [1 if m else 0 for m in mask]
+        old = _numbers(record.get("log_probs"), count)
+        mu = _numbers(record.get("rollout_log_probs"), count)
+        advantages = _numbers(record.get("advantages"), count)
+        if old:
+            out["l"] = _units(old, LOG_PROB_UNIT)
+        if mu:
+            out["r"] = _units(mu, LOG_PROB_UNIT)
+        if old and mu:
+            pairs = zip(mu, old, strict=True)
+            out["q"] = _units([None if m is None or o is None else m - o for m, o in pairs], DIFF_UNIT)
+        if advantages:
+            kept = [None if a is None else round(a, 4) for a in advantages]
+            out["w"] = kept[0] if all(a == kept[0] for a in kept) else kept
+        return out
+
+    def _cut(self, value: Any) -> str:
+        text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+        if len(text) <= self.limits.text:
+            return text
+        return f"{text[: self.limits.text]} … [{len(text) - self.limits.text} more characters in the file]"
+
+    def _intern(self, text: str, places: dict[str, int], strings: list[str]) -> int:
+        at = places.get(text)
+        if at is None:
+            at = places[text] = len(strings)
+            strings.append(text)
+            self.packed.bytes += len(text) + 3
+        return at
+
+
+def _short(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return number(round(value, 6)) if number(value) is not None else str(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 400 else text[:400] + " …"
+
+
+def _numbers(values: Any, count: int) -> list[float | None] | None:
+    if not isinstance(values, list) or len(values) != count:
+        return None
+    return [number(v) for v in values]
+
+
+def _units(values: list[float | None], unit: float) -> list[int | None]:
+    scale = 1 / unit
+    return [None if v is None else round(v * scale) for v in values]

@@ -1,0 +1,175 @@
+"""The tools behind `global_profiler.tool`. Those of accelerators are written from the vendors' documentation and have
+not run; `torch` and `torch_memory` run on every device."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.errors import UserError
+from verl.platform import Platform, platform_of
+
+
+def build(tool: str, device: str, options: dict[str, Any]) -> Any:
+    """The tool of that name for a device. UserError for one that cannot work here."""
+    platform = platform_of(device)
+    if tool == "torch":
+        return TorchTrace(device, options)
+    if tool == "torch_memory":
+        return DeviceMemory(platform, options) if platform.has_memory_history else HostMemory()
+    if tool == "nsys":
+        platform.require_nsys()
+        return Captured(platform)
+    if tool == "npu":
+        return platform.own_tracer(options)
+    raise UserError(f"global_profiler.tool={tool} is not known: torch, torch_memory, nsys or npu")
+
+
+class TorchTrace:
+    """torch.profiler: operators, shapes, stacks and device kernels as a Chrome trace (open it in ui.perfetto.dev).
+
+    `contents`: what is recorded, of cpu, cuda, npu, memory, shapes, stack. Without it: processor and device. With memory
+    only the thread that begins the profile is recorded, without it all threads are.
+    """
+
+    def __init__(self, device: str, options: dict[str, Any]):
+        contents = options.get("contents") or ["cpu", device]
+        names = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
+        chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
+        self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
+        self._flags = {
+            "profile_memory": "memory" in contents,
+            "record_shapes": "shapes" in contents,
+            "with_stack": "stack" in contents,
+        }
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch records
+        # allocations of the starting thread only, and none when it records all threads.
+        everywhere = torch._C._profiler._ExperimentalConfig(
+            profile_all_threads=not self._flags["profile_memory"]
+        )
+        self._profile = torch.profiler.profile(
+            activities=self._activities,
+            acc_events=True,
+            experimental_config=everywhere,
+            **self._flags,
+        )
+        self._profile.start()
+
+    def stop(self, base: Path) -> list[Path]:
+        """End; a gzipped Chrome trace, and a table of the most expensive operators."""
+        assert self._profile is not None
+        self._profile.stop()
+        trace, table = Path(f"{base}.json.gz"), Path(f"{base}.txt")
+        self._profile.export_chrome_trace(str(trace))
+        averages = self._profile.key_averages()
+        table.write_text(averages.table(sort_by="self_cpu_time_total", row_limit=40) + "\n", encoding="utf-8")
+        self._profile = None
+        return [trace, table]
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A range of that name in the trace."""
+        return torch.profiler.record_function(name)
+
+
+class DeviceMemory:
+    """The device allocator's history: a snapshot for pytorch.org/memory_viz (written by torch, in torch's format)."""
+
+    def __init__(self, device: Platform, options: dict[str, Any]):
+        self._device = device
+        self._entries = int(options.get("trace_alloc_max_entries", 100_000))
+        self._depth = int(options.get("stack_depth", 32))
+
+    def start(self) -> None:
+        """Begin to record allocations."""
+        self._device.record_memory(self._entries, self._depth)
+
+    def stop(self, base: Path) -> list[Path]:
+        """Write the snapshot and record no more."""
+        path = Path(f"{base}.pickle")
+        self._device.write_memory(path)
+        return [path]
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Nothing: the history has stacks."""
+        return nullcontext()
+
+
+class HostMemory:
+    """On a processor there is no allocator history: what lives, by kind of tensor, at the start and at the end of the
+    profile, the process's memory then, its peak, and the allocations of each operator in between."""
+
+    def __init__(self) -> None:
+        self._trace = TorchTrace("cpu", {"contents": ["cpu", "memory", "shapes"]})
+        self._before: dict[str, Any] = {}
+        self.span = self._trace.span
+
+    def start(self) -> None:
+        """Look at what lives, then record."""
+        self._before = _living()
+        self._trace.start()
+
+    def stop(self, base: Path) -> list[Path]:
+        """Write the trace, its table, and what lived before and after as JSON."""
+        files = self._trace.stop(base)
+        summary = Path(f"{base}.tensors.json")
+        found = {"before": self._before, "after": _living()}
+        summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return [summary, *files]
+
+
+def _living(most: int = 50) -> dict[str, Any]:
+    """Bytes of this process and of its tensors, and the largest kinds of tensors."""
+    import psutil
+
+    kinds: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+            kinds[thing.dtype, tuple(thing.shape)] += 1
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    rows = [
+        {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+            "count": count,
+            "bytes": count * torch.Size(shape).numel() * dtype.itemsize,
+        }
+        for (dtype, shape), count in kinds.items()
+    ]
+    return {
+        "resident_bytes": psutil.Process().memory_info().rss,
+        "peak_bytes": platform_of("cpu").peak_memory(),
+        "tensor_bytes": sum(storages.values()),
+        "tensors": sum(kinds.values()),
+        "largest": sorted(rows, key=lambda row: -row["bytes"])[:most],
+    }
+
+
+class Captured:
+    """A stretch that a profiler outside the process records: nsys with `--capture-range=cudaProfilerApi`."""
+
+    def __init__(self, device: Platform):
+        self._device = device
+
+    def start(self) -> None:
+        """Tell nsys to begin."""
+        self._device.capture(True)
+
+    def stop(self, base: Path) -> list[Path]:
+        """Tell nsys to end. The report lies where `nsys profile -o` says."""
+        self._device.capture(False)
+        return []
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """An NVTX range."""
+        return self._device.range(name)

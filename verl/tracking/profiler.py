@@ -1,0 +1,245 @@
+"""The profiler of one process: which steps, with which tool, framed by the loop; writes files, keeps nothing.
+
+    profiler = open_profiler(config, roles=("actor", "ref"), rank=0, device="cuda")    # None: nothing to profile
+    with profiled(profiler, step, phases, tracking): …                                # every step; most do nothing
+
+`global_profiler.*` says which steps, each role's `profiler.*` which ranks. On a cluster each worker has one, and the
+driver passes the calls on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from verl.config.rules.profiling import ROLES
+
+if TYPE_CHECKING:
+    from verl.tracking.timer import Phases
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePlan:
+    """What one process does. `options` are the tool's arguments, name → value, those of its roles together."""
+
+    tool: str
+    steps: tuple[int, ...]
+    continuous: bool
+    folder: Path
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def starts(self, step: int) -> bool:
+        """A profile begins with this step."""
+        return step in self.steps and not (self.continuous and step - 1 in self.steps)
+
+    def ends(self, step: int) -> bool:
+        """A profile ends with this step."""
+        return step in self.steps and not (self.continuous and step + 1 in self.steps)
+
+    def file(self, first: int, last: int) -> Path:
+        """Path of a profile without its ending."""
+        steps = f"step{first}" if first == last else f"step{first}-{last}"
+        return self.folder / f"{self.name}.{steps}.{self.tool}"
+
+
+def plan_of(config: Any, name: str, options: dict[str, Any] | None = None) -> ProfilePlan | None:
+    """The run's plan under a name; None if nothing is to be profiled."""
+    profiler = config.get("global_profiler")
+    if profiler is None or not profiler.tool or not profiler.steps:
+        return None
+    steps, folder = tuple(sorted(set(profiler.steps))), Path(profiler.save_path).expanduser()
+    continuous = bool(profiler.profile_continuous_steps)
+    return ProfilePlan(profiler.tool, steps, continuous, folder, name, options or {})
+
+
+def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None:
+    """The plan of the process of that rank that plays these roles; None if it profiles nothing.
+
+    A role is profiled where its `profiler.enable` is on: on its `ranks` (none named: rank 0), or on `all_ranks`. When no
+    role of the configuration is enabled, rank 0 of every role is.
+    """
+    groups = {role: found for role, path in ROLES.items() if (found := _select(config, path)) is not None}
+    chosen = [role for role in roles if role in groups and _wanted(groups, role, rank)]
+    plan = plan_of(config, f"{'-'.join(chosen)}.rank{rank}")
+    if plan is None or not chosen:
+        return None
+    for role in chosen:
+        for name, value in dict(groups[role].tool_config.get(plan.tool) or {}).items():
+            several = isinstance(value, list | tuple)
+            value = list(dict.fromkeys([*plan.options.get(name, []), *value])) if several else value
+            plan.options[name] = value
+    shared = config.global_profiler.global_tool_config.get(plan.tool) or {}
+    for name, value in (shared.to_dict() if hasattr(shared, "to_dict") else shared).items():
+        plan.options.setdefault(name, value)
+    return plan
+
+
+def _wanted(groups: dict[str, Any], role: str, rank: int) -> bool:
+    if not any(group.enable for group in groups.values()):
+        return rank == 0
+    group = groups[role]
+    return bool(group.enable and (group.all_ranks or rank in (group.ranks or [0])))
+
+
+def _select(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config.get(part) if config is not None else None
+    return config
+
+
+class Tool(Protocol):
+    """Records from `start` to `stop`."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self, base: Path) -> list[Path]:
+        """End, and write files whose paths begin with `base`; returns them."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """A named stretch of the recording."""
+
+
+class Profiler(Protocol):
+    """What the loop talks to: the profiler of its own process, or of all workers of a cluster."""
+
+    def start(self, step: int) -> None:
+        """A step begins."""
+
+    def stop(self, step: int) -> list[str]:
+        """A step has ended; returns the files that were written."""
+
+    def close(self) -> list[str]:
+        """The run ends, maybe in the middle of a profile: what there is of it is written."""
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Mark a stretch of a step in the profile, if there is one now."""
+
+
+class StepProfiler:
+    """A `Profiler` that follows a plan with a tool. `start` and `stop` frame every step; other steps cost nothing."""
+
+    def __init__(self, plan: ProfilePlan, tool: Tool):
+        self.plan = plan
+        self._tool = tool
+        self._first: int | None = None
+        self._last = 0
+
+    def start(self, step: int) -> None:
+        """A step begins."""
+        if self._first is None and self.plan.starts(step):
+            self.plan.folder.mkdir(parents=True, exist_ok=True)
+            self._tool.start()
+            self._first = step
+        self._last = step
+
+    def stop(self, step: int) -> list[str]:
+        """A step has ended; returns the files that were written."""
+        return self.close() if self.plan.ends(step) else []
+
+    def close(self) -> list[str]:
+        """The run ends, maybe in the middle of a profile: what there is of it is written."""
+        first, self._first = self._first, None
+        return [str(path) for path in self._tool.stop(self.plan.file(first, self._last))] if first else []
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Mark a stretch of a step in the profile, if there is one now."""
+        return self._tool.span(name) if self._first is not None else nullcontext()
+
+
+def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) -> StepProfiler | None:
+    """The profiler of a process that plays `roles` as rank `rank`; None if the configuration wants none of it.
+
+    device: torch's device type. UserError for a tool that cannot work here, saying what to do.
+    """
+    plan = plan_for(config, roles, rank)
+    if plan is None:
+        return None
+    from verl.tracking.profile_tools import build
+
+    return StepProfiler(plan, build(plan.tool, device, plan.options))
+
+
+class Profiled:
+    """What a worker process offers for its profile; `profiler` is set when the worker knows its device."""
+
+    profiler: StepProfiler | None = None
+
+    def profile(self, action: str, *step: int) -> list[str]:
+        """`start`, `stop` or `close` of this worker's profiler; returns the files that were written."""
+        return (getattr(self.profiler, action)(*step) or []) if self.profiler is not None else []
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Mark a stretch of a step in this worker's profile, if there is one now."""
+        return self.profiler.span(name) if self.profiler is not None else nullcontext()
+
+
+def spanned(name: str) -> Callable[[F], F]:
+    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return method(self, *args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+@contextmanager
+def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any) -> Iterator[None]:
+    """Frame a step of the loop; phases become ranges of the profile. Its files are an event, and a notice.
+
+    A step that raises leaves the profile open: `close` writes what there is of it.
+    """
+    if profiler is None:
+        yield
+        return
+    phases.mark = profiler.span
+    with phases("start_profile"):
+        profiler.start(step)
+    yield
+    with phases("stop_profile"):
+        files = profiler.stop(step)
+    if files:
+        tracking.event("profile", step=step, files=files)
+        tracking.notice(f"profile of step {step}: {', '.join(files)}")
+
+
+def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> None:
+    """How many steps the run has; a notice of those that were to be profiled and never come."""
+    print(f"Total training steps: {total_steps}", flush=True)
+    profiler = config.global_profiler
+    late = [step for step in profiler.steps or [] if step > total_steps]
+    if profiler.tool and late:
+        notice(
+            f"global_profiler.steps={late}: the run ends with step {total_steps} and has no profile of them"
+        )
+
+
+def nsight_options(config: Any) -> dict[str, str] | None:
+    """What a Ray worker's `runtime_env={"nsight": …}` needs so that it runs under nsys; None for another tool.
+
+    From `global_profiler.global_tool_config.nsys`: `worker_nsight_options`, or the options themselves.
+    """
+    profiler = config.get("global_profiler")
+    if profiler is None or profiler.tool != "nsys" or not profiler.steps:
+        return None
+    given = dict(profiler.global_tool_config.nsys or {})
+    chosen = dict(given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k})
+    standard = {
+        "t": "cuda,nvtx,cublas",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": f"repeat-shutdown:{len(profiler.steps)}",
+        "kill": "none",
+    }
+    return {name: str(value) for name, value in (standard | chosen).items()}

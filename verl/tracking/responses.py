@@ -1,0 +1,185 @@
+"""Sampled responses as rows of JSON, for the report (with tokens) and for the dumps of all, and the thread that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import BoundedSemaphore
+from typing import Any
+
+import numpy as np
+
+from verl.tracking.jsonl import write_lines
+from verl.trajectory import Trajectory
+
+SAMPLED = 64
+_DIGITS = 6
+_BACKLOG = 8
+
+
+class TokenTexts:
+    """Text of single tokens, decoded once each. Without a tokenizer: the ids as text."""
+
+    def __init__(self, tokenizer: Any = None):
+        self.tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """One string per id."""
+        numbers = np.asarray(ids).tolist()
+        if self.tokenizer is None:
+            return [str(i) for i in numbers]
+        for i in set(numbers) - self._known.keys():
+            self._known[i] = self.tokenizer.decode([i], clean_up_tokenization_spaces=False)
+        return [self._known[i] for i in numbers]
+
+
+def prompt_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
+    """The prompt as text: decoded without special tokens, or the messages' contents without a tokenizer."""
+    prompt = trajectory.prompt
+    if tokenizer is not None:
+        return str(tokenizer.decode(np.asarray(prompt.ids).tolist(), skip_special_tokens=True))
+    if isinstance(prompt.messages, str):
+        return prompt.messages
+    found = [m.get("content", "") if isinstance(m, dict) else str(m) for m in prompt.messages or []]
+    return "\n".join(str(content) for content in found)
+
+
+def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
+    """The response as text."""
+    if trajectory.text is not None:
+        return trajectory.text
+    if tokenizer is None:
+        return ""
+    return str(tokenizer.decode(np.asarray(trajectory.response_ids).tolist(), skip_special_tokens=True))
+
+
+def by_group(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Responses by prompt, prompts in the order they first come."""
+    found: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        found.setdefault(t.uid, []).append(t)
+    return list(found.values())
+
+
+def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = None) -> list[dict[str, Any]]:
+    """One row per response: input, output, gts, score, step, uid, then every key the reward function returned.
+
+    Responses to one prompt are together. A key of the reward that has one of these names does not replace ours;
+    `score_error` is added where scoring failed.
+    """
+    rows = []
+    for group in by_group(trajectories):
+        text = prompt_text(group[0], tokenizer)
+        for t in group:
+            row = {
+                "input": text,
+                "output": response_text(t, tokenizer),
+                "gts": t.prompt.ground_truth,
+                "score": t.score,
+                "step": step,
+                "uid": t.uid,
+            }
+            if t.score_error is not None:
+                row["score_error"] = t.score_error
+            rows.append({**row, **{k: v for k, v in (t.fields | t.score_parts).items() if k not in row}})
+    return rows
+
+
+def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Trajectory]:
+    """The first whole groups that fit into `limit` responses; of a first group that is larger, its first `limit`."""
+    out: list[Trajectory] = []
+    for group in by_group(trajectories):
+        if len(out) + len(group) > limit:
+            return out or group[:limit]
+        out += group
+    return out
+
+
+def report_rows(
+    step: int, trajectories: Sequence[Trajectory], texts: TokenTexts, tokenizer: Any = None
+) -> list[dict[str, Any]]:
+    """Rows of trajectories/{step}.jsonl, with token-level columns (null where a phase did not fill them).
+
+    log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
+    did not write; `advantage` is the mean over the tokens that are trained on.
+    """
+    rows = []
+    for group in by_group(trajectories):
+        text = prompt_text(group[0], tokenizer)
+        rows += [_report_row(step, t, text, texts(t.response_ids), tokenizer) for t in group]
+    return rows
+
+
+def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenizer: Any) -> dict[str, Any]:
+    mask = np.asarray(t.response_mask, dtype=bool)
+    trained = mask if t.loss_mask is None else np.asarray(t.loss_mask, dtype=bool)
+    advantage = None
+    if t.advantages is not None and trained.any():
+        advantage = round(float(np.asarray(t.advantages, dtype=np.float64)[trained].mean()), _DIGITS)
+    return {
+        "step": step,
+        "uid": t.uid,
+        "index": t.index,
+        "data_source": t.prompt.data_source,
+        "input": text,
+        "output": response_text(t, tokenizer),
+        "gts": t.prompt.ground_truth,
+        "score": t.score,
+        "score_error": t.score_error,
+        "parts": dict(t.score_parts),
+        "advantage": advantage,
+        "length": t.length,
+        "finish_reason": t.finish_reason,
+        "versions": list(t.versions),
+        "tokens": tokens,
+        "mask": mask.astype(int).tolist(),
+        "log_probs": _rounded(t.old_log_probs, mask),
+        "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
+        "advantages": _rounded(t.advantages, None),
+    }
+
+
+def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:
+    if values is None:
+        return None
+    numbers = np.round(np.asarray(values, dtype=np.float64), _DIGITS).tolist()
+    if mask is None or mask.all():
+        return numbers
+    return [number if kept else None for number, kept in zip(numbers, mask.tolist(), strict=True)]
+
+
+class Dumper:
+    """Writes files of rows in a thread of its own. A few files wait in memory; then `submit` waits for the disk.
+
+    A write that fails is an event, not an end: `on_event(kind, **fields)` hears `dump_failed` with path and error.
+    """
+
+    def __init__(self, on_event: Callable[..., None]):
+        self._on_event = on_event
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-dumps")
+        self._room = BoundedSemaphore(_BACKLOG)
+
+    def submit(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the rows to `path` as JSON lines, later, in the thread; the file appears whole or not at all."""
+        self._room.acquire()
+        self._thread.submit(self._write, path, rows)
+
+    def _write(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            write_lines(path, rows)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            message = f"{path} could not be written ({what}); the run goes on"
+            self._on_event("dump_failed", path=str(path), error=what, message=message)
+        finally:
+            self._room.release()
+
+    def flush(self) -> None:
+        """Wait until everything submitted so far is written or reported."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write everything and end the thread. May be called twice."""
+        self._thread.shutdown()

@@ -1,0 +1,229 @@
+"""Trackers: where `trainer.logger` sends the metrics of a run besides its folder and the console.
+
+A tracker is one class and one line of `TRACKERS`. An exception from it ends its use, never the run.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlparse
+
+from verl.tracking.jsonl import JsonLines
+
+T = TypeVar("T")
+ALIASES = {"tracking": "wandb"}
+LATER = ("swanlab", "mlflow", "clearml", "trackio", "vemlp_wandb")
+START_SECONDS = 60.0
+CLOSE_SECONDS = 120.0
+
+
+class Unavailable(Exception):
+    """A tracker that cannot be used here; the message says why and what to do."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What a tracker is told about the run. `config` is plain containers with secrets masked."""
+
+    project: str
+    experiment: str
+    run_dir: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    proxy: str | None = None
+    resume_step: int | None = None
+
+
+class Tracker:
+    """One tracker. `say` shows the user a line. Unavailable where it is not installed, not set up or not logged in."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]):
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Finite plain numbers of one step."""
+
+    def table(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Validation responses: rows of (step, input, output, score). A tracker without tables ignores it."""
+
+    def close(self) -> None:
+        """Write everything out."""
+
+
+class FileTracker(Tracker):
+    """A second JSON-lines file at VERL_FILE_LOGGER_PATH, else VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]):
+        path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
+        if not path and not root:
+            raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
+        place = Path(path) if path else Path(str(root), session.project, f"{session.experiment}.jsonl")
+        place = place.expanduser()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = JsonLines(place, lambda error: say(f"{place} cannot be written ({error})"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line, `{"step": n, "data": {…}}`."""
+        self._lines.append({"step": step, "data": dict(metrics)})
+
+    def close(self) -> None:
+        """Sync and close."""
+        self._lines.close()
+
+
+class TensorBoardTracker(Tracker):
+    """Scalars under TENSORBOARD_DIR, else tensorboard_log/{project}/{experiment}, written with the tensorboard package
+    alone (no torch, no TensorFlow). A resumed run tells TensorBoard to forget what was logged after the saved step."""
+
+    def __init__(self, session: Session, say: Callable[[str], None]):
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise Unavailable(_install("tensorboard", error)) from error
+        self._event, self._summary = Event, Summary
+        default = Path("tensorboard_log", session.project, session.experiment)
+        directory = Path(os.environ.get("TENSORBOARD_DIR") or default).expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(directory), flush_secs=10)
+        if session.resume_step is not None:
+            self._add(session.resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One event with all scalars of the step."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=self._summary(value=values))
+        self._writer.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+
+    def close(self) -> None:
+        """Write everything out."""
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """One W&B run: online when logged in, offline when asked; it never asks and never blocks.
+
+    The run's id is kept in the run folder, so that a resumed run goes on in it.
+    """
+
+    def __init__(self, session: Session, say: Callable[[str], None]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise Unavailable(_install("wandb", error)) from error
+        self._wandb = wandb
+        mode = os.environ.get("WANDB_MODE", "online").lower()
+        if mode in ("online", "shared", "run", "") and not logged_in(wandb):
+            raise Unavailable(
+                "not logged in; run `wandb login` or set WANDB_API_KEY, or set WANDB_MODE=offline to log to "
+                "disk and `wandb sync` later"
+            )
+        arguments: dict[str, Any] = {
+            "project": session.project,
+            "name": session.experiment,
+            "config": session.config,
+            "dir": str(session.run_dir),
+            "id": _run_id(session),
+            "resume": "allow" if session.resume_step is not None else None,
+            "entity": os.environ.get("WANDB_ENTITY"),
+            "settings": wandb.Settings(
+                init_timeout=START_SECONDS, login_timeout=5, console="off", https_proxy=session.proxy
+            ),
+        }
+        self._run: Any = _within(START_SECONDS + 10, "starting", lambda: wandb.init(**arguments))
+        self._rows: list[list[Any]] = []
+        if mode == "offline":
+            say(f"wandb: offline; `wandb sync {Path(self._run.dir).parent}` uploads the run later")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def table(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Grow the table val/generations."""
+        self._rows += [list(row) for row in rows]
+        table = self._wandb.Table(columns=["step", "input", "output", "score"], data=list(self._rows))
+        self._run.log({"val/generations": table}, step=step)
+
+    def close(self) -> None:
+        """Finish the run; gives up after a while when the server cannot be reached."""
+        _within(CLOSE_SECONDS, "uploading the rest", self._run.finish)
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "file": FileTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
+
+
+def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tracker:
+    """The tracker of a name. Unavailable if there is none, or it cannot be used here."""
+    if name in TRACKERS:
+        return TRACKERS[name](session, say)
+    if name in LATER:
+        raise Unavailable("not in this release; metrics.jsonl in the run folder has everything")
+    raise Unavailable(
+        f"there is no such tracker; known: {', '.join(('console', *TRACKERS, *ALIASES, *LATER))}"
+    )
+
+
+def _install(package: str, error: ImportError) -> str:
+    return f"the {package} package is not installed ({error}); pip install {package}"
+
+
+def logged_in(wandb: Any) -> bool:
+    """True if an API key is at hand: environment, settings, or the netrc file of the server's host."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = wandb.Settings()
+    if getattr(settings, "api_key", None):
+        return True
+    host = urlparse(str(os.environ.get("WANDB_BASE_URL") or settings.base_url)).hostname
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return host is not None and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _run_id(session: Session) -> str:
+    """The id of this folder's W&B run: kept over a resume, new for a fresh start."""
+    path = session.run_dir / "wandb_run_id.txt"
+    if session.resume_step is not None and path.is_file():
+        return path.read_text("utf-8").strip()
+    new = os.urandom(4).hex()
+    path.write_text(new, "utf-8")
+    return new
+
+
+def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """Result or error of a call made in a thread, or Unavailable when it takes too long."""
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException as error:
+            done.set_exception(Unavailable(f"{what}: {type(error).__name__}: {error}"))
+
+    threading.Thread(target=work, daemon=True, name="wandb").start()
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():  # the call's own
+            raise
+        raise Unavailable(f"{what} took more than {seconds:.0f} s") from None

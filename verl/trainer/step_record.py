@@ -1,0 +1,124 @@
+"""What is recorded of a step: its phases and profile, its metrics, what was refused, and the limits that end a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from verl.algorithms.agreement import first_step_disagreement
+from verl.algorithms.correction import weights_of_the_update
+from verl.algorithms.importance import parse_correction
+from verl.tracking.mfu import step_mfu
+from verl.tracking.profiler import profiled
+from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
+from verl.tracking.timeline import Timeline, step_times
+from verl.trainer.refused import RefusedSteps
+from verl.weight_sync.base import SyncResult
+
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.rollout.schedule import PromptSchedule
+    from verl.trainer.ppo_trainer import Parts
+    from verl.trajectory import Batch
+    from verl.workers.plan import UpdateResult
+
+
+class DisagreementError(RuntimeError):
+    """Sampler and trainer disagree by more than `trainer.logprob_diff_limit`."""
+
+    explained = True
+
+
+class StepRecord:
+    """The record of the step in progress. `sampled` (the sampler's counters) and `sync` are set by the loop."""
+
+    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule):
+        self.counters = Counters()
+        self.sampled: dict[str, float] = {}
+        self.sync = SyncResult(0, 0.0)
+        self._config, self._parts, self._schedule = config, parts, schedule
+        self._first = True
+        self._correction = parse_correction(config.algorithm.rollout_correction)
+        self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
+        self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
+
+    def announce(self, step: int, total_steps: int) -> None:
+        """Say what a user does not expect of a run that starts at `step`."""
+        trainer, tracking = self._config.trainer, self._parts.tracking
+        if step >= total_steps > 0 and not trainer.val_only:
+            tracking.notice(
+                f"nothing is left to do: step {step} of {total_steps} is saved in {tracking.run_dir}. Raise "
+                "trainer.total_training_steps (or trainer.total_epochs), or start anew with another "
+                "trainer.experiment_name or trainer.resume_mode=disable"
+            )
+        if trainer.save_freq <= 0 and step < total_steps and not trainer.val_only:
+            tracking.notice(
+                "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
+            )
+
+    @contextmanager
+    def timed(self, step: int) -> Iterator[None]:
+        """The phases of a step, and its profile if there is one."""
+        parts = self._parts
+        parts.phases.start_step()
+        with (
+            parts.phases("step"),
+            profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
+        ):
+            yield
+
+    def of_update(self, step: int, batch: Batch, update: UpdateResult) -> dict[str, Any]:
+        """Metrics of the step's updates; what was refused is dumped and counted."""
+        metrics: dict[str, Any] = weights_of_the_update(batch.trajectories, self._correction)
+        self.counters.skipped_updates += update.skipped
+        self._refused.note(step, update)
+        if update.tokens:
+            shared, epochs = update.computed / update.tokens, self._config.actor_rollout_ref.actor.ppo_epochs
+            metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)
+            timings, cost = self._parts.phases.timings(), self._parts.workers.policy.cost()
+            metrics |= step_mfu(cost, batch, timings, epochs=epochs, computed=min(1.0, shared))
+        return metrics | update.metrics
+
+    def facts(self, step: int, batch: Batch) -> dict[str, Any]:
+        """What follows from the batch and the clock, as metrics."""
+        facts = StepFacts(
+            step=step,
+            epoch=self._schedule.epoch(step),
+            timings=self._parts.phases.timings(),
+            sampler=self.sampled,
+            sync_bytes=self.sync.bytes,
+            weight_version=step,
+            max_prompt_length=self._config.data.max_prompt_length,
+            max_response_length=self._config.data.max_response_length,
+            memory=self._parts.workers.policy.memory(),
+            devices=self._parts.workers.devices,
+        )
+        return step_metrics(batch, facts, self.counters)
+
+    def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
+        """The step's one record; adds to `metrics` what follows from the batch and the clock."""
+        metrics |= self.facts(step, batch) | self._times(step)
+        self._parts.tracking.log(step, metrics)
+
+    def _times(self, step: int) -> dict[str, float]:
+        parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout
+        times = step_times(parts.phases.spans(), parts.loop.run(parts.rollouts.busy()))
+        self._timeline.write(step, times)
+        own = rollout.nnodes * rollout.n_gpus_per_node if rollout.nnodes else 0
+        return times.metrics(own, trainer.nnodes * trainer.n_gpus_per_node)
+
+    def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
+        """TooManyRefused and DisagreementError at their limits. After the step is logged, so that its record is there."""
+        self._refused.check()
+        first, self._first = self._first, False
+        if first and (said := first_step_disagreement(metrics, self._config)):
+            raise DisagreementError(f"step {step}: {said}")
+        limit = self._config.trainer.logprob_diff_limit
+        worst = metrics.get("training/rollout_logprob_abs_diff/max")
+        if limit is not None and worst is not None and worst > limit:
+            raise DisagreementError(
+                f"step {step}: sampler and trainer differ by {worst:.3g} nats on a token, more than "
+                f"trainer.logprob_diff_limit={limit:g}. Raise the limit, or compute in float32 "
+                "(actor_rollout_ref.actor.fsdp_config.dtype=float32)"
+            )

@@ -1,0 +1,159 @@
+"""The ranks of a run, called together: directly in one process, through Ray on many devices.
+
+A batch's segments travel once. Each mini-batch's groups are spread over the ranks, and the same ranks keep those rows for every
+call of the step: only columns that came into being since then follow. In one process the rank works on the driver's own
+segments, and nothing travels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.trajectory import Batch, Segment, segments_of
+from verl.workers import codec
+from verl.workers.plan import UpdatePlan, partition
+from verl.workers.worker import Worker
+
+_FIRST = ("old_log_probs", "ref_log_probs")
+
+
+class Calls(Protocol):
+    """How `workers` are called. shares_rows: they work on the caller's segments."""
+
+    shares_rows: bool
+    workers: list[Any]
+
+    def call(
+        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
+    ) -> list[Any]:
+        """method(*args) on every worker, or method(*each[i]) on worker i; results in the workers' order."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """What to pass for a large argument that several workers get."""
+        ...
+
+
+class DirectCalls:
+    """One worker in this process."""
+
+    shares_rows = True
+
+    def __init__(self, worker: Worker):
+        self.workers = [worker]
+
+    def call(
+        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
+    ) -> list[Any]:
+        """See `Calls.call`."""
+        return [getattr(self.workers[0], method)(*(args if each is None else each[0]))]
+
+    def share(self, value: Any) -> Any:
+        """See `Calls.share`."""
+        return value
+
+
+@dataclass(slots=True)
+class Placed:
+    """A batch on the ranks. `parts[d]` are the segments of data-parallel rank d; `known` the columns they have there."""
+
+    batch: Batch
+    parts: list[list[Segment]]
+    known: set[str]
+    where: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, part in enumerate(self.parts):
+            for place, row in enumerate(part):
+                self.where[id(row)] = (rank, place)
+
+    def positions(self, rows: Sequence[Segment]) -> list[list[int]]:
+        """Where these rows are, by data-parallel rank, in their order."""
+        found: list[list[int]] = [[] for _ in self.parts]
+        for row in rows:
+            rank, place = self.where[id(row)]
+            found[rank].append(place)
+        return found
+
+
+class WorkerGroup:
+    """`facts[i]` is what `Worker.build` of rank i returned. Ranks that share rows have the same dp_rank; of the ranks of one
+    dp_rank the first whose `holds_outputs` is not False answers for all.
+
+    `lock` is held through every call, so that whoever restarts a sampler finds the weights of one version; `moved` is True
+    between an update and the push of its weights.
+    """
+
+    def __init__(
+        self, calls: Calls, facts: Sequence[Mapping[str, Any]], *, plan: UpdatePlan, balance: bool = True
+    ):
+        self.calls, self.plan = calls, plan
+        self.facts = list(facts)
+        self.dp_ranks = [int(fact["dp_rank"]) for fact in facts]
+        self.dp_size = max(self.dp_ranks) + 1
+        self._speaker = [self._first(rank) for rank in range(self.dp_size)]
+        self.lock = threading.RLock()
+        self.moved = False
+        self._balance = balance
+        self._placed: Placed | None = None
+
+    def _first(self, dp_rank: int) -> int:
+        return next(
+            i
+            for i, fact in enumerate(self.facts)
+            if int(fact["dp_rank"]) == dp_rank and fact.get("holds_outputs", True)
+        )
+
+    def call(
+        self, method: str, *args: Any, doing: str, each: Sequence[Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """A call to every worker under the lock; results in the workers' order."""
+        with self.lock:
+            return self.calls.call(method, *args, each=each, doing=doing)
+
+    def by_dp_rank(self, results: Sequence[Any]) -> list[Any]:
+        """Of the results of a call, one for each data-parallel rank."""
+        return [results[i] for i in self._speaker]
+
+    def place(self, batch: Batch, doing: str) -> Placed:
+        """Hand a batch's segments to the ranks, unless they are there."""
+        if self._placed is not None and self._placed.batch is batch:
+            return self._placed
+        parts: list[list[Segment]] = [[] for _ in range(self.dp_size)]
+        for trajectories in self.plan.parts(batch):
+            rows = segments_of(trajectories)
+            for rank, chosen in enumerate(partition(rows, self.dp_size, balance=self._balance)):
+                parts[rank] += [rows[i] for i in chosen]
+        columns = [name for name in _FIRST if any(name in row.columns for part in parts for row in part)]
+        self._placed = placed = Placed(batch, parts, set(columns))
+        if self.calls.shares_rows:
+            self.call("take_rows", parts[0], doing=doing)
+        else:
+            each = self._shared([codec.encode(part, columns) for part in parts])
+            self.call("receive_rows", each=each, doing=doing)
+        return placed
+
+    def _shared(self, payloads: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Arguments by worker: one object for each data-parallel rank, shared by its neighbours."""
+        shared = [self.calls.share(payload) for payload in payloads]
+        return [(shared[rank],) for rank in self.dp_ranks]
+
+    def news(self, placed: Placed, columns: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Arguments by worker: those of `columns` that the ranks do not have yet."""
+        wanted = [name for name in columns if name not in placed.known]
+        placed.known |= set(wanted)
+        if self.calls.shares_rows:
+            return [({},)] * len(self.dp_ranks)
+        return self._shared([codec.collect(part, wanted) for part in placed.parts])
+
+    def fill(self, placed: Placed, columns: Sequence[codec.Payload]) -> None:
+        """Put columns that the workers returned on the driver's rows."""
+        for part, found in zip(placed.parts, self.by_dp_rank(columns), strict=True):
+            if not self.calls.shares_rows:
+                codec.fill(part, {name: np.array(values) for name, values in found.items()})
+            placed.known |= set(found)

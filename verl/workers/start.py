@@ -1,0 +1,78 @@
+"""The workers of a run: in this process for one device, on a Ray cluster for more.
+
+In one process the policy's engine owns the weights; the embedded sampler works on the same tensors, an engine with weights of its
+own is sent them; the reference is a frozen engine of its own (with LoRA the policy's, its adapter off), built only when a pass of
+it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from verl.config.rollout_engines import CAPABILITIES
+from verl.config.devices import ray_address
+from verl.errors import UserError
+from verl.platform.network import check_reachable
+from verl.tracking.hooks import RunHooks
+from verl.tracking.profiler import open_profiler
+from verl.weight_sync.sender import InProcessSync, StreamedSync
+from verl.workers import build
+from verl.workers.group import DirectCalls, WorkerGroup
+from verl.workers.resources import no_cluster
+from verl.workers.roles import WorkerSet, roles_of, update_plan
+from verl.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from verl.config import Config
+    from verl.weight_sync.base import WeightSync
+
+
+def wants_ray(config: Any) -> bool:
+    """True for more than one device, and where a cluster's address is given."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
+    return many or bool(ray_address(config))
+
+
+def check_cluster(config: Any) -> None:
+    """UserError if a cluster's address was given and nobody listens there; Ray itself would try for five minutes."""
+    address = ray_address(config)
+    try:
+        check_reachable(address)
+    except ConnectionError as error:
+        raise no_cluster(address, error) from error
+
+
+def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks) -> WorkerSet:
+    """The workers of a run, wherever they belong. UserError for what cannot be had."""
+    if not wants_ray(config):
+        return start_here(config, tokenizer, total_steps)
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "more than one device, or a cluster's address, needs Ray, which is not installed here: "
+            "pip install 'verl[ray]', or set trainer.nnodes=1 trainer.n_gpus_per_node=1 and unset RAY_ADDRESS"
+        )
+    from verl.workers.ray.build import start_on_cluster
+
+    return start_on_cluster(config, total_steps, hooks)
+
+
+def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
+    """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
+    shared = CAPABILITIES[config.actor_rollout_ref.rollout.name].in_place_weights
+    worker = Worker(config)
+    facts = worker.build(total_steps, shared)
+    group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))
+    engine: Any = worker.engine()
+    sampler: Any
+    sync: WeightSync
+    if shared:
+        sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
+        sync = InProcessSync(engine, sampler)
+    else:
+        sampler = build.own_sampler(config, tokenizer, worker.platform)
+        sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
+    roles = roles_of(group)
+    profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
+    return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

@@ -1,0 +1,305 @@
+"""One training rank: the engines of its roles, and the segments of the step.
+
+Every rank of a group gets the same calls in the same order (SPMD), directly or from afar (`verl.workers.group`). Arguments and
+results are arrays and JSON-like values. Knows nothing of how it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
+from verl.platform import Platform, detect, stacks
+from verl.platform.processes import Identity
+from verl.plugins import import_modules
+from verl.tracking.profiler import Profiled, spanned
+from verl.trajectory import Segment, fill_flat
+from verl.weight_sync.base import SyncResult
+from verl.workers import build, codec
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.algorithms.objective import ActorObjective
+
+
+class Worker(Profiled):
+    """`config` is the resolved configuration, typed or as the same keys in mappings; `rank` of `world`."""
+
+    def __init__(self, config: Any, rank: int = 0, world: int = 1):
+        self.config = config
+        self.rank, self.world = rank, world
+        self.engines: dict[str, TrainingEngine] = {}
+        self._platform: Platform | None = None
+        self._rows: list[Segment] = []
+        self._remote = False
+        self._temperature = float(config.actor_rollout_ref.rollout.temperature)
+
+    @property
+    def platform(self) -> Platform:
+        """The kind of device that it computes on."""
+        if self._platform is None:
+            self._platform = detect(self.config.trainer.device)
+        return self._platform
+
+    def prepare(self) -> dict[str, Any]:
+        """Make a fresh process ready: stacks for the watchdog, allocator, quiet libraries, plug-ins. Returns its id."""
+        from verl.platform.host import tune_allocator
+
+        stacks.register()
+        tune_allocator()
+        quiet_libraries()
+        import_modules(self.config.actor_rollout_ref.model.external_lib)
+        return {"pid": os.getpid()}
+
+    def free_port(self, address: str) -> int:
+        """A port at this address of this machine, kept free for rank 0 to meet the others at."""
+        from verl.platform.network import reserve
+
+        return reserve(address)
+
+    def join(self, address: str, port: int) -> None:
+        """Meet the other ranks. UserError if they do not come."""
+        if self.world > 1:
+            from verl.engine.training.process_group import init_process_group
+
+            timeout = float(self.config.actor_rollout_ref.nccl_timeout)
+            init_process_group(self.rank, self.world, address, port, self.platform, timeout)
+
+    def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
+        """Load the models. Returns where this rank stands: dp_rank, dp_size, the device in words, its id, its roles.
+
+        shared: a sampler of this process works on the policy's tensors.
+        """
+        from verl.algorithms.needs import needs_reference
+
+        config, platform = self.config, self.platform
+        actor = build.actor_engine(config, total_steps, platform=platform, shared=shared)
+        self.engines["actor"] = actor
+        if needs_reference(config):
+            self.engines["ref"] = build.reference_engine(config, actor, platform=platform)
+        return {
+            "dp_rank": actor.dp_rank,
+            "holds_outputs": actor.holds_outputs,
+            "device": self.platform.describe(),
+            "device_id": self.platform.memory_id(self.platform.device()),
+            "roles": list(self.engines),
+        }
+
+    def engine(self, role: str = "actor") -> TrainingEngine:
+        """The engine of a role. RuntimeError where this rank has none."""
+        if role not in self.engines:
+            raise RuntimeError(f"training rank {self.rank} has no engine for the role {role!r}")
+        return self.engines[role]
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def take_rows(self, rows: Sequence[Segment]) -> None:
+        """This rank's segments of the step; the calls that follow are about them."""
+        self._rows = list(rows)
+
+    def receive_rows(self, payload: Mapping[str, Any]) -> None:
+        """`take_rows` of what `codec.encode` made."""
+        self._rows, self._remote = codec.decode(payload), True
+
+    def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> codec.Payload:
+        """A forward pass over the rows: fill and return the columns of `outputs` (output of the engine → column)."""
+        engine = self.engine(role)
+        base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
+        with self.span(phase), engine.on_device(), base:
+            found = engine.forward(self._rows, tuple(outputs), temperature=self._temperature)
+        columns = {outputs[name]: values for name, values in found.items()}
+        for name, values in columns.items():
+            fill_flat(self._rows, name, values)
+        return columns
+
+    @spanned("update_actor")
+    def update(self, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One optimizer step of the policy for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
+        "trajectory_tokens": T_i of the rows or None}.
+
+        `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
+        "columns": old_log_probs and entropy, each if rows were without}.
+        """
+        engine = self.engine()
+        codec.fill(self._rows, columns)
+        fresh = [
+            n for n in ("old_log_probs", "entropy") if any(getattr(row, n) is None for row in self._rows)
+        ]
+        with engine.on_device(optimizer=True):
+            results = [self._update(engine, mini) for mini in minis]
+        return {
+            "results": [asdict(result) for result in results],
+            "columns": codec.collect(self._rows, fresh) if self._remote else {},
+        }
+
+    def _update(self, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
+        from verl.algorithms.objective import ActorObjective, LossDenominators
+
+        rows = [self._rows[i] for i in mini["rows"]]
+        counts = mini["trajectory_tokens"]
+        tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
+        config = self.config
+        objective = ActorObjective(
+            config.actor_rollout_ref.actor,
+            LossDenominators(**mini["denominators"]),
+            config.algorithm.rollout_correction,
+            tokens_of,
+        )
+        recording = RecordOldLogProbs(objective)
+        return engine.step(rows, recording, LOG_PROBS_AND_ENTROPY, temperature=self._temperature)
+
+    def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
+        """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
+        rows, engine = [self._rows[i] for i in positions], self.engine()
+        with engine.on_device():
+            return engine.forward(rows, temperature=self._temperature)["log_probs"]
+
+    def advance(self) -> float:
+        """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
+        return self.engine().advance()
+
+    # -- weights and state ------------------------------------------------------------------------------------
+
+    @spanned("update_weights")
+    def send_weights(
+        self,
+        channel: str | None,
+        readers: Sequence[Identity],
+        version: int,
+        verify: str,
+        dtype: str | None = None,
+        on_device: bool = False,
+        rendezvous: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Gather the weights together with the other ranks and, with a channel, write them to its readers.
+
+        dtype: what floating point ones are converted to on the way (None: as they are). on_device: the readers are on this
+        rank's device, buckets stay there. With a rendezvous they are broadcast to the relays that come there, too.
+        Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
+        """
+        from verl.engine.training.settings import named_dtype
+        from verl.weight_sync.verify import digesting
+
+        engine, sums = self.engine(), dict[str, str]()
+        kind = None if dtype is None else named_dtype(dtype, "rollout.dtype")
+        weights = engine.adapter_weights() if build.adapter_moves(self.config) else engine.named_weights()
+        result = SyncResult(0, 0.0)
+        self._release_cached_memory()
+        try:
+            if channel is not None or rendezvous is not None:
+                stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
+                where = self.platform.device() if on_device else None
+                result = self._deliver(stream, version, kind, channel or "", readers, where, rendezvous)
+        finally:
+            # The other ranks gather all of it, whatever befell this one.
+            for _ in weights:
+                continue
+        self._release_cached_memory()
+        return {"bytes": result.bytes, "seconds": result.seconds, "checksums": sums}
+
+    def _release_cached_memory(self) -> None:
+        """Samplers of the same devices are about to wake, first their weights and then their cache."""
+        if not self.config.actor_rollout_ref.rollout.nnodes:
+            self.engine().release_cached_memory()
+
+    def _deliver(
+        self,
+        weights: Any,
+        version: int,
+        dtype: torch.dtype | None,
+        channel: str,
+        readers: Sequence[Identity],
+        device: torch.device | None,
+        rendezvous: dict[str, Any] | None,
+    ) -> SyncResult:
+        from verl.weight_sync.collective import Rendezvous, broadcast
+        from verl.weight_sync.shared_memory import TIMEOUT, BucketSender
+
+        settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
+        bucket = int(settings.update_weights_bucket_megabytes) << 20
+        if rendezvous is None:
+            sender = BucketSender(channel, len(readers), bucket, dtype=dtype, expected=readers, device=device)
+            return sender.send(weights, version)
+        group = Rendezvous(**rendezvous).join(0, settings.backend, self.platform, TIMEOUT)
+        try:
+            return broadcast(
+                group,
+                weights,
+                version,
+                bucket_bytes=bucket,
+                dtype=dtype,
+                channel=channel,
+                readers=len(readers),
+                expected=readers,
+            )
+        finally:
+            group.close()
+
+    def try_channel(
+        self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
+    ) -> str:
+        """Write a first, small transfer (`shared_memory.offer`); what went wrong, "" for nothing."""
+        from verl.weight_sync.shared_memory import offer
+
+        if channel is None:
+            return ""
+        device = self.platform.device() if on_device else None
+        return offer(channel, len(readers), device, timeout, readers)
+
+    @spanned("save_checkpoint")
+    def save(self, role: str, part: str, directory: str) -> None:
+        """Write the `weights` (a Hugging Face directory) or the `optimizer` of a role, all ranks together."""
+        engine = self.engine(role)
+        (engine.save_weights if part == "weights" else engine.save_optimizer)(Path(directory))
+
+    def load(self, role: str, part: str, directory: str) -> None:
+        """Inverse of `save`."""
+        engine = self.engine(role)
+        (engine.load_weights if part == "weights" else engine.load_optimizer)(Path(directory))
+
+    def peak_memory(self) -> float | None:
+        """Most device memory in use, GiB; None on a CPU."""
+        return None if self.platform.on_host else self.platform.peak_memory() / 2**30
+
+    def cost(self) -> dict[str, Any] | None:
+        """`TrainingEngine.cost` of the policy as plain data."""
+        found = self.engine().cost()
+        return None if found is None else asdict(found)
+
+
+class RecordOldLogProbs:
+    """Wraps an objective: keeps the first pass's log-probs and entropy of rows that have none yet.
+
+    With one optimizer step per batch the old log-probs are the update's own, so no extra pass is needed.
+    """
+
+    def __init__(self, objective: ActorObjective):
+        self._objective = objective
+
+    def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        """The objective's result."""
+        result = self._objective(micro)
+        sizes = [row.length for row in micro.rows]
+        for column, flat in (("old_log_probs", micro.log_probs), ("entropy", micro.entropy)):
+            if flat is None:
+                continue
+            parts = np.split(flat.detach().float().cpu().numpy(), np.cumsum(sizes)[:-1])
+            for row, part in zip(micro.rows, parts, strict=True):
+                if column not in row.columns:
+                    row.put(column, part.copy())
+        return result
+
+
+def quiet_libraries() -> None:
+    """No progress bars from a worker."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
