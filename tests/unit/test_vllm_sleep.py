@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -211,17 +212,13 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
 
     parts = SimpleNamespace(
         loop=SimpleNamespace(run=lambda value: value),
+        phases=lambda name: contextlib.nullcontext(),
         rollouts=SimpleNamespace(pause=note("pause"), resume=note("resume")),
-        weight_sync=SimpleNamespace(push=note("push", RESULT)),
-        sampler=SimpleNamespace(wake=note("wake")),
+        workers=SimpleNamespace(weight_sync=SimpleNamespace(push=note("push", RESULT))),
     )
-    for rests, order in ((True, ["pause", "push", "wake", "resume"]), (False, ["pause", "push", "resume"])):
-        trainer = PPOTrainer.__new__(PPOTrainer)
-        rollout = SimpleNamespace(free_cache_engine=True, nnodes=0 if rests else 1)
-        trainer.parts = parts  # type: ignore[assignment]
-        trainer.config = SimpleNamespace(  # type: ignore[assignment]
-            trainer=SimpleNamespace(max_staleness=0, verify_weight_sync=False),
-            actor_rollout_ref=SimpleNamespace(rollout=rollout),
-        )
-        calls.clear()
-        assert trainer._push(1) is RESULT and calls == order
+    trainer = PPOTrainer.__new__(PPOTrainer)
+    trainer.parts = parts  # type: ignore[assignment]
+    trainer.colocation = SimpleNamespace(to_sampling=note("wake"))  # type: ignore[assignment]
+    settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False)
+    trainer.config = SimpleNamespace(trainer=settings)  # type: ignore[assignment]
+    assert trainer._push(1) is RESULT and calls == ["pause", "push", "wake", "resume"]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl.config.rollout_engines import RELEASED
 from verl.config import devices as machine
 from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
@@ -18,6 +17,7 @@ from verl.config.grammar import GrammarError, Value
 from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
 from verl.config.problems import Problem
 from verl.config.resolve import Resolver
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
 
 _MISSING = object()

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.config.rollout_engines import RELEASED
 from verl.config import names
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
 

@@ -1,7 +1,7 @@
 """Weights between processes that share a device: buckets stay in device memory, only their handles travel.
 
 The shared memory segment of the channel carries the counters, the headers, and in place of a bucket's bytes the
-handles of the two device buffers, one for each reader. 
+handles of the two device buffers, one for each reader.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.devices import ray_address
+from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.platform.network import check_reachable
 from verl.tracking.hooks import RunHooks

@@ -6,8 +6,8 @@ import difflib
 import importlib.util
 import re
 
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.model_facts import ADAPTER_CONFIG, adapter_directory, read_adapter_config
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.errors import UserError
 

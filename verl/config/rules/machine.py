@@ -7,11 +7,11 @@ import os
 import resource
 from pathlib import Path
 
-from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.names import LOGGERS
+from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.rules.context import Check
 
 

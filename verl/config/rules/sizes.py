@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 
 _REF = "actor_rollout_ref.ref"

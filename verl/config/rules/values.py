@@ -6,12 +6,12 @@ import importlib
 import os
 from typing import Any
 
-from verl.config.rollout_engines import CAPABILITIES
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, leaves
 from verl.config.names import built_in, nearest
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 
 REGISTRIES = {
@@ -64,7 +64,9 @@ def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     engine = c.rollout.name if c.rollout is not None else "native"
     several = c.world > 1 or (c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg))))
-    alone = () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
+    alone = (
+        () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
+    )
     rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
     found: dict[str, list[str]] = {}
     for path, known in leaves(type(c.cfg)).items():

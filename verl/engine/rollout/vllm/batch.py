@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
 """A text, texts, token ids, or conversations (lists of {"role", "content"})."""
 
-_NAMES = sorted({f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"})
+_NAMES = sorted(
+    {f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,11 +133,11 @@ def _gaps(model: Any, loaded: set[str]) -> tuple[list[str], list[str]]:
     `finalize_layerwise_reload`. What is copied past it goes into stand-ins without memory, and the old values come back.
     Vocabulary layers are padded, so they are never full."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload import layerwise
 
     incomplete, past = [], []
     for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
+        info: Any = layerwise.get_layerwise_info(layer)
         if not info.can_load():
             continue
         if 0 < info.load_numel < info.load_numel_total and not isinstance(layer, VocabParallelEmbedding):
