@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import ray
 
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.errors import UserError
-from verl.trajectory import Trajectory
+from verl.trajectory import Segment, flat
 from verl.workers import codec
 
 
@@ -29,7 +30,7 @@ class Rank:
     """A training worker without a model."""
 
     def __init__(self) -> None:
-        self.rows: list[Trajectory] = []
+        self.rows: list[Segment] = []
 
     def pid(self) -> int:
         return os.getpid()
@@ -46,12 +47,11 @@ class Rank:
             raise RuntimeError("connection closed by peer")
         return what
 
-    def take_rows(self, payload: Any) -> None:
+    def receive_rows(self, payload: Any) -> None:
         self.rows = codec.decode(payload)
 
-    def old_log_probs(self, temperature: float) -> dict[str, np.ndarray]:
-        column = np.concatenate([row.response_ids for row in self.rows]).astype(np.float32)
-        return {"old_log_probs": column, "entropy": -column}
+    def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> dict[str, np.ndarray]:
+        return {column: flat(self.rows, "response_ids").astype(np.float32) for column in outputs.values()}
 
 
 class Sampler:

@@ -40,9 +40,9 @@ NativeEngine.step = step
 
 HANGING_RANK = """
 import time
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
-_update, calls = TrainWorker.update, [0]
+_update, calls = Worker.update, [0]
 
 def update(self, *args):
     calls[0] += 1
@@ -53,39 +53,34 @@ def update(self, *args):
 def hang_here():
     time.sleep(600)
 
-TrainWorker.update = update
+Worker.update = update
 """
 
 
 DYING_RANK = """
 import os, signal
 from pathlib import Path
-from verl.workers import execute
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
-_update, _save, _one, rank, calls = TrainWorker.update, TrainWorker.save_optimizer, execute.update, [0], [0]
+_update, _save, calls = Worker._update, Worker.save, [0]
 
-def die(where):
-    if rank[0] == {rank} and where == "{where}":
+def die(self, where):
+    if self.rank == {rank} and where == "{where}":
         calls[0] += 1
         if calls[0] == {call}:
             Path("{mark}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 def update(self, *args):
-    rank[0] = self.rank
+    die(self, "update")
     return _update(self, *args)
 
-def one(*args):
-    die("update")
-    return _one(*args)
+def save(self, role, part, directory):
+    if part == "optimizer":
+        die(self, "save")
+    return _save(self, role, part, directory)
 
-def save(self, directory):
-    rank[0] = self.rank
-    die("save")
-    return _save(self, directory)
-
-TrainWorker.update, TrainWorker.save_optimizer, execute.update = update, save, one
+Worker._update, Worker.save = update, save
 """
 
 
@@ -110,9 +105,9 @@ SLOW_RESTART = """
 import asyncio, os, signal, time
 from pathlib import Path
 from verl.workers.rollout_worker import RolloutWorker
-from verl.workers.train_worker import TrainWorker
+from verl.workers.worker import Worker
 
-_start, _update = RolloutWorker.start, TrainWorker.update
+_start, _update = RolloutWorker.start, Worker.update
 updating, killed, again = Path("{marks}/updating"), Path("{marks}/killed"), Path("{marks}/again")
 
 async def start(self):
@@ -132,7 +127,7 @@ def update(self, *args):
     self.calls = getattr(self, "calls", 0) + 1
     return _update(self, *args)
 
-RolloutWorker.start, TrainWorker.update = start, update
+RolloutWorker.start, Worker.update = start, update
 """
 
 DYING_VLLM = """

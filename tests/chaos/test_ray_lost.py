@@ -48,7 +48,7 @@ def remove(cluster: Any, node_id: str) -> None:
 
 
 def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
-    from verl.workers.ray.calls import Group, Worker, WorkerDied
+    from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle
     from verl.workers.ray.cluster import Cluster
     from verl.workers.ray.placement import Pool
 
@@ -60,7 +60,7 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
 
         def start(_: str) -> int:
             handle = ray.remote(ray_stubs.Rank).options(**pool.owner_options(0, 1)).remote()
-            return int(Group([Worker(handle, "sampler 0", old)]).call("pid")[0])
+            return int(RayCalls([WorkerHandle(handle, "sampler 0", old)]).call("pid")[0])
 
         _, node = pool.again(0, start)
         assert node == old, "nothing moves while the node lives"

@@ -15,6 +15,10 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
+from verl.workers.group import WorkerGroup  # noqa: E402
+from verl.workers.plan import UpdatePlan  # noqa: E402
+from verl.workers.ray.calls import RayCalls, WorkerHandle  # noqa: E402
+from verl.workers.roles import Role  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STORE = 80 << 20
@@ -24,16 +28,13 @@ NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
-    from verl.workers.plan import UpdatePlan
-    from verl.workers.ray.calls import Group, Worker
-
     with cluster_of(1, object_store_memory=STORE, _system_config=NO_DISK) as running:
         ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
-        group = Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
+        calls = RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
         cfg = SimpleNamespace(ppo_mini_batch_size=20, ppo_epochs=1, shuffle=False)
-        plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=40)
-        yield Training(group, [0, 1], plan=plan, temperature=1.0, balance=True)
+        plan = UpdatePlan(cfg, max_response_length=1.0, batch_prompts=40)
+        yield WorkerGroup(calls, [{"dp_rank": rank} for rank in range(2)], plan=plan)
         ray.shutdown()
 
 
@@ -58,8 +59,6 @@ def test_a_batch_that_fits_nowhere_ends_with_what_to_change(training: Any) -> No
 
 
 def test_the_next_batch_that_fits_goes_through(training: Any) -> None:
-    from verl.workers.ray.training import ActorGroup
-
     small = batch(8)
-    ActorGroup(training, "").old_log_probs(small)
+    Role("actor", training).forward(small, "old_log_prob", {"log_probs": "old_log_probs"})
     assert all(row.old_log_probs is not None for row in small)

@@ -1,4 +1,4 @@
-"""The Ray controller's parts on a simulated cluster of four nodes, with hosts that have no model."""
+"""The parts on Ray on a simulated cluster of four nodes, with hosts that have no model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
-from verl.workers.ray.calls import NoRoom, WorkerDied  # noqa: E402
+from verl.workers.group import WorkerGroup  # noqa: E402
+from verl.workers.plan import UpdatePlan  # noqa: E402
+from verl.workers.ray.calls import NoRoom, RayCalls, WorkerDied, WorkerHandle  # noqa: E402
+from verl.workers.roles import Role  # noqa: E402
 
+OUTPUTS = {"log_probs": "old_log_probs", "entropy": "entropy"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -94,10 +98,8 @@ def test_pools_of_processors_share_a_node_as_far_as_it_has_cores(cluster) -> Non
 
 @pytest.fixture
 def group(cluster):
-    from verl.workers.ray.calls import Group, Worker
-
     handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
-    yield Group([Worker(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
+    yield RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
     for handle in handles:
         ray.kill(handle)
 
@@ -122,10 +124,6 @@ def test_what_went_wrong_is_said_as_the_user_needs_it(group, words, error, text)
 
 
 def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
-    from verl.workers.ray.training import ActorGroup, Training
-
-    from verl.workers.plan import UpdatePlan
-
     rng = np.random.default_rng(0)
     rows = []
     for number in range(40):
@@ -133,22 +131,20 @@ def test_a_batch_larger_than_the_object_store_goes_through(group) -> None:
         ids = rng.integers(0, 1 << 20, 600_000)
         rows.append(Trajectory(prompt, 0, response_ids=ids, response_mask=np.ones(len(ids), bool)))
     cfg = SimpleNamespace(ppo_mini_batch_size=20, ppo_epochs=1, shuffle=False)
-    plan = UpdatePlan(cfg, horizon=1.0, batch_prompts=40)
-    training = Training(group, [0, 1], plan=plan, temperature=1.0, balance=True)
-    batch = Batch(rows)
-    ActorGroup(training, "").old_log_probs(batch)
+    plan = UpdatePlan(cfg, max_response_length=1.0, batch_prompts=40)
+    training = WorkerGroup(group, [{"dp_rank": rank} for rank in range(2)], plan=plan)
+    Role("actor", training).forward(Batch(rows), "old_log_prob", OUTPUTS)
     for row in rows:
         assert np.array_equal(row.old_log_probs, row.response_ids.astype(np.float32))
         assert row.entropy is not None and row.entropy.flags.writeable
 
 
 def test_a_worker_that_dies_while_nobody_calls_it_is_noticed(cluster) -> None:
-    from verl.workers.ray.calls import Group, Worker
     from verl.workers.ray.watch import Watch
 
     handle = ray.remote(num_cpus=0, concurrency_groups={"other": 1})(ray_stubs.Staying).remote()
     found: list[Exception] = []
-    watch = Watch(Group([Worker(handle, "training worker 0", "here")]), found.append)
+    watch = Watch(RayCalls([WorkerHandle(handle, "training worker 0", "here")]), found.append)
     os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
     end = time.monotonic() + 30
     while not found and time.monotonic() < end:
@@ -165,7 +161,6 @@ FACTS = {"pid": 0, "readers": [], "devices": [], "dtype": None}
 
 @pytest.fixture
 def pool(cluster, tmp_path):
-    from verl.workers.ray.calls import Worker
     from verl.workers.ray.replicas import Replica, ReplicaPool
 
     made: list[ReplicaPool] = []
@@ -173,11 +168,11 @@ def pool(cluster, tmp_path):
     def make(hosts: int = 2, delay: float = 0.05, grave: str = "") -> tuple[ReplicaPool, list[Any]]:
         seen: list[Any] = []
 
-        def start(number: int) -> Worker:
+        def start(number: int) -> WorkerHandle:
             handle = ray.remote(num_cpus=0, max_concurrency=16)(ray_stubs.Sampler).remote(
                 delay, grave or str(tmp_path / "grave")
             )
-            return Worker(handle, f"sampler {number}", "here")
+            return WorkerHandle(handle, f"sampler {number}", "here")
 
         members = [Replica(i, lambda i=i: (start(i), "node", FACTS), start(i), "node") for i in range(hosts)]
         one = ReplicaPool(members, event=lambda kind, **fields: seen.append((kind, fields)))
@@ -325,12 +320,12 @@ def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch)
     from verl.workers.ray import replicas
 
     one, _ = pool(hosts=1)
-    monkeypatch.setattr(replicas.wire, "encode_requests", lambda asks: {"broken": np.zeros(1)})
+    monkeypatch.setattr(replicas.codec, "encode_requests", lambda asks: {"broken": np.zeros(1)})
 
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 20)
 
-    with pytest.raises(Exception, match=r"^sampler 0 \(node here\): KeyError: 'lengths'$"):
+    with pytest.raises(Exception, match=r"^sampler 0 \(node here\): KeyError: 'prompt_ids'$"):
         asyncio.run(run())
 
 

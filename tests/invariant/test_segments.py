@@ -5,6 +5,7 @@ A segment whose context is the whole text before it computes what the uncut traj
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ def trajectories(cut: bool) -> list[Trajectory]:
         row.rollout_log_probs = (rng.normal(size=row.length).astype(np.float32) - 3) * row.response_mask
         ends = [0, *([row.length // 2, row.length - 1] if cut and row.length > 3 else []), row.length]
         segments = []
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in itertools.pairwise(ends):
             context = (
                 row.prompt.ids if not start else np.concatenate([row.prompt.ids, row.response_ids[:start]])
             )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests import ranks
 from tests.tiny import tiny_config, tiny_model
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.models.flops import model_cost, product_weights
+from verl.models.layers import model_cost, product_weights
 from verl.platform import detect
 from verl.platform.base import half_precision_peak
 from verl.tracking.mfu import ModelCost, mfu, step_mfu

@@ -58,7 +58,7 @@ def batch_of(seed: int = 0) -> Batch:
     rows[7] = response(
         "u1", 3, 0, rng, score=None, score_error="lost by the sampler", finish_reason="lost", timing={}
     )
-    rows[8].versions = (1, 2)
+    rows[8].segments[0].versions = (1, 2)
     rows[0].score_parts = {"acc": True, "note": "text", "speed": 2.5}
     rows[3].score_parts = {"acc": False, "speed": float("nan")}
     return Batch(rows)
@@ -211,8 +211,8 @@ def test_slowest_response():
 def test_staleness():
     batch = batch_of()
     for t in batch:
-        t.versions = (3,)
-    batch[0].versions = (1, 2)
+        t.segments[0].versions = (3,)
+    batch[0].segments[0].versions = (1, 2)
     found = staleness_metrics(batch, 4)
     assert found["training/weight_version"] == 4
     base = "training/off_policy/trajectory"

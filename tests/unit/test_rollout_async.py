@@ -22,7 +22,8 @@ from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
 from verl.rollout.resumable import ResumableGeneration
 from verl.rollout.schedule import PromptSchedule
 from verl.tracking.timer import Phases
-from verl.trainer.ppo_trainer import Parts, PPOTrainer
+from verl.trainer.ppo_trainer import PPOTrainer
+from verl.trainer.run import Parts
 from verl.trajectory import Batch, Prompt
 from verl.weight_sync.base import SyncResult
 from verl.workers.plan import UpdateResult

@@ -1,4 +1,5 @@
-"""What a model's configuration says of its layers: their sizes, and whether they carry a state along the row.
+"""What a model's configuration says of its layers: their sizes, whether they carry a state along the row, and what a
+forward pass through them costs.
 
 For the training engine and for the sampler, neither of which imports the other.
 """
@@ -9,9 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config.layout import ATTENTION_LAYERS
+from verl.tracking.mfu import ModelCost
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
+
+    from verl.platform import Platform
 
 _NO_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
 _STATEFUL = ("mamba", "deltanet", "rwkv", "recurrent", "shortconv")
@@ -68,3 +73,37 @@ def is_recurrent(module: torch.nn.Module) -> bool:
     if kinds:
         return bool(kinds - ATTENTION_LAYERS)
     return any(word in type(m).__name__.lower() for m in module.modules() for word in _STATEFUL)
+
+
+def model_cost(
+    module: PreTrainedModel, platform: Platform, dtype: torch.dtype, devices: int = 1
+) -> ModelCost | None:
+    """The cost of a pass on so many devices; None where the devices' peak is not known."""
+    peak = platform.peak_flops(dtype)
+    if peak is None:
+        return None
+    config = module.config.get_text_config()
+    # scores and weighted values: a product each for every head and pair
+    per_pair = sum(2.0 * s.heads * (s.key_width + s.value_width) for s in attention_sizes(config))
+    return ModelCost(2.0 * product_weights(module, config), per_pair, peak * devices)
+
+
+def product_weights(module: PreTrainedModel, config: Any) -> float:
+    """Weights that one token is multiplied with: all matrices but the input embedding; of the experts those chosen.
+
+    A head that shares the embedding's weights is a product all the same.
+    """
+    embedding = module.get_input_embeddings().weight
+    head = module.get_output_embeddings()
+    chosen = float(getattr(config, "num_experts_per_tok", None) or 1)
+    experts = float(
+        getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or chosen
+    )
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.ndim < 2 or parameter is embedding:
+            continue
+        total += parameter.numel() * (chosen / experts if ".experts." in name else 1.0)
+    if head is not None and head.weight is embedding:
+        total += embedding.numel()
+    return total

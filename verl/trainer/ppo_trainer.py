@@ -20,7 +20,6 @@ and continues every response with the new weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
@@ -30,37 +29,10 @@ from verl.trainer.colocation import Colocation
 from verl.trainer.step_record import StepRecord
 
 if TYPE_CHECKING:
-    from verl.algorithms.kl import KLController
     from verl.config import Config
-    from verl.data.stream import PromptStream
-    from verl.report.live import LiveReport
-    from verl.reward.runner import RewardRunner
-    from verl.rollout.event_loop import Loop
-    from verl.rollout.manager import RolloutManager
-    from verl.tracking.timer import Phases
-    from verl.tracking.tracker import Tracking
-    from verl.trainer.resume import Checkpoints
-    from verl.trainer.validation import Validator
+    from verl.trainer.run import Parts
     from verl.trajectory import Batch
     from verl.weight_sync.base import SyncResult
-    from verl.workers.roles import WorkerSet
-
-
-@dataclass
-class Parts:
-    """Everything the loop drives, built by `verl.trainer.run`."""
-
-    stream: PromptStream
-    rollouts: RolloutManager
-    rewards: RewardRunner
-    workers: WorkerSet
-    kl_controller: KLController | None
-    validator: Validator | None
-    checkpoints: Checkpoints
-    tracking: Tracking
-    phases: Phases
-    report: LiveReport
-    loop: Loop
 
 
 class PPOTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,20 @@ from verl.platform.host import prepare_process
 from verl.plugins import import_modules
 
 if TYPE_CHECKING:
+    from verl.algorithms.kl import KLController
     from verl.config import Config
+    from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
+    from verl.report.live import LiveReport
+    from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
+    from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
-    from verl.trainer.ppo_trainer import Parts
+    from verl.tracking.tracker import Tracking
+    from verl.trainer.resume import Checkpoints
+    from verl.trainer.validation import Validator
+    from verl.workers.roles import WorkerSet
 
 EXIT_USER = 2
 EXIT_FAILED = 1
@@ -162,6 +170,23 @@ def _train(config: Config, tracking: Any) -> None:
             parts.workers.close()
 
 
+@dataclass
+class Parts:
+    """Everything the loop drives."""
+
+    stream: PromptStream
+    rollouts: RolloutManager
+    rewards: RewardRunner
+    workers: WorkerSet
+    kl_controller: KLController | None
+    validator: Validator | None
+    checkpoints: Checkpoints
+    tracking: Tracking
+    phases: Phases
+    report: LiveReport
+    loop: Loop
+
+
 def build_parts(
     config: Config, tracking: Any, loop: Loop, phases: Phases, hooks: RunHooks
 ) -> tuple[Parts, int]:
@@ -173,7 +198,6 @@ def build_parts(
     from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager
-    from verl.trainer.ppo_trainer import Parts
     from verl.trainer.resume import Checkpoints
     from verl.workers.start import check_cluster, start_workers
 

@@ -55,7 +55,7 @@ class Ranks:
         """Sums over ranks with different rows."""
         if self.size == 1:
             return list(numbers)
-        from verl.engine.training.collectives import all_gather_json
+        from verl.engine.training.process_group import all_gather_json
 
         by_share = dict(all_gather_json([engine.dp_rank, list(numbers)]))
         return [sum(column) for column in zip(*(by_share[place] for place in sorted(by_share)), strict=True)]
@@ -64,7 +64,7 @@ class Ranks:
         """What work() gives on rank 0, on every rank; the value is one that JSON holds. A UserError is all ranks'."""
         if self.size == 1:
             return work()
-        from verl.engine.training.collectives import all_gather_json, on_all_ranks
+        from verl.engine.training.process_group import all_gather_json, on_all_ranks
 
         mine: Any = on_all_ranks(lambda: work() if self.lead else None)
         return all_gather_json(mine)[0]
@@ -74,7 +74,7 @@ class Ranks:
         if self.size == 1:
             save(jobs)
             return
-        from verl.engine.training.collectives import all_gather_json
+        from verl.engine.training.process_group import all_gather_json
 
         def everywhere(name: str, job: Callable[[Path], Any]) -> Callable[[Path], Any]:
             def run(directory: Path) -> Any:
@@ -93,7 +93,7 @@ class Ranks:
 
         A job that fails has failed on rank 0 too, which reports it and goes on without that checkpoint.
         """
-        from verl.engine.training.collectives import all_gather_json
+        from verl.engine.training.process_group import all_gather_json
 
         while (told := all_gather_json(None)[0]) is not None:
             name, directory = told

@@ -19,7 +19,7 @@ from verl.weight_sync.base import SyncResult
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.rollout.schedule import PromptSchedule
-    from verl.trainer.ppo_trainer import Parts
+    from verl.trainer.run import Parts
     from verl.trajectory import Batch
     from verl.workers.plan import UpdateResult
 

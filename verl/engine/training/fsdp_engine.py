@@ -35,7 +35,6 @@ from verl.engine.training.base import (
     TrainingEngine,
     register_strategy,
 )
-from verl.engine.training.collectives import all_gather_json
 from verl.engine.training.layout import layout
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
@@ -48,15 +47,14 @@ from verl.engine.training.optimizer import (
 )
 from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packing import MicroBatching, Pack, pack, split_rows
-from verl.engine.training.process_group import waiting
+from verl.engine.training.process_group import all_gather_json, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
 from verl.engine.training.sharding import local, sharded_modules, whole
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models import load as models
-from verl.models.flops import model_cost
 from verl.models.inputs import model_inputs
-from verl.models.layers import is_recurrent
+from verl.models.layers import is_recurrent, model_cost
 from verl.models.packed_attention import PackedPlan, TokenSpan
 from verl.platform import Platform, detect
 

@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 
 from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
 from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
-from verl.engine.training.weight_source import FileSource, WeightSource
+from verl.engine.training.weight_source import FileSource, WeightSource, reading
 from verl.errors import UserError
 from verl.models import adapters
 
@@ -77,11 +77,8 @@ class Adapter:
 
     def materialise(self, source: WeightSource, device: torch.device) -> None:
         """Give the meta tensors their values, in a model that is whole on this device."""
-        for name, parameter in list(self._module.named_parameters()):
-            if parameter.is_meta:
-                value = source.read(name, parameter).to(device)
-                owner, _, key = name.rpartition(".")
-                self._module.get_submodule(owner)._parameters[key] = torch.nn.Parameter(value)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        source.fill(self._module.modules(), names, device=device)
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -156,18 +153,13 @@ def start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = directory / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{directory}: no {ADAPTER_WEIGHTS} here; is it a peft adapter?")
-    try:
+    with reading(file, "adapter"):
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file} is damaged or cut short ({error}); fetch or copy the adapter again"
-        ) from error
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
             where = "lacks" if name not in found else "holds"
@@ -201,15 +193,11 @@ def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception)
     given = str(settings.adapter) if settings.adapter is not None else said(settings.targets)
     if not type(error).__name__.startswith("NoMatching"):
         return f"{where}={given}: {error}"
-    names = [name for name, part in module.named_modules() if hasattr(part, "weight")]
-    return f"{where}={given} matches no module of the model{_nearest(settings.targets, names)}"
-
-
-def _nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
-    ends = sorted({name.rpartition(".")[2] for name in names})
-    close = [m for p in patterns for m in difflib.get_close_matches(p.rpartition(".")[2], ends, 1, 0.5)]
-    hint = f"; nearest: {', '.join(dict.fromkeys(close))}" if close else ""
-    return f"{hint}; its modules are {', '.join(ends)}"
+    ends = sorted({n.rpartition(".")[2] for n, part in module.named_modules() if hasattr(part, "weight")})
+    parts = [pattern.rpartition(".")[2] for pattern in settings.targets]
+    close = dict.fromkeys(m for part in parts for m in difflib.get_close_matches(part, ends, 1, 0.5))
+    hint = f"; nearest: {', '.join(close)}" if close else ""
+    return f"{where}={given} matches no module of the model{hint}; its modules are {', '.join(ends)}"
 
 
 def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any], settings: LoraSettings) -> None:

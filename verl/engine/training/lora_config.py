@@ -70,15 +70,8 @@ def import_peft() -> Any:
 
 
 _PLAIN = {"bias": "none", "modules_to_save": None, "layer_replication": None, "trainable_token_indices": None}
-_SWITCHES: tuple[str, ...] = ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora")
-_SWITCHES += (
-    "arrow_config",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
-    "eva_config",
-    "corda_config",
-)
+_SWITCHES = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens")
+_NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
@@ -102,7 +95,9 @@ def peft_config(peft: Any, settings: LoraSettings) -> Any:
     if kind != "LORA":
         raise UserError(f"{where}: peft_type={kind}; LORA is what can be trained here")
     odd = [f"{k}={getattr(config, k)!r}" for k, v in _PLAIN.items() if (getattr(config, k, None) or v) != v]
-    odd += [f"{k}={getattr(config, k)!r}" for k in _SWITCHES if getattr(config, k, None)]
+    for name, value in vars(config).items():
+        if value and (name in _SWITCHES or (name.endswith("_config") and name not in _NO_EFFECT)):
+            odd.append(f"{name}={value!r}")
     start = config.init_lora_weights
     if isinstance(start, str) and start.startswith(_CHANGES_BASE):
         odd.append(f"init_lora_weights={start!r}, which changes the base weights")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.engine.training.collectives import on_all_ranks
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.heads import OutputHead, head_class
 from verl.engine.training.layout import Layout
 from verl.engine.training.lora import Adapter, AdapterSource, inject
 from verl.engine.training.lora_config import LoraSettings
+from verl.engine.training.process_group import on_all_ranks
 from verl.engine.training.sharding import Policy, shard
 from verl.engine.training.tensor_parallel import TensorParallel
 from verl.engine.training.ulysses import SequenceParallel

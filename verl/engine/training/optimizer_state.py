@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from verl.errors import UserError
 
@@ -98,15 +99,11 @@ def _causes(error: Any) -> str:
 
 def _sharded(names: Mapping[str, Any]) -> bool:
     """True if parameters are cut over ranks: then saving and loading is collective."""
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(parameter, DTensor) for parameter in names.values())
 
 
 def _room(meta: Any, parameter: Any) -> torch.Tensor:
     """An empty tensor to read an entry into, cut like its parameter if it has the parameter's shape."""
-    from torch.distributed.tensor import DTensor
-
     dtype = meta.properties.dtype
     if isinstance(parameter, DTensor) and parameter.shape == meta.size:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

@@ -1,4 +1,5 @@
-"""Joining the ranks of one training engine.
+"""Joining the ranks of one training engine, and what they tell each other: counts, metrics, reasons, as JSON over a
+collective of bytes, nothing pickled.
 
 The host of an engine (a Ray actor, a process of torchrun) calls `init_process_group` or `init_from_environment`
 before it builds the engine. Tensors in host memory go over gloo, those on a device over the device's own library;
@@ -8,12 +9,14 @@ itself would give it 10 or 30 minutes.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from verl.platform.network import listen
 
 DEFAULT_TIMEOUT = 600.0
 
+_T = TypeVar("_T")
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 # Of the default group; torch keeps one of those in a process, too.
 _limit = timedelta(seconds=DEFAULT_TIMEOUT)
@@ -135,6 +139,60 @@ def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None
             f"training rank {dist.get_rank()} of {dist.get_world_size()} waited {_limit.total_seconds():g} s{key} in "
             f"{what}{where} for other ranks, which did not come: look at where they stand{otherwise}. {error}"
         ) from error
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory.
+
+    Of one process, which has joined no others: its own.
+    """
+    if not dist.is_initialized():
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with waiting("an all_gather_json of what all ranks must agree on"):
+        parts = _all_bytes(mine, group)
+    return [json.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _all_bytes(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    width = max(int(size) for size in sizes)
+    padded = torch.zeros(width, dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(ranks)]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+
+def this_rank() -> int:
+    """This process's rank, 0 of one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def on_all_ranks(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+    """work() on every rank; an error of one is raised by all, so that none waits for one that gave up.
+
+    The failed rank raises its own error, the others a UserError that says what it was and where.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    problems = all_gather_json("" if failure is None else _text(failure), group)
+    if failure is not None:
+        raise failure
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise UserError(f"rank {rank}: {problem}")
+    return result
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def leave() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from verl.engine.training.process_group import waiting
 from verl.engine.training.settings import named_dtype, read
@@ -26,8 +27,6 @@ from verl.models import load as models
 from verl.platform import platform_of
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from verl.engine.training.fuse import FusedForwards
     from verl.engine.training.heads import OutputHead
     from verl.engine.training.layout import Layout
@@ -93,14 +92,14 @@ def shard(
     for unit in units:
         parts = [part for layer in unit for part in layer.modules()]
         inside |= {id(part) for part in parts}
-        _materialise(parts, names, source, trainable)
+        source.fill(parts, names, trainable=trainable)
         fused.add(parts, gated=tensor is None)
         _cast_buffers(parts, policy.buffer_dtype)
         for layer in unit if tensor is not None else ():
             tensor.apply(places[id(layer)], layer)
         fully_shard(unit, reshard_after_forward=policy.reshard_after_forward, **options)
     rest = [part for part in module.modules() if id(part) not in inside]
-    _materialise(rest, names, source, trainable)
+    source.fill(rest, names, trainable=trainable)
     fused.add(rest)
     _cast_buffers(rest, policy.buffer_dtype)
     # Not freed after the forward pass: the backward pass begins with it.
@@ -134,23 +133,6 @@ def _units(layers: Sequence[torch.nn.Module], least: int) -> list[list[torch.nn.
     return units
 
 
-def _materialise(
-    parts: Iterable[torch.nn.Module], names: dict[int, str], source: WeightSource, trainable: bool
-) -> None:
-    """Put real parameters in the place of meta ones; tied ones stay one."""
-    made: dict[int, torch.nn.Parameter] = {}
-    for part in parts:
-        for key, parameter in part._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                value = source.read(names[id(parameter)], parameter)
-                made[id(parameter)] = torch.nn.Parameter(
-                    value, requires_grad=trainable and parameter.requires_grad
-                )
-            part._parameters[key] = made[id(parameter)]
-
-
 def _cast_buffers(parts: Iterable[torch.nn.Module], dtype: torch.dtype | None) -> None:
     for part in parts if dtype is not None else ():
         for name, buffer in part._buffers.items():
@@ -160,15 +142,11 @@ def _cast_buffers(parts: Iterable[torch.nn.Module], dtype: torch.dtype | None) -
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's share of a sharded tensor; any other as it is."""
-    from torch.distributed.tensor import DTensor
-
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(tensor, DTensor):
         return tensor
     with waiting("gathering a weight"):
@@ -176,8 +154,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Shard
-
     mesh, last = tensor.device_mesh, tensor.placements[-1]
     names = mesh.mesh_dim_names or ()
     if "tensor" not in names or not isinstance(last, Shard):
@@ -199,8 +175,6 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
 
 def _on_mesh(tensor: DTensor) -> DTensor:
     """The tensor with its share on the device that its ranks talk over: an offloaded one is brought there by itself."""
-    from torch.distributed.tensor import DTensor
-
     mesh = tensor.device_mesh
     if tensor._local_tensor.device.type == mesh.device_type:
         return tensor
@@ -211,8 +185,6 @@ def _on_mesh(tensor: DTensor) -> DTensor:
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's share of a full tensor into a sharded one; the whole into any other."""
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(target, DTensor):
         target.copy_(full)
         return

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from verl.config.model_facts import ADAPTER_FOLDER
-from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.lora import Adapter, refuse_adapter_checkpoint
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.sharding import local, take_share, whole
 from verl.engine.training.weight_source import FileSource
 from verl.errors import UserError

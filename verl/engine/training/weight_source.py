@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from verl.engine.training.collectives import all_gather_json, on_all_ranks, this_rank
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,26 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """The whole tensor of a `state_dict` name in host memory, with the shape and dtype of `like`."""
+
+    def fill(
+        self,
+        parts: Iterable[torch.nn.Module],
+        names: Mapping[int, str],
+        *,
+        trainable: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """Put real parameters in the place of these modules' meta ones; tied ones stay one. names: id → name."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for part in parts:
+            for key, parameter in part._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in made:
+                    value = self.read(names[id(parameter)], parameter).to(device)
+                    requires_grad = trainable and parameter.requires_grad
+                    made[id(parameter)] = torch.nn.Parameter(value, requires_grad=requires_grad)
+                part._parameters[key] = made[id(parameter)]
 
 
 class FileSource(WeightSource):
@@ -75,17 +96,13 @@ class FileSource(WeightSource):
         return out.view(like.shape)
 
     def _tensor(self, part: str) -> torch.Tensor:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         file = self._files[part]
-        try:
+        with reading(file):
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
             return self._open[file].get_tensor(part)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{file} is damaged or cut short ({error}); fetch or copy the model again"
-            ) from error
 
 
 class RankZeroSource(WeightSource):
@@ -120,19 +137,27 @@ def open_source(
 
 def _names_in(directory: Path) -> dict[str, Path]:
     """Tensor name → file, from the index, or from the one file. Empty without safetensors files."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.is_file():
+    if index.is_file():
+        with reading(index):
             listed = json.loads(index.read_text("utf-8"))["weight_map"]
-            return {name: directory / file for name, file in listed.items()}
-        if single.is_file():
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
+        return {name: directory / file for name, file in listed.items()}
+    if not single.is_file():
+        return {}
+    with reading(single), safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+@contextmanager
+def reading(file: Path, what: str = "model") -> Iterator[None]:
+    """UserError, naming the file, where it cannot be read in this block."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        file_name = index if index.is_file() else single
         raise UserError(
-            f"{file_name} is damaged or cut short ({error}); fetch or copy the model again"
+            f"{file} is damaged or cut short ({error}); fetch or copy the {what} again"
         ) from error
-    return {}
