@@ -87,7 +87,7 @@ def in_process(layers: int = 8, hidden: int = 512) -> Callable[[], int]:
 
     from verl.engine.rollout.native import NativeEngine
     from verl.engine.training.fsdp_engine import FSDPEngine
-    from verl.weight_sync.in_process import InProcessSync
+    from verl.weight_sync.sender import InProcessSync
 
     config = Qwen3Config(
         vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,

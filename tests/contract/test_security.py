@@ -21,11 +21,8 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("process-pickle", "verl/data/dataset.py"): (
         "a process pool of the standard library: children of this process, on pipes that nobody else can open"
     ),
-    ("process-pickle", "verl/engine/rollout/vllm/host.py"): (
-        "the resource tracker's table of names is told that a segment is not its own; nothing is sent"
-    ),
     ("process-pickle", "verl/engine/rollout/vllm/launch.py"): (
-        "asks whether this process is being spawned; nothing is sent"
+        "starts the resource tracker early, and asks whether this process is being spawned; nothing is sent"
     ),
     ("process-pickle", "verl/platform/cuda.py"): (
         "torch's function that rebuilds a tensor from a device handle; its arguments travel as JSON"

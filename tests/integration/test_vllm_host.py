@@ -57,7 +57,7 @@ def test_a_host_samples_with_the_weights_of_the_channel(tmp_path: Path, devices:
             sender = BucketSender("verl-test-host", len(readers), 100_000, dtype=kind, expected=readers)
             sending = asyncio.to_thread(sender.send, model.state_dict().items(), 4)
             places = [("verl-test-host", reader) for reader in range(devices)]
-            receiving = host.receive_weights(places, 4, 120.0, True)
+            receiving = host.receive_weights(places, 4, 120.0, "full")
             _, sums = await asyncio.gather(sending, receiving)
             ask = codec.GenerateRequest(
                 "a", prompt, SamplingParams(max_tokens=10, seed=1, ignore_eos=True), None

@@ -13,7 +13,7 @@ from tests.unit.engine_cases import simple_loss
 from tests.unit.lora_cases import disturb, engine, lora, trained
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.engine.training.lora_config import LoraSettings
-from verl.weight_sync.streamed import StreamedSync
+from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
 pytest.importorskip("peft")
@@ -33,7 +33,7 @@ def test_only_the_adapter_moves(tmp_path: Path, arch: str, tied: bool) -> None:
     try:
         with pytest.raises(RuntimeError, match="no weights yet"):
             sample(sampler, PROMPTS)
-        sync = StreamedSync(actor, sampler)
+        sync = StreamedSync(actor, sampler, adapter=True)
         result = sync.push(0, verify=True)
         adapter = sum(t.numel() * 4 for _, t in actor.adapter_weights())
         assert result.bytes == adapter < sum(t.numel() * 4 for _, t in actor.named_weights()) / 4

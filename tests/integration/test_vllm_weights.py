@@ -18,8 +18,8 @@ import torch
 from tests.runs import environment
 from tests.unit.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
-from verl.engine.rollout.vllm.worker import start_time
-from verl.weight_sync.streamed import StreamedSync
+from verl.platform.processes import process_start_time as start_time
+from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -16,8 +16,9 @@ from tests.unit.lora_cases import disturb, engine, lora, trained
 from verl.engine.rollout.native import NativeEngine
 from verl.trajectory import Prompt, Trajectory
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.in_process import InProcessSync
-from verl.weight_sync.streamed import StreamedSync
+from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.sender import InProcessSync, StreamedSync
+from verl.weight_sync.verify import checksums, compare
 
 pytest.importorskip("peft")
 
@@ -122,10 +123,8 @@ def test_a_sampler_elsewhere_gets_the_adapter_alone(tmp_path: Path, arch: str) -
         sampler.load_weights(moved, 1)
         assert sampler.version == 1 and sampler.holds_adapter is (module is own)
         assert difference(actor, sample(sampler, PROMPTS, 2)) <= 1e-4
-        for name, digest in sampler.checksums().items():
-            from verl.weight_sync.verify import digest as of
-
-            assert digest == of(dict(actor.named_weights())[name]), name
+        sent = actor.adapter_weights() if module is own else actor.named_weights()
+        compare(checksums(sent), sampler.checksums())
     sampler = NativeEngine(own, **LIMITS)
     with pytest.raises(ValueError, match="is no weight"):
         sampler.load_weights(actor.named_weights(), 2)
@@ -136,22 +135,12 @@ def test_a_sampler_elsewhere_gets_the_adapter_alone(tmp_path: Path, arch: str) -
 def test_a_stream_carries_the_adapter_where_it_is_held(tmp_path: Path) -> None:
     actor = engine(str(tiny_model(tmp_path / "m", "qwen3")))
 
-    class Recorder:
-        weights_dtype = None
-
-        def __init__(self, holds: bool):
-            self.holds_adapter, self.names = holds, set[str]()
-
-        def push_weights(self, weights: Any, version: int, *, checksums: bool = False) -> Any:
-            from verl.weight_sync.base import SyncResult
-
-            self.names = {name for name, _ in weights}
-            return SyncResult(bytes=1, seconds=0.0)
-
-        def checksums(self) -> dict[str, str]:
-            return {}
+    class Recorder(WeightReceiver):
+        def load_weights(self, weights: Any, version: int, *, verify: str = "") -> dict[str, str]:
+            self.held = checksums(weights, verify)
+            return self.held
 
     for holds, expected in ((True, actor.adapter_weights()), (False, actor.named_weights())):
-        recorder = Recorder(holds)
-        StreamedSync(actor, recorder).push(1)
-        assert recorder.names == {name for name, _ in expected}
+        recorder = Recorder()
+        assert StreamedSync(actor, recorder, adapter=holds).push(1).verified
+        assert recorder.held.keys() == {name for name, _ in expected}

@@ -53,16 +53,15 @@ class Trainer:
 
 def test_a_sampler_of_another_process_finds_the_memory_that_the_trainer_does_not_need() -> None:
     """Before its weights wake, and again before its cache does."""
-    from verl.weight_sync.base import SyncResult
-    from verl.weight_sync.streamed import StreamedSync
+    from verl.weight_sync.sender import StreamedSync
 
     trainer: Any = Trainer()
 
-    def push(weights: Any, version: int, *, checksums: bool) -> SyncResult:
+    def load(weights: Any, version: int, *, verify: str) -> dict[str, str]:
         assert not list(weights)
-        return SyncResult(0, 0.0)
+        return {}
 
-    sampler: Any = SimpleNamespace(holds_adapter=False, push_weights=push)
+    sampler: Any = SimpleNamespace(weights_dtype=None, load_weights=load)
     StreamedSync(trainer, sampler).push(1)
     assert trainer.said == ["give back", "send", "give back"]
 
@@ -77,7 +76,7 @@ def test_a_rank_gives_back_what_samplers_of_its_device_take(own_pool: int, expec
     host.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=model))
     trainer = Trainer()
     host.engines, host.rank, host.profiler = {"actor": trainer}, 0, None
-    Worker.send_weights.__wrapped__(host, None, [], 1, False)
+    Worker.send_weights.__wrapped__(host, None, [], 1, "")
     assert trainer.said == expected
 
 

@@ -18,7 +18,7 @@ from verl.algorithms.objective import count_denominators
 from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Trajectory, segments_of
-from verl.workers import codec
+from verl.workers import build, codec
 from verl.workers.roles import WorkerSet
 from verl.workers.start import start_here
 from verl.workers.worker import Worker
@@ -126,7 +126,7 @@ def engine_of(workers: WorkerSet, role: str = "actor") -> Any:
 @pytest.fixture
 def separate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A sampler with weights of its own, in place of vLLM."""
-    monkeypatch.setattr("verl.workers.build.vllm_sampler", lambda *_: object())
+    monkeypatch.setitem(build._OWN_SAMPLERS, "vllm", lambda *_: object())
     yield
 
 

@@ -14,12 +14,13 @@ from verl.data.tokenizer import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
 from verl.rollout.resumable import ResumableGeneration
 from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.shared_memory import BucketSender
 from verl.workers import codec
 from verl.workers.rollout_worker import RolloutWorker
 
 
-class Given(RolloutEngine):
+class Given(RolloutEngine, WeightReceiver):
     """Responses a request with the ids it was given for it, at once; those of `cut` when the request is stopped."""
 
     version = 1
@@ -37,7 +38,7 @@ class Given(RolloutEngine):
     def abort(self, request_ids=None):
         self.stopped.set()
 
-    def load_weights(self, weights, version): ...
+    def load_weights(self, weights, version, *, verify): ...
 
     def sleep(self): ...
 
@@ -241,7 +242,7 @@ def test_a_load_that_fails_says_whether_the_engine_survived(byte_tokenizer: Any,
     async def go() -> None:
         kind = EngineDead if fatal else ValueError
         with pytest.raises(kind, match="no value came for q_proj"):
-            await host.receive_weights([("channel", 0)], 3, 5.0, False)
+            await host.receive_weights([("channel", 0)], 3, 5.0, "")
         if not fatal:
             await host.alive()
 
@@ -255,7 +256,7 @@ class Loading(Given):
         super().__init__({})
         self.ends: list[Any] = []
 
-    def load_weights(self, weights, version):
+    def load_weights(self, weights, version, *, verify):
         try:
             self.ends.append((version, [name for name, _ in weights]))
         except WeightSyncError as error:
@@ -270,11 +271,11 @@ def test_a_transfer_that_never_began_ends_before_the_next_one(byte_tokenizer: An
     name = channel_name("never-began")
 
     async def go() -> None:
-        left = asyncio.create_task(host.receive_weights([(f"{name}-0", 1)], 4, 20.0, False))
+        left = asyncio.create_task(host.receive_weights([(f"{name}-0", 1)], 4, 20.0, ""))
         await asyncio.sleep(0.1)
         sender = BucketSender(f"{name}-1", 1, 4096, timeout=10)
         sending = asyncio.create_task(asyncio.to_thread(sender.send, weights(), 4))
-        await asyncio.wait_for(host.receive_weights([(f"{name}-1", 0)], 4, 20.0, False), 10)
+        await asyncio.wait_for(host.receive_weights([(f"{name}-1", 0)], 4, 20.0, ""), 10)
         await sending
         assert left.done(), "nobody waits for what does not come"
         with pytest.raises(WeightSyncError, match="another transfer has begun"):

@@ -13,16 +13,14 @@ from verl.config.engine_packages import EnginePackageError, arguments_in, check_
 from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
-    BatchSampling,
     EngineSettings,
-    batch_sampling,
     cache_bytes,
     check_request,
-    cpu_binding,
     engine_arguments,
     request_arguments,
     request_seed,
 )
+from verl.engine.rollout.vllm.batch import BatchSampling, batch_sampling
 from verl.errors import UserError
 
 KNOWN = frozenset(
@@ -121,28 +119,15 @@ def test_argument_names_are_read_from_source() -> None:
     assert arguments_in(source) == {"a", "c"}
 
 
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [
-        (None, "not installed; supported is 0.24 to 0.33: pip install"),
-        ("0.23.5", "0.23.5 is installed, which is too old; supported is 0.24 to 0.33"),
-        ("0.34.0", "newer than what was tried"),
-        ("1.0", "newer than what was tried"),
-    ],
-)
-def test_versions_out_of_range_are_refused(monkeypatch, version, said) -> None:
+@pytest.mark.parametrize("version", [None, "0.31.9", "0.34.0", "1.0", "0.32.0", "0.33.1.post2"])
+def test_two_minors_are_taken_and_others_refused_with_their_names(monkeypatch, version) -> None:
     monkeypatch.setattr(engine_packages, "vllm_version", lambda: version)
     monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(EnginePackageError) as error:
-        check_vllm()
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize("version", ["0.24.0", "0.32.0", "0.33.1.post2"])
-def test_versions_in_range(monkeypatch, version) -> None:
-    monkeypatch.setattr(engine_packages, "vllm_version", lambda: version)
-    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
-    assert check_vllm() == version
+    if str(version).startswith(("0.32.", "0.33.")):
+        assert check_vllm() == version
+    else:
+        with pytest.raises(EnginePackageError, match=r"supported are 0\.32 and 0\.33: pip install"):
+            check_vllm()
 
 
 def settings(**more: Any) -> EngineSettings:
@@ -154,7 +139,7 @@ def test_engine_arguments_on_a_cpu_and_elsewhere() -> None:
     assert (
         cpu["enforce_eager"] and cpu["block_size"] == 32 and "uniproc" in cpu["distributed_executor_backend"]
     )
-    assert "enable_sleep_mode" not in cpu
+    assert not cpu["enable_sleep_mode"]
     assert not cpu["enable_chunked_prefill"] and cpu["max_num_batched_tokens"] == 8192
     device = engine_arguments(settings(free_cache_engine=True), KNOWN, cpu=False, sleeps=True)
     assert not device["enforce_eager"] and device["enable_sleep_mode"] and "block_size" not in device
@@ -196,11 +181,6 @@ def test_every_problem_is_said_at_once() -> None:
         engine_arguments(given, KNOWN, cpu=True, sleeps=False)
 
 
-def test_an_argument_that_the_installed_version_lacks_is_named() -> None:
-    with pytest.raises(UserError, match="no argument logprobs_mode"):
-        engine_arguments(settings(), KNOWN - {"logprobs_mode"}, cpu=False, sleeps=False)
-
-
 def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
     config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     bytes_per_token = 2 * 2 * 2 * 32 * 4
@@ -220,26 +200,20 @@ def test_cache_holds_every_sequence_and_no_more_than_the_share() -> None:
     [(2, {0, 1}, "0|1"), (2, {1}, "1|1"), (2, {0, 1, 2, 3, 4}, "0,1|2,3"), (4, {5, 6, 7}, "5|6|7|5")],
 )
 def test_ranks_share_the_cpus(ranks, cpus, expected) -> None:
-    assert cpu_binding(ranks, cpus) == expected
+    assert launch.cpu_binding(ranks, sorted(cpus)) == expected
 
 
 def test_request_arguments() -> None:
     base = SamplingParams(max_tokens=50, temperature=0.5, top_p=0.9, top_k=-1, seed=1 << 62)
-    out = request_arguments(base, room=20, end_ids=[2, 3], final_only="final")
+    out = request_arguments(base, room=20, end_ids=[2, 3])
     assert (out["max_tokens"], out["top_k"], out["seed"], out["logprobs"]) == (20, 0, 1 << 62, 0)
     assert out["stop_token_ids"] == [2, 3] and out["ignore_eos"] and not out["detokenize"]
-    assert "flat_logprobs" not in out, "a version may not have it"
-    assert request_arguments(base, room=20, end_ids=[], final_only=0, known=["flat_logprobs"])[
-        "flat_logprobs"
-    ]
     free = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,), stop=("x",))
-    out = request_arguments(free, room=20, end_ids=[2, 3], final_only="final")
+    out = request_arguments(free, room=20, end_ids=[2, 3])
     assert out["stop_token_ids"] == [9] and out["stop"] == ["x"] and out["include_stop_str_in_output"]
     assert out["skip_special_tokens"] is False, "a special token may be the stop string"
-    greedy = request_arguments(
-        SamplingParams(max_tokens=5, temperature=0.0, top_p=0.5, top_k=4), room=9, end_ids=[], final_only=0
-    )
-    assert (greedy["top_p"], greedy["top_k"], "seed" in greedy) == (1.0, 0, False)
+    greedy = SamplingParams(max_tokens=5, temperature=0.0, top_p=0.5, top_k=4)
+    assert not {"top_p", "top_k", "seed"} & request_arguments(greedy, room=9, end_ids=[]).keys()
 
 
 def test_an_answer_that_goes_on_has_draws_of_its_own() -> None:
@@ -269,8 +243,7 @@ def test_a_request_that_fits_exactly_is_taken() -> None:
 
 
 def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"cpu_attn": [32, 64], "mla.cpu_mla": [576]}
-    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda module, name: sizes[module])
+    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda: ([32, 64], [576]))
     own = [SimpleNamespace(head_dim=width, hidden_size=128) for width in (32, 48)]
     text = SimpleNamespace(num_attention_heads=4, is_heterogeneous=True, per_layer_config=own)
     config = SimpleNamespace(get_text_config=lambda: text)
@@ -283,20 +256,24 @@ def test_heads_that_the_kernels_do_not_have_are_found_in_any_layer(monkeypatch: 
 
 def test_latent_attention_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of latent vectors is as wide as they are, whatever head_dim says."""
-    sizes = {"cpu_attn": [32, 64], "mla.cpu_mla": [576]}
-    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda module, name: sizes[module])
+    monkeypatch.setattr(launch, "_cpu_head_sizes", lambda: ([32, 64], [576]))
     text = SimpleNamespace(
         model_type="deepseek_v2", num_attention_heads=4, head_dim=48, kv_lora_rank=16, qk_rope_head_dim=64
     )
     config = SimpleNamespace(get_text_config=lambda: text)
-    with pytest.raises(UserError, match=r"keeps 80 elements a token .* kernels for 576"):
-        launch.check_model(config, 1, cpu=True)
     launch.check_model(config, 1, cpu=False)
-    text.kv_lora_rank = 512
-    with pytest.raises(UserError, match=r"rope_type=default.*rollout\.name=native"):
-        launch.check_model(config, 1, cpu=True)
-    text.rope_parameters = {"rope_type": "yarn"}
-    launch.check_model(config, 1, cpu=True)
-    text.model_type = "deepseek_v3"
-    with pytest.raises(UserError, match="DeepSeek V3 on a CPU"):
-        launch.check_model(config, 1, cpu=True)
+    yarn = {"rope_type": "yarn"}
+    for width, rope, kind, taken in (
+        (16, yarn, "deepseek_v2", False),
+        (512, {}, "deepseek_v2", False),
+        (512, yarn, "deepseek_v3", False),
+        (512, yarn, "deepseek_v2", True),
+    ):
+        text.kv_lora_rank, text.rope_parameters, text.model_type = width, rope, kind
+        if taken:
+            launch.check_model(config, 1, cpu=True)
+        else:
+            with pytest.raises(
+                UserError, match=r"latent attention only with .* in .576. .*rollout\.name=native"
+            ):
+                launch.check_model(config, 1, cpu=True)

@@ -26,7 +26,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*words: str, installed: bool = True) -> Any:
         def version() -> str:
             if not installed:
-                raise EnginePackageError("vLLM is not installed; supported is 0.24 to 0.33: pip install …")
+                raise EnginePackageError("vLLM is not installed; supported are 0.32 and 0.33: pip install …")
             return "0.32.0"
 
         monkeypatch.setattr(machine, "check_vllm", version)
@@ -45,7 +45,7 @@ def test_an_installed_vllm_is_fine_and_is_not_imported(report) -> None:
 
 def test_without_vllm_the_machine_lacks_it(report) -> None:
     (problem,) = report(installed=False).problems
-    assert problem.kind == "machine" and "0.24 to 0.33: pip install" in problem.message
+    assert problem.kind == "machine" and "0.32 and 0.33: pip install" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_a_weight_without_a_place_is_named(model: Decoder) -> None:
 def test_a_tied_output_matrix_goes_only_where_there_is_one() -> None:
     def names(model: Any) -> list[str]:
         weights = [("embed_tokens.weight", torch.ones(2)), ("lm_head.weight", torch.ones(2))]
-        return [name for name, _ in worker._Arrived(model, False).watch(weights)]
+        return [name for name, _ in worker._without_tied_head(model, weights)]
 
     assert names(Decoder(head=True)) == ["embed_tokens.weight", "lm_head.weight"]
     plain = Decoder()

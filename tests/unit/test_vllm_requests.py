@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from verl.engine.rollout.base import Completion
-from verl.engine.rollout.vllm import loading
+from verl.engine.rollout.vllm import weights
 from verl.engine.rollout.vllm.batch import BatchCall
-from verl.engine.rollout.vllm.host import LoopThread
-from verl.engine.rollout.vllm.live import ended_at_seam
+from verl.engine.rollout.vllm.launch import LoopThread
+from verl.engine.rollout.vllm.requests import Live, ended_at_seam
 
 
 @pytest.fixture
@@ -70,5 +70,17 @@ def test_a_transfer_may_take_longer_than_a_call(host: LoopThread, monkeypatch: p
         await asyncio.sleep(0.3)
         return [{}]
 
-    monkeypatch.setattr(loading, "RPC_TIMEOUT", 0.05)
-    loading.Loading(host, rpc, [""], 4096, print).from_channel([("c", 0)], 1, 10.0, False)
+    monkeypatch.setattr(weights, "RPC_TIMEOUT", 0.05)
+    weights.WorkerChannel(host, rpc, [""], 4096, print).receive([("c", 0)], 1, 10.0, "")
+
+
+@pytest.mark.parametrize("log_probs", [None, [-1.0], [-1.0, -2.0, -3.0]])
+def test_log_probs_are_the_sampled_tokens_and_not_fewer(log_probs: list[float] | None) -> None:
+    rows = SimpleNamespace(logprobs=log_probs or [])
+    response = SimpleNamespace(token_ids=[5, 9, 5], logprobs=rows, finish_reason="length")
+    output = SimpleNamespace(outputs=[response])
+    if log_probs is not None and len(log_probs) == 3:
+        assert Live("a", [1], [0]).completion(output).log_probs.tolist() == log_probs
+    else:
+        with pytest.raises(RuntimeError, match="log-probs for 3 tokens"):
+            Live("a", [1], [0]).completion(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from verl.engine.rollout.base import SamplingParams
-from verl.engine.rollout.vllm.host import LoopThread
-from verl.engine.rollout.vllm.loading import Loading
-from verl.engine.rollout.vllm_engine import VLLMEngine
+from verl.engine.rollout.vllm import launch
+from verl.engine.rollout.vllm.engine import VLLMEngine
+from verl.engine.rollout.vllm.launch import LoopThread
+from verl.engine.rollout.vllm.weights import WorkerChannel
 from verl.weight_sync.shared_memory import BucketSender, receive
 
 BOTH = {"weights", "kv_cache"}
@@ -44,8 +46,6 @@ class Sleeper:
         self.good = self.good or ("weights" in woken and self.kept)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "verl_checksums":
-            return [{}]
         assert method == "verl_load_weights" and "weights" in self.awake, "there is no memory to load into"
         self.calls.append(f"load beside {'a cache' if 'kv_cache' in self.awake else 'the trainer'}")
         (place,), version, timeout, _ = args
@@ -53,7 +53,7 @@ class Sleeper:
             lambda: [n for n, _ in receive(*place, timeout=timeout, version=version)]
         )
         self.arrived, self.good = names, True
-        return [{"weights": len(names), "bytes": 0}]
+        return [{}]
 
     async def add_lora(self, request: Any) -> bool:
         assert self.good and "weights" in self.awake, "an adapter is added to a base"
@@ -69,7 +69,7 @@ class Sleeper:
         yield SimpleNamespace(
             outputs=[
                 SimpleNamespace(
-                    token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-0.5)}], finish_reason="stop"
+                    token_ids=[5], logprobs=SimpleNamespace(logprobs=[-0.5]), finish_reason="stop"
                 )
             ],
             num_cached_tokens=0,
@@ -80,23 +80,18 @@ class Sleeper:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """engine(load_format, free=True) → (our engine around a stand-in, the stand-in)."""
     hosts: list[LoopThread] = []
+    monkeypatch.setattr(launch, "request_parameters", lambda arguments: None)
+    monkeypatch.setattr(launch, "lora_requests", lambda path: (None, None))
 
     def engine(load_format: str, *, free: bool = True, adapter: Any = None) -> tuple[VLLMEngine, Sleeper]:
         one, stand_in = VLLMEngine.__new__(VLLMEngine), Sleeper(good=load_format != "dummy")
         hosts.append(LoopThread("test-vllm"))
         values: dict[str, Any] = {
             "_settings": SimpleNamespace(
-                free_cache_engine=free,
                 load_format=load_format,
                 skip_tokenizer_init=True,
             ),
-            "_api": SimpleNamespace(
-                sleeps=True,
-                final_only="final",
-                sampling_arguments=frozenset(),
-                sampling_params=lambda **_: None,
-                lora_requests=lambda path: (SimpleNamespace(lora_int_id=1), None),
-            ),
+            "_sleeps": free,
             "_host": hosts[-1],
             "_engine": stand_in,
             "_adapter": adapter,
@@ -108,7 +103,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_asleep": False,
             "_weights_gone": False,
             "_broken": "",
-            "_loading": Loading(hosts[-1], stand_in.collective_rpc, [""], 4096, print),
+            "_channel": WorkerChannel(hosts[-1], stand_in.collective_rpc, [""], 4096, print),
             "_max_model_len": 32,
             "_counters": SimpleNamespace(begin=lambda: None, end=lambda *_: None),
         }
@@ -132,12 +127,12 @@ def sample(engine: VLLMEngine) -> None:
 def test_weights_that_were_given_up_come_back_before_the_cache(made: Any) -> None:
     """Trainer and both memories of the sampler never have to fit on the device together."""
     engine, vllm = made("dummy")
-    engine.push_weights(WEIGHTS, 0)
+    engine.load_weights(WEIGHTS, 0)
     for version in (1, 2):
         sample(engine)
         engine.sleep()
         assert not vllm.awake
-        engine.push_weights(WEIGHTS, version)
+        engine.load_weights(WEIGHTS, version)
         assert vllm.awake == {"weights"} and vllm.arrived == ["a", "b"]
         with pytest.raises(RuntimeError, match="asleep"):
             sample(engine)
@@ -161,7 +156,7 @@ def test_a_channel_is_read_asleep_too(made: Any) -> None:
 async def _together(sender: BucketSender, engine: VLLMEngine) -> Any:
     sending = asyncio.to_thread(sender.send, WEIGHTS, 3)
     places = [("verl-test-sleep", 0)]
-    receiving = asyncio.to_thread(engine.receive_weights, places, 3, timeout=20.0, verify=False)
+    receiving = asyncio.to_thread(engine.receive_weights, places, 3, timeout=20.0)
     return (await asyncio.gather(sending, receiving))[0]
 
 
@@ -169,7 +164,7 @@ def test_woken_without_new_weights_it_refuses_at_level_two_and_goes_on_at_level_
     for load_format, goes_on in (("dummy", False), ("auto", True)):
         engine, vllm = made(load_format)
         if load_format == "dummy":
-            engine.push_weights(WEIGHTS, 0)
+            engine.load_weights(WEIGHTS, 0)
         engine.sleep()
         engine.sleep()
         engine.wake()
@@ -184,12 +179,12 @@ def test_woken_without_new_weights_it_refuses_at_level_two_and_goes_on_at_level_
 
 def test_an_adapter_is_added_to_the_base_that_was_kept(made: Any, tmp_path: Any) -> None:
     class Folder:
-        def write(self, weights: Any, version: int, dtype: Any) -> tuple[Any, int]:
-            return tmp_path, len(list(weights))
+        def write(self, weights: Any, version: int, dtype: Any) -> Any:
+            return tmp_path if list(weights) else None
 
     engine, vllm = made("auto", adapter=Folder())
     engine.sleep()
-    engine.push_weights(WEIGHTS, 1)
+    engine.load_weights(WEIGHTS, 1)
     engine.wake()
     sample(engine)
     assert vllm.calls == ["sleep 1", "wake weights", "adapter", "wake kv_cache", "generate"]
@@ -198,7 +193,7 @@ def test_an_adapter_is_added_to_the_base_that_was_kept(made: Any, tmp_path: Any)
 def test_without_free_cache_engine_nothing_of_vllm_sleeps(made: Any) -> None:
     engine, vllm = made("auto", free=False)
     engine.sleep()
-    engine.push_weights(WEIGHTS, 1)
+    engine.load_weights(WEIGHTS, 1)
     engine.wake()
     sample(engine)
     assert vllm.calls == ["load beside a cache", "generate"]
@@ -217,17 +212,13 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
 
     parts = SimpleNamespace(
         loop=SimpleNamespace(run=lambda value: value),
+        phases=lambda name: contextlib.nullcontext(),
         rollouts=SimpleNamespace(pause=note("pause"), resume=note("resume")),
-        weight_sync=SimpleNamespace(push=note("push", RESULT)),
-        sampler=SimpleNamespace(wake=note("wake")),
+        workers=SimpleNamespace(weight_sync=SimpleNamespace(push=note("push", RESULT))),
     )
-    for rests, order in ((True, ["pause", "push", "wake", "resume"]), (False, ["pause", "push", "resume"])):
-        trainer = PPOTrainer.__new__(PPOTrainer)
-        rollout = SimpleNamespace(free_cache_engine=True, nnodes=0 if rests else 1)
-        trainer.parts = parts  # type: ignore[assignment]
-        trainer.config = SimpleNamespace(  # type: ignore[assignment]
-            trainer=SimpleNamespace(max_staleness=0, verify_weight_sync=False),
-            actor_rollout_ref=SimpleNamespace(rollout=rollout),
-        )
-        calls.clear()
-        assert trainer._push(1) is RESULT and calls == order
+    trainer = PPOTrainer.__new__(PPOTrainer)
+    trainer.parts = parts  # type: ignore[assignment]
+    trainer.colocation = SimpleNamespace(to_sampling=note("wake"))  # type: ignore[assignment]
+    settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False)
+    trainer.config = SimpleNamespace(trainer=settings)  # type: ignore[assignment]
+    assert trainer._push(1) is RESULT and calls == ["pause", "push", "wake", "resume"]

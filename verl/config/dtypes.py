@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 
 FLOATS = {
@@ -14,9 +15,6 @@ FLOATS = {
     "half": "float16",
 }
 
-SAMPLED = {"native": ("float32", "bfloat16"), "vllm": ("float32", "bfloat16", "float16")}
-"""What each sampler computes in."""
-
 
 def float_name(name: object) -> str | None:
     """torch's name of a type under any of its names ("bf16", "torch.bfloat16"); None for a name that is none."""
@@ -26,11 +24,12 @@ def float_name(name: object) -> str | None:
 def sampler_dtype(engine: str, wanted: str | None, trainer: str) -> str:
     """rollout.dtype under torch's name, or the trainer's. UserError for one in which the engine does not compute."""
     name = float_name(wanted or trainer)
-    if name is None or name not in SAMPLED[engine]:
+    if name is None or name not in CAPABILITIES[engine].dtypes:
         raise UserError(f"actor_rollout_ref.rollout.dtype={wanted}: {not_sampled(engine)}")
     return name
 
 
 def not_sampled(engine: str) -> str:
     """What to say of a type that an engine does not have."""
-    return f"the {engine} engine computes in {' or '.join(SAMPLED[engine])}; set one, or leave it null for the trainer's"
+    known = " or ".join(CAPABILITIES[engine].dtypes)
+    return f"the {engine} engine computes in {known}; set one, or leave it null for the trainer's"

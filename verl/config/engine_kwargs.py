@@ -23,9 +23,6 @@ OURS: dict[str, str] = {
 }
 """vLLM's argument → the key under `rollout.` that sets it."""
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM sets room aside for; any other is rounded up."""
-
 FIXED: dict[str, str] = {
     "model": "actor_rollout_ref.model.path names it",
     "tokenizer": "data.tokenizer names it",

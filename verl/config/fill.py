@@ -14,9 +14,10 @@ from verl.config import devices as machine
 from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
-from verl.config.names import ENGINES, STALENESS_LIMIT, STALENESS_MODE
+from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
 from verl.config.problems import Problem
 from verl.config.resolve import Resolver
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
 
 _MISSING = object()
@@ -226,7 +227,7 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
 def _rollout(rollout: Any) -> None:
     """The engine of this release, and the longest sequence."""
     if rollout.name == "auto":
-        rollout.name = ENGINES[0]
+        rollout.name = RELEASED[0]
     if rollout.max_model_len is None:
         rollout.max_model_len = rollout.prompt_length + rollout.response_length
 

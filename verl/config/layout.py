@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.rollout_engines import CAPABILITIES
+
 _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
 MODEL_KEYS = (*_COUNTS, "layer_types")
@@ -95,7 +97,7 @@ def model_problems(sizes: Sizes, model: Mapping[str, Any]) -> Iterator[tuple[str
 
 def sampler_devices(rollout: Any) -> int:
     """Devices of one sampler."""
-    return 1 if rollout.name == "native" else rollout.tensor_model_parallel_size or 1
+    return (rollout.tensor_model_parallel_size or 1) if CAPABILITIES[rollout.name].tensor_parallel else 1
 
 
 def samplers_per_node(config: Any) -> int:

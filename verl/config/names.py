@@ -244,7 +244,6 @@ FEATURES: dict[str, Absent] = {
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
-ENGINES = ("native", "vllm")
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")

@@ -17,6 +17,7 @@ from typing import Any
 from verl.config import names
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
+from verl.config.rollout_engines import RELEASED
 from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
 
@@ -213,7 +214,7 @@ def _other_names() -> Iterator[str]:
     refused += [(key, *absent) for key, absent in names.FEATURES.items()]
     here = (
         f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
-        f"registered ones); engines: {', '.join(names.ENGINES)}; strategies: {', '.join(names.STRATEGIES)}."
+        f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(names.STRATEGIES)}."
     )
     yield _table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"
 

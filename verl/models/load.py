@@ -163,6 +163,15 @@ def _differs(module: PreTrainedModel, config: Any) -> str:
     return ""
 
 
+def end_token_ids(*sources: Any) -> list[int]:
+    """Every id that ends a response: of a generation config, a model's config and a tokenizer, any of which may be None."""
+    found: list[int] = []
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
+    return sorted(set(found))
+
+
 def checkpoint_layers(module: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers that can be recomputed one by one."""
     from transformers.modeling_layers import GradientCheckpointingLayer

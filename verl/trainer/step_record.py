@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.agreement import first_step_disagreement
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.importance import parse_correction
 from verl.tracking.mfu import step_mfu
@@ -37,6 +38,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._config, self._parts, self._schedule = config, parts, schedule
+        self._first = True
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
@@ -109,6 +111,9 @@ class StepRecord:
     def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
         """TooManyRefused and DisagreementError at their limits. After the step is logged, so that its record is there."""
         self._refused.check()
+        first, self._first = self._first, False
+        if first and (said := first_step_disagreement(metrics, self._config)):
+            raise DisagreementError(f"step {step}: {said}")
         limit = self._config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")
         if limit is not None and worst is not None and worst > limit:

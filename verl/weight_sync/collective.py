@@ -12,8 +12,9 @@ through one buffer on the device). While a relay's samplers load a bucket, the n
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +34,7 @@ from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
 if TYPE_CHECKING:
     from verl.platform import Platform
 
-_BUCKET, _DONE, _FAILED = 0, 1, 2
+_BEGIN, _BUCKET, _DONE, _FAILED = range(4)
 _TEXT = 1024
 
 
@@ -105,13 +106,27 @@ class WeightGroup:
             self._group = _process_group(backend, store, rank, size, limit, own)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's contiguous tensor to everybody, in place. WeightSyncError if a rank is gone or too late."""
+        """Rank 0's contiguous tensor to all ranks, in place. WeightSyncError if a rank is gone or too late."""
         if not tensor.numel():
             return
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with _named(f"broadcast to {self.size - 1} relays, seen by rank {self.rank}"):
             self._group.broadcast([tensor], options).wait()
+
+    def announce(self, kind: int, text: bytes = b"", used: int = 0) -> None:
+        """Rank 0 says what comes: a kind, a text, and how many bytes of a bucket follow."""
+        self.broadcast(torch.tensor([kind, len(text), used], dtype=torch.int64, device=self.device))
+        self.broadcast(_text(text, len(text), self.device))
+
+    def hear(self) -> tuple[int, bytes, int]:
+        """What rank 0 announces."""
+        numbers = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self.broadcast(numbers)
+        kind, length, used = map(int, numbers.tolist())
+        text = torch.empty(length, dtype=torch.uint8, device=self.device)
+        self.broadcast(text)
+        return kind, bytes(text.cpu().numpy()), used
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, by rank."""
@@ -145,12 +160,10 @@ def _process_group(
             f"weight sync: torch here has no collectives named {backend!r}: install the device's torch package, or set "
             "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
         )
-    if plugin.extended_api:
-        common = dist.distributed_c10d._DistributedBackendOptions()
-        common.store, common.group_rank, common.group_size, common.timeout = store, rank, size, limit
-        common.group_id, common.global_ranks_in_group = "weights", list(range(size))
-        return plugin.creator_fn(common, None)
-    return plugin.creator_fn(store, rank, size, limit)
+    common = dist.distributed_c10d._DistributedBackendOptions()
+    common.store, common.group_rank, common.group_size, common.timeout = store, rank, size, limit
+    common.group_id, common.global_ranks_in_group = "weights", list(range(size))
+    return plugin.creator_fn(common, None)
 
 
 @contextmanager
@@ -182,18 +195,20 @@ def broadcast(
     """
     started = time.monotonic()
     size = buckets.bucket_size(bucket_bytes)
-    sink = _Broadcast(group, size, version)
+    sink = _Broadcast(group)
     try:
+        group.announce(_BEGIN, json.dumps([version, size]).encode())
         with _local(channel, readers, expected, size, version, timeout) as local:
-            sink.share(local)
+            sink.host = _Host(group, size, local)
             moved = Copier(sink, dtype, size, threaded=group.on_host).run(weights)
-            sink.end()
+            sink.end(_DONE)
             if local is not None:
                 local.finish()
     except BaseException as error:
-        sink.fail(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(WeightSyncError):  # what came first is raised
-            _agree(group, f"{type(error).__name__}: {error}")
+            sink.end(_FAILED, reason)
+            _agree(group, reason)
         raise
     _agree(group, "")
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
@@ -214,11 +229,22 @@ def relay(
     WeightSyncError with its name. `bytes` counts the gaps between tensors too.
     """
     started = time.monotonic()
-    version, size, _ = _receive_numbers(group)
+    version, size = json.loads(group.hear()[1])
     error, moved = "", 0
     try:
-        where = (channel, readers, expected, size, version, timeout)
-        moved = _Relay(group, size).run(lambda: _local(*where))
+        with (
+            _Incoming(group, size) as incoming,
+            _local(channel, readers, expected, size, version, timeout) as local,
+        ):
+            host = _Host(group, size, local)
+            for header, used in incoming.announced():
+                room = host.room()
+                host.reserve(used)
+                incoming.receive(room)
+                host.publish(header, used)
+                moved += used
+            if local is not None:
+                local.finish()
     except Exception as caught:  # told to every rank, and raised here by _agree
         error = str(caught) if isinstance(caught, WeightSyncError) else f"{type(caught).__name__}: {caught}"
     _agree(group, error)
@@ -233,140 +259,102 @@ def _local(
     return SharedMemorySink(channel, readers, size, version, timeout=timeout, expected=expected)
 
 
-class _Broadcast(buckets.Sink):
-    """Buckets to the relays, and to a local sink, whose memory they are sent from where that is possible."""
+class _Host(buckets.Sink):
+    """Buckets on one host: in the memory that its readers read, or in a buffer of the device that is copied there."""
 
-    def __init__(self, group: WeightGroup, size: int, version: int):
-        self._group, self._size = group, size
-        self._local: SharedMemorySink | None = None
-        self._buffer: torch.Tensor | None = None
-        self._room: torch.Tensor | None = None
-        self._open = True
-        _send_numbers(group, version, size, 0)
-
-    def share(self, local: SharedMemorySink | None) -> None:
-        """Feed `local` too."""
-        self._local = local
-        if local is None or not self._group.on_host:
-            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._group.device)
+    def __init__(self, group: WeightGroup, size: int, local: SharedMemorySink | None):
+        self._local, self._direct = local, local is not None and group.on_host
+        self._buffer = None if self._direct else torch.empty(size, dtype=torch.uint8, device=group.device)
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
-        self._room = self._local.room() if self._local is not None and self._buffer is None else self._buffer
-        assert self._room is not None
+        if self._buffer is not None:
+            return self._buffer
+        assert self._local is not None
+        return self._local.room()
+
+    def reserve(self, upto: int) -> None:
+        """See Sink.reserve."""
+        if self._direct and self._local is not None:
+            self._local.reserve(upto)
+
+    def publish(self, header: bytes, used: int) -> None:
+        """See Sink.publish."""
+        if self._local is None:
+            return
+        if self._buffer is not None:
+            room = self._local.room()
+            self._local.reserve(used)
+            room[:used].copy_(self._buffer[:used])
+        self._local.publish(header, used)
+
+
+class _Broadcast(buckets.Sink):
+    """Rank 0's side: buckets of this host to the relays, then to its readers."""
+
+    host: _Host
+
+    def __init__(self, group: WeightGroup):
+        self._group = group
+        self._open = True
+
+    def room(self) -> torch.Tensor:
+        """See Sink.room."""
+        self._room = self.host.room()
         return self._room
 
     def reserve(self, upto: int) -> None:
         """See Sink.reserve."""
-        if self._local is not None and self._buffer is None:
-            self._local.reserve(upto)
+        self.host.reserve(upto)
 
     def publish(self, header: bytes, used: int) -> None:
-        """See Sink.publish. Samplers of this host get the bucket when the relays have it."""
-        assert self._room is not None
-        self._open = (
-            False  # an error in the middle leaves the relays with half a bucket: nothing more can be said
-        )
-        _send_numbers(self._group, _BUCKET, len(header), used)
-        self._group.broadcast(_text(header, len(header), self._group.device))
+        """See Sink.publish. Readers of this host get the bucket when the relays have it."""
+        # An error in the middle leaves the relays with half a bucket: nothing more can be said.
+        self._open = False
+        self._group.announce(_BUCKET, header, used)
         self._group.broadcast(self._room[:used])
         self._open = True
-        if self._local is not None:
-            if self._buffer is not None:
-                _copy(self._buffer[:used], self._local)
-            self._local.publish(header, used)
+        self.host.publish(header, used)
 
-    def end(self) -> None:
-        """No more buckets."""
-        self._open = False
-        _send_numbers(self._group, _DONE, 0, 0)
-
-    def fail(self, reason: str) -> None:
-        """No more buckets, because of `reason`."""
+    def end(self, kind: int, reason: str = "") -> None:
+        """No more buckets: all are sent, or something failed because of `reason`."""
         if self._open:
-            text = reason.encode()[:_TEXT]
-            with contextlib.suppress(WeightSyncError):  # the group broke; the caller raises what came first
-                _send_numbers(self._group, _FAILED, len(text), 0)
-                self._group.broadcast(_text(text, len(text), self._group.device))
+            self._open = False
+            self._group.announce(kind, reason.encode()[:_TEXT])
 
 
-def _copy(data: torch.Tensor, local: SharedMemorySink) -> None:
-    room = local.room()
-    local.reserve(data.numel())
-    room[: data.numel()].copy_(data)
-
-
-class _Relay:
-    """Receives one transfer to its end, even when the host's readers fail on the way."""
+class _Incoming:
+    """Rank 0's buckets, as a relay receives them. As a context: to the end, even when the host's readers fail on the way."""
 
     def __init__(self, group: WeightGroup, size: int):
         self._group, self._size = group, size
-        self._scratch: torch.Tensor | None = None
-        self._ended = False
+        self._pending, self._ended = 0, False
 
-    def run(self, open_local: Callable[[], AbstractContextManager[SharedMemorySink | None]]) -> int:
-        """Bytes received. Raises what the host's side or the sender raised, after the last bucket."""
-        try:
-            with open_local() as local:
-                moved = sum(self._to(local, header, used) for header, used in self._announced())
-                if local is not None:
-                    local.finish()
-            return moved
-        except Exception:
-            if not self._ended:
-                for _, used in self._announced():
-                    self._group.broadcast(self._spare()[:used])
-            raise
+    def __enter__(self) -> _Incoming:
+        return self
 
-    def _announced(self) -> Iterator[tuple[bytes, int]]:
-        """(header, bytes) of each bucket that comes next; its bytes are to be received by the caller."""
-        group = self._group
-        while True:
-            kind, length, used = _receive_numbers(group)
-            text = torch.empty(length, dtype=torch.uint8, device=group.device)
-            group.broadcast(text)
-            if kind != _BUCKET:
-                self._ended = True
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not self._ended:
+            scratch = torch.empty(self._size, dtype=torch.uint8, device=self._group.device)
+            self.receive(scratch)
+            for _ in self.announced():
+                self.receive(scratch)
+
+    def announced(self) -> Iterator[tuple[bytes, int]]:
+        """(header, bytes) of each bucket that comes next; `receive` it before the next."""
+        while not self._ended:
+            kind, text, self._pending = self._group.hear()
+            self._ended = kind != _BUCKET
             if kind == _FAILED:
-                reason = bytes(text.cpu().numpy()).decode(errors="replace")
+                reason = text.decode(errors="replace")
                 raise WeightSyncError(f"weight sync: the sender of the broadcast failed: {reason}")
-            if kind == _DONE:
-                return
-            yield bytes(text.cpu().numpy()), used
+            if kind == _BUCKET:
+                yield text, self._pending
 
-    def _to(self, local: SharedMemorySink | None, header: bytes, used: int) -> int:
-        """Receive an announced bucket and hand it on."""
-        room: torch.Tensor | None = None
-        try:
-            if local is not None and self._group.on_host:
-                room = local.room()
-                local.reserve(used)
-        except Exception:
-            self._group.broadcast(self._spare()[:used])
-            raise
-        target = room if room is not None else self._spare()
-        self._group.broadcast(target[:used])
-        if local is not None:
-            if room is None:
-                _copy(target[:used], local)
-            local.publish(header, used)
-        return used
-
-    def _spare(self) -> torch.Tensor:
-        if self._scratch is None:
-            self._scratch = torch.empty(self._size, dtype=torch.uint8, device=self._group.device)
-        return self._scratch
-
-
-def _send_numbers(group: WeightGroup, *numbers: int) -> None:
-    group.broadcast(torch.tensor(numbers, dtype=torch.int64, device=group.device))
-
-
-def _receive_numbers(group: WeightGroup) -> tuple[int, int, int]:
-    numbers = torch.zeros(3, dtype=torch.int64, device=group.device)
-    group.broadcast(numbers)
-    first, second, third = numbers.tolist()
-    return int(first), int(second), int(third)
+    def receive(self, room: torch.Tensor) -> None:
+        """The bytes that were announced and have not been received."""
+        used, self._pending = self._pending, 0
+        self._group.broadcast(room[:used])
 
 
 def _text(text: bytes, size: int, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -20,81 +21,58 @@ class Copier:
 
     def __init__(self, sink: buckets.Sink, dtype: torch.dtype | None, budget: int, *, threaded: bool = True):
         self._sink, self._dtype, self._budget, self._threaded = sink, dtype, budget, threaded
-        self._queue: deque[tuple[str, torch.Tensor]] = deque()
+        self._queue: deque[tuple[str, torch.Tensor] | None] = deque()  # None: no more
         self._waiting_bytes = 0
-        self._ended = False
         self._changed = threading.Condition()
-        self._moved = 0
-        self._error: BaseException | None = None
 
     def run(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Pack all weights; returns their bytes. Raises what packing raised, after `weights` is used up."""
         if not self._threaded:
-            return self._inline(weights)
-        thread = threading.Thread(target=self._pack, name="weight-sync-copy", daemon=True)
-        thread.start()
+            return self._inline(iter(weights))
+        with ThreadPoolExecutor(1, "weight-sync-copy") as pool:
+            packing = pool.submit(buckets.pack, self._take(), self._sink, dtype=self._dtype)
+            packing.add_done_callback(self._notify)
+            try:
+                for item in weights:
+                    self._put(packing, item)
+            finally:
+                with self._changed:
+                    self._queue.append(None)
+                    self._changed.notify_all()
+        return packing.result()
+
+    def _inline(self, weights: Iterator[tuple[str, torch.Tensor]]) -> int:
         try:
-            for name, tensor in weights:
-                self._put(name, tensor)
-        except BaseException:
-            with self._changed:
-                self._queue.clear()
-                self._error = self._error or _Stopped()
-            raise
+            return buckets.pack(weights, self._sink, dtype=self._dtype)
         finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-            thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._moved
-
-    def _inline(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
-        rest = iter(weights)
-        try:
-            return buckets.pack(rest, self._sink, dtype=self._dtype)
-        except Exception:
-            for _ in rest:
+            for _ in weights:  # after a failure
                 pass
-            raise
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
+    def _notify(self, packing: Future[int]) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None or not self._queue or self._waiting_bytes + size <= self._budget
-                )
-            )
-            if self._error is None:
-                self._queue.append((name, tensor))
-                self._waiting_bytes += size
-                self._changed.notify_all()
+            self._changed.notify_all()
 
-    def _pack(self) -> None:
-        try:
-            self._moved = buckets.pack(self._take(), self._sink, dtype=self._dtype)
-        except BaseException as error:  # carried to the caller's thread
-            with self._changed:
-                self._error = self._error or error
-                self._queue.clear()
+    def _put(self, packing: Future[int], item: tuple[str, torch.Tensor]) -> None:
+        size = item[1].numel() * item[1].element_size()
+
+        def room() -> bool:
+            return packing.done() or not self._queue or self._waiting_bytes + size <= self._budget
+
+        with self._changed:
+            self._changed.wait_for(room)
+            if not packing.done():
+                self._queue.append(item)
+                self._waiting_bytes += size
                 self._changed.notify_all()
 
     def _take(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._ended)
-                if self._error is not None:
-                    raise self._error
-                if not self._queue:
+                self._changed.wait_for(lambda: bool(self._queue))
+                item = self._queue.popleft()
+                if item is None:
                     return
-                name, tensor = self._queue.popleft()
-                self._waiting_bytes -= tensor.numel() * tensor.element_size()
+                self._waiting_bytes -= item[1].numel() * item[1].element_size()
                 self._changed.notify_all()
-            yield name, tensor
-            del tensor
-
-
-class _Stopped(Exception):
-    """The caller's iterator raised; the thread only has to end."""
+            yield item
+            del item

@@ -11,6 +11,7 @@ and not a signal. Waiting is polling of counters: no sockets, no locks that a ki
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -21,28 +22,47 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from verl.platform.processes import alive, namespace, process_start_time
 from verl.weight_sync.base import WeightSyncError
 from verl.weight_sync.buckets import HEADER_BYTES, bucket_size
 
-_MAGIC = 0x7665726C77310001
+_MAGIC = 0x7665726C77310002
 _PAGE = 4096
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# int64 fields of the control page
-_PID, _BORN, _READERS, _BUCKET, _VERSION, _STATUS, _PRODUCED = range(1, 8)
-_SIZES = 8  # header and used bytes of bucket 0, then of bucket 1
-_ON_DEVICE = 12  # buckets carry handles of device memory
-_REASON = 128  # first byte of the sender's failure text
-_REASON_BYTES = 1024
-_READER = 1280  # first byte of the readers' fields, 32 bytes each
-_R_PID, _R_BORN, _R_TAKEN, _R_STATUS = range(4)
 RUNNING, DONE, FAILED = 1, 2, 3
 """Status of a side; 0: not there yet."""
 
+
+def _integers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class Control(ctypes.Structure):
+    """The control page. pid, start: of the sender; readers: how many each bucket has; bucket: bytes of one; status: of the
+    sender; produced: buckets published so far; on_device: buckets carry handles of device memory; header, used: bytes of
+    the two buckets; reason: why the sender failed."""
+
+    _fields_ = [
+        *_integers(
+            "magic", "pid", "start", "readers", "bucket", "version", "status", "produced", "on_device"
+        ),
+        ("header", ctypes.c_int64 * 2),
+        ("used", ctypes.c_int64 * 2),
+        ("reason", ctypes.c_char * 1024),
+    ]
+
+
+class Reader(ctypes.Structure):
+    """A reader's own fields: its process, buckets taken, status."""
+
+    _fields_ = _integers("pid", "start", "taken", "status")
+
+
+_READERS = -(-ctypes.sizeof(Control) // 64) * 64  # first byte of the readers' fields
 _STEP = 1 << 24  # memory is reserved at least so many bytes at a time
 _PATIENCE = 0.1  # seconds between looks at whether the other side lives
 
@@ -90,15 +110,17 @@ def _fence() -> None:
 
 
 class SharedMemoryBlock:
-    """A mapped segment. Use `create` on the writing side, `open` on the reading one."""
+    """A mapped segment; `control` and `readers` are its fields. Use `create` on the writing side, `open` on the reading one."""
 
-    def __init__(self, path: Path, fd: int, size: int):
+    def __init__(self, path: Path, fd: int, size: int, readers: int = 0):
         self.path = path
         self._fd = fd
         self._inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, size)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._fields = np.frombuffer(self._map, np.int64, _REASON // 8)
+        self.control: Any = Control.from_buffer(self._map)
+        count = self.control.readers if self.control.magic == _MAGIC else readers
+        self.readers: Any = (Reader * count).from_buffer(self._map, _READERS)
         self._reserved = [0, 0]
 
     @classmethod
@@ -109,30 +131,25 @@ class SharedMemoryBlock:
         path = path_of(channel)
         old = cls.open(path)
         if old is not None:
-            pid, lives = old.sender, old.sender_alive()
+            pid, lives = old.control.pid, old.sender_alive()
             if not lives:
                 old.remove()
             old.close()
             if lives:
                 raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
-        control = -(-(_READER + 32 * readers) // _PAGE) * _PAGE
-        size = control + 2 * (HEADER_BYTES + bucket)
+        page = -(-(_READERS + ctypes.sizeof(Reader) * readers) // _PAGE) * _PAGE
         hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         fd = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_FOLLOW, 0o600)
         try:
+            size = page + 2 * (HEADER_BYTES + bucket)
             os.ftruncate(fd, size)
-            _reserve(fd, 0, control)
-            segment = cls(path, fd, size)
-            fields = segment._fields
-            fields[[_PID, _BORN, _READERS, _BUCKET]] = (
-                os.getpid(),
-                process_start_time(os.getpid()),
-                readers,
-                bucket,
-            )
-            fields[[_VERSION, _STATUS, _ON_DEVICE]] = version, RUNNING, on_device
-            fields[0] = _MAGIC
+            _reserve(fd, 0, page)
+            segment = cls(path, fd, size, readers)
+            control = segment.control
+            control.pid, control.start = os.getpid(), process_start_time(os.getpid())
+            control.readers, control.bucket, control.version = readers, bucket, version
+            control.status, control.on_device, control.magic = RUNNING, on_device, _MAGIC
             os.link(hidden, path)
         except FileExistsError:
             raise WeightSyncError(
@@ -159,7 +176,7 @@ class SharedMemoryBlock:
                 f"weight sync: {path} is not a segment that only this user can read; find out who made it, remove it"
             )
         segment = cls(path, fd, info.st_size)
-        if segment._fields[0] != _MAGIC:
+        if segment.control.magic != _MAGIC:
             segment.close()
             raise WeightSyncError(
                 f"weight sync: {path} was written by another version of verl; install the same on both sides, or remove it"
@@ -168,53 +185,18 @@ class SharedMemoryBlock:
 
     # ---- both sides
 
-    @property
-    def sender(self) -> int:
-        """Process id of the writing side."""
-        return int(self._fields[_PID])
-
-    @property
-    def readers(self) -> int:
-        """How many readers each bucket has."""
-        return int(self._fields[_READERS])
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that are sent."""
-        return int(self._fields[_VERSION])
-
-    @property
-    def on_device(self) -> bool:
-        """Buckets carry handles instead of bytes."""
-        return bool(self._fields[_ON_DEVICE])
-
-    @property
-    def produced(self) -> int:
-        """Buckets published so far."""
-        return int(self._fields[_PRODUCED])
-
-    @property
-    def status(self) -> int:
-        """Of the sender."""
-        return int(self._fields[_STATUS])
-
     def sender_alive(self) -> bool:
         """The writing process runs."""
-        return alive(self.sender, int(self._fields[_BORN]))
-
-    def reader(self, number: int) -> np.ndarray:
-        """int64 [4]: process id, its birth, buckets taken, status."""
-        return np.frombuffer(self._map, np.int64, 4, _READER + 32 * number)
+        return alive(self.control.pid, self.control.start)
 
     def reader_alive(self, number: int) -> bool:
         """The reader's process runs (or it has not come yet)."""
-        entry = self.reader(number)
-        return entry[_R_STATUS] == 0 or alive(int(entry[_R_PID]), int(entry[_R_BORN]))
+        entry = self.readers[number]
+        return entry.status == 0 or alive(entry.pid, entry.start)
 
     def _at(self, number: int) -> int:
         """First byte of the header of bucket `number`."""
-        slot = HEADER_BYTES + int(self._fields[_BUCKET])
-        return len(self._map) - (2 - number % 2) * slot
+        return len(self._map) - (2 - number % 2) * (HEADER_BYTES + self.control.bucket)
 
     def remove(self) -> None:
         """Remove the file if it is still this segment."""
@@ -227,7 +209,7 @@ class SharedMemoryBlock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            del self._fields, self.bytes
+            del self.control, self.readers, self.bytes
             with contextlib.suppress(BufferError):
                 self._map.close()
 
@@ -235,15 +217,15 @@ class SharedMemoryBlock:
 
     def room(self, number: int) -> torch.Tensor:
         """Bucket `number` to write to, uint8 [bucket bytes]; `reserve` before writing."""
-        at, bucket = self._at(number), int(self._fields[_BUCKET])
-        return self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + bucket]
+        start = self._at(number) + HEADER_BYTES
+        return self.bytes[start : start + self.control.bucket]
 
     def reserve(self, number: int, upto: int) -> None:
         """Make sure that bytes below `upto` of bucket `number` have memory. WeightSyncError if there is none left."""
         have = self._reserved[number % 2]
         wanted = HEADER_BYTES + upto
         if wanted > have:
-            more = min(max(wanted, have + _STEP), HEADER_BYTES + int(self._fields[_BUCKET]))
+            more = min(max(wanted, have + _STEP), HEADER_BYTES + self.control.bucket)
             _reserve(self._fd, self._at(number) + have, more - have)
             self._reserved[number % 2] = more
 
@@ -252,57 +234,45 @@ class SharedMemoryBlock:
         self.reserve(number, 0)
         at = self._at(number)
         self._map[at : at + len(header)] = header
-        self._fields[[_SIZES + 2 * (number % 2), _SIZES + 2 * (number % 2) + 1]] = len(header), used
+        self.control.header[number % 2], self.control.used[number % 2] = len(header), used
         _fence()
-        self._fields[_PRODUCED] = number + 1
+        self.control.produced = number + 1
 
     def finish(self, reason: str | None = None) -> None:
         """No more buckets come; `reason` says why if that is a failure."""
-        text = (reason or "").encode()[: _REASON_BYTES - 1]
-        self._map[_REASON : _REASON + len(text) + 1] = text + b"\0"
+        self.control.reason = (reason or "").encode()[:1023]
         _fence()
-        self._fields[_STATUS] = DONE if reason is None else FAILED
+        self.control.status = DONE if reason is None else FAILED
 
     # ---- reading
 
     def attach(self, number: int) -> bool:
         """Become reader `number`; False if that one was here in this transfer already."""
-        entry = self.reader(number)
-        if entry[_R_STATUS] != 0:
+        entry = self.readers[number]
+        if entry.status != 0:
             return False
-        entry[[_R_PID, _R_BORN]] = os.getpid(), process_start_time(os.getpid())
+        entry.pid, entry.start = os.getpid(), process_start_time(os.getpid())
         _fence()
-        entry[_R_STATUS] = RUNNING
+        entry.status = RUNNING
         return True
 
     def bucket(self, number: int) -> tuple[bytes, torch.Tensor]:
         """Header and bytes of published bucket `number`, a view until `taken`."""
         _fence()
-        at = self._at(number)
-        header, used = self._fields[_SIZES + 2 * (number % 2) :][:2].tolist()
-        if not (0 <= header <= HEADER_BYTES and 0 <= used <= int(self._fields[_BUCKET])):
+        at, header, used = self._at(number), self.control.header[number % 2], self.control.used[number % 2]
+        if not (0 <= header <= HEADER_BYTES and 0 <= used <= self.control.bucket):
             raise WeightSyncError(f"weight sync: {self.path} holds a bucket of impossible size")
         return self._map[at : at + header], self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + used]
 
     def taken(self, reader: int, count: int) -> None:
         """The reader is done with `count` buckets."""
         _fence()
-        self.reader(reader)[_R_TAKEN] = count
+        self.readers[reader].taken = count
 
     def leave(self, reader: int, *, done: bool) -> None:
         """The reader reads no more; `done` if it has everything."""
         _fence()
-        self.reader(reader)[_R_STATUS] = DONE if done else FAILED
-
-    @property
-    def reason(self) -> str:
-        """Why the sender failed."""
-        return self._map[_REASON : _REASON + _REASON_BYTES].split(b"\0")[0].decode(errors="replace")
-
-
-def taken_by(entry: np.ndarray) -> tuple[int, int]:
-    """(buckets taken, status) of a reader's fields."""
-    return int(entry[_R_TAKEN]), int(entry[_R_STATUS])
+        self.readers[reader].status = DONE if done else FAILED
 
 
 def _reserve(fd: int, start: int, size: int) -> None:

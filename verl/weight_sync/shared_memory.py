@@ -9,12 +9,15 @@ gathered tensors, and, for a reader, one tensor that was larger than a bucket.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 
+from verl.platform import platform_of
 from verl.platform.processes import Identity, alive, namespace
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
@@ -26,7 +29,6 @@ from verl.weight_sync.shared_block import (
     SharedMemoryBlock,
     path_of,
     sweep,
-    taken_by,
     wait,
 )
 
@@ -104,8 +106,6 @@ class BucketSender:
         where = (self._channel, self._readers, self._bucket_bytes, version)
         if self._device is None:
             return SharedMemorySink(*where, timeout=self._timeout, expected=self._expected)
-        from verl.weight_sync.device_handles import HandleSink
-
         return HandleSink(*where, device=self._device, timeout=self._timeout, expected=self._expected)
 
 
@@ -125,7 +125,7 @@ class SharedMemorySink(buckets.Sink):
     ):
         self._channel, self._timeout, self._expected = channel, timeout, expected
         self._segment = SharedMemoryBlock.create(channel, readers, bucket_bytes, version, on_device=on_device)
-        self._entries = [self._segment.reader(number) for number in range(readers)]
+        self._readers = list(self._segment.readers)
         self._number = 0
 
     def __enter__(self) -> SharedMemorySink:
@@ -134,7 +134,7 @@ class SharedMemorySink(buckets.Sink):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._segment.finish(f"{type(error).__name__}: {error}")
-        self._entries = []
+        self._readers = []
         self._segment.remove()
         self._segment.close()
 
@@ -161,45 +161,98 @@ class SharedMemorySink(buckets.Sink):
         """No more buckets: wait until every reader has them all."""
         self._segment.finish()
 
-        def everybody() -> bool:
-            return all(taken_by(entry)[1] == DONE for entry in self._entries)
+        def all_done() -> bool:
+            return all(reader.status == DONE for reader in self._readers)
 
-        wait(everybody, self._check, self._timeout, lambda: self._waiting(self._number))
+        wait(all_done, self._check, self._timeout, lambda: self._waiting(self._number))
 
     def _least(self) -> int:
-        return min(taken_by(entry)[0] for entry in self._entries)
+        return min(reader.taken for reader in self._readers)
 
     def _check(self) -> None:
-        for number, entry in enumerate(self._entries):
-            taken, status = taken_by(entry)
-            where = f"reader {number} of channel {self._channel!r} (process {int(entry[0])})"
-            if not status and number < len(self._expected):
+        for number, reader in enumerate(self._readers):
+            where = f"reader {number} of channel {self._channel!r} (process {reader.pid})"
+            if not reader.status and number < len(self._expected):
                 self._look_for(number, self._expected[number])
-            if status == FAILED:
-                raise WeightSyncError(f"weight sync: {where} stopped reading after {taken} buckets")
-            if status == RUNNING and not self._segment.reader_alive(number):
-                if taken_by(entry)[1] == DONE:
-                    continue
-                raise WeightSyncError(f"weight sync: {where} died after {taken} buckets")
+            if reader.status == FAILED:
+                raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
+            if not self._segment.reader_alive(number) and reader.status == RUNNING:
+                raise WeightSyncError(f"weight sync: {where} died after {reader.taken} buckets")
 
-    def _look_for(self, number: int, reader: Identity) -> None:
-        pid, start, where = reader
+    def _look_for(self, number: int, expected: Identity) -> None:
+        pid, start, where = expected
         text = f"weight sync: process {pid}, reader {number} of channel {self._channel!r},"
         if where != namespace():
             raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
         # It may have come, and gone, since its fields were looked at.
-        if not alive(pid, start) and not taken_by(self._entries[number])[1]:
+        if not alive(pid, start) and not self._readers[number].status:
             raise WeightSyncError(f"{text} died before it came")
 
     def _waiting(self, wanted: int) -> str:
-        names = []
-        for number, entry in enumerate(self._entries):
-            taken, status = taken_by(entry)
-            if status == 0:
-                names.append(f"reader {number}, which has not come")
-            elif status != DONE and taken <= wanted:
-                names.append(f"reader {number} (process {int(entry[0])}, {taken} buckets taken)")
-        return f"the sender of channel {self._channel!r} waits for {', '.join(names) or 'nobody'}"
+        late = [
+            f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)"
+            if reader.status
+            else f"reader {number}, which has not come"
+            for number, reader in enumerate(self._readers)
+            if reader.status == 0 or (reader.status != DONE and reader.taken <= wanted)
+        ]
+        return f"the sender of channel {self._channel!r} waits for {', '.join(late)}"
+
+
+_HANDLES_BYTES = 1 << 16
+
+
+class HandleSink(SharedMemorySink):
+    """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the counters,
+    the headers, and in place of a bucket's bytes the handles of the two device buffers, one for each reader."""
+
+    def __init__(
+        self,
+        channel: str,
+        readers: int,
+        bucket_bytes: int,
+        version: int,
+        *,
+        device: torch.device,
+        **options: Any,
+    ):
+        self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        super().__init__(channel, readers, _HANDLES_BYTES, version, on_device=True, **options)
+
+    def room(self) -> torch.Tensor:
+        """See Sink.room."""
+        super().room()
+        return self._buffers[self._number % 2]
+
+    def reserve(self, upto: int) -> None:
+        """Device memory is there already."""
+
+    def publish(self, header: bytes, used: int) -> None:
+        """See Sink.publish. The device is done with the bucket when the readers hear of it."""
+        buffer = self._buffers[self._number % 2]
+        platform = platform_of(buffer.device)
+        platform.synchronize()
+        told = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
+        text = json.dumps({"used": used, "kind": platform.name, "handles": told}).encode("ascii")
+        if len(text) > _HANDLES_BYTES:
+            raise WeightSyncError(f"weight sync: {len(self._readers)} readers of one device are too many")
+        super().reserve(len(text))
+        super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        super().publish(header, len(text))
+
+
+def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator[tuple[bytes, torch.Tensor]]:
+    """(header, handles) of buckets → (header, the bucket's bytes on the device)."""
+    buffers: list[torch.Tensor] = []
+    for number, (header, data) in enumerate(notes):
+        note = json.loads(bytes(data.numpy()))
+        if number < 2:
+            buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
+        buffer = buffers[number % 2]
+        if not 0 <= note["used"] <= buffer.numel():
+            raise WeightSyncError("weight sync: a bucket of impossible size on the device")
+        yield header, buffer[: note["used"]]
+        platform_of(buffer.device).synchronize()
 
 
 def receive(
@@ -215,14 +268,12 @@ def receive(
     segment = _attach(channel, reader, timeout)
     done = False
     try:
-        if version is not None and segment.version != version:
+        if version is not None and segment.control.version != version:
             raise WeightSyncError(
-                f"weight sync: channel {channel!r} carries version {segment.version}, version {version} was expected"
+                f"weight sync: channel {channel!r} carries version {segment.control.version}, version {version} was expected"
             )
         stream = _buckets(segment, channel, reader, timeout)
-        if segment.on_device:
-            from verl.weight_sync.device_handles import opened
-
+        if segment.control.on_device:
             stream = opened(stream, reader)
         yield from buckets.unpack(stream)
         done = True
@@ -253,64 +304,85 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
 
 
 def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
-    path = path_of(channel)
     found: list[SharedMemoryBlock] = []
+    path = path_of(channel)
 
     def come() -> bool:
         segment = SharedMemoryBlock.open(path)
         if segment is None:
             return False
-        if segment.sender_alive():
-            count = segment.readers
-            if reader >= count:
-                segment.close()
-                raise WeightSyncError(
-                    f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
-                )
-            if segment.attach(reader):
-                found.append(segment)
-                return True
-        else:
+        lives, count = segment.sender_alive(), len(segment.readers)
+        if lives and reader < count and segment.attach(reader):
+            found.append(segment)
+            return True
+        if not lives:
             segment.remove()
         segment.close()
+        if lives and reader >= count:
+            raise WeightSyncError(
+                f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
+            )
         return False
 
-    wait(
-        come,
-        lambda: None,
-        timeout,
-        lambda: f"reader {reader} of channel {channel!r} waits for a sender to begin",
-    )
+    who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
+    wait(come, lambda: None, timeout, lambda: who)
     return found[0]
 
 
 def _buckets(
     segment: SharedMemoryBlock, channel: str, reader: int, timeout: float
 ) -> Iterator[tuple[bytes, torch.Tensor]]:
-    number = 0
-    while _published(segment, number, channel, reader, timeout):
+    control, number = segment.control, 0
+
+    def look() -> None:
+        if control.status == RUNNING and not segment.sender_alive():
+            raise WeightSyncError(
+                f"weight sync: the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
+            )
+
+    def who() -> str:
+        return f"reader {reader} of channel {channel!r} waits for bucket {number} of process {control.pid}"
+
+    def moved() -> bool:
+        return bool(control.produced > number or control.status != RUNNING)
+
+    while True:
+        wait(moved, look, timeout, who)
+        if control.status == FAILED:
+            reason = control.reason.decode(errors="replace")
+            raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {reason}")
+        if control.produced <= number:
+            return
         yield segment.bucket(number)
         number += 1
         segment.taken(reader, number)
 
 
-def _published(segment: SharedMemoryBlock, number: int, channel: str, reader: int, timeout: float) -> bool:
-    """Wait for bucket `number`; False if the transfer ended before it."""
+_TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
 
-    def look() -> None:
-        if segment.status == RUNNING and not segment.sender_alive():
-            raise WeightSyncError(
-                f"weight sync: the sender of channel {channel!r} (process {segment.sender}) died after {number} buckets"
-            )
 
-    wait(
-        lambda: segment.produced > number or segment.status != RUNNING,
-        look,
-        timeout,
-        lambda: (
-            f"reader {reader} of channel {channel!r} waits for bucket {number} of process {segment.sender}"
-        ),
-    )
-    if segment.status == FAILED:
-        raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {segment.reason}")
-    return segment.produced > number
+def offer(
+    channel: str,
+    readers: int,
+    device: torch.device | None,
+    timeout: float,
+    expected: Sequence[Identity] = (),
+) -> str:
+    """The sender's side of a first, small transfer: what went wrong, "" for nothing. Handles of device memory depend on
+    drivers, containers and which devices a process sees; a trial finds out before a model's weights are half loaded."""
+    try:
+        sender = BucketSender(channel, readers, 4096, timeout=timeout, expected=expected, device=device)
+        sender.send([_TRIAL], 0)
+    except Exception as error:  # whatever it is, this way does not work here: the caller takes another
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def attempt(channel: str, reader: int, timeout: float) -> str:
+    """A reader's side of `offer`: what went wrong, "" for nothing."""
+    try:
+        found = [(name, tensor.cpu().clone()) for name, tensor in receive(channel, reader, timeout=timeout)]
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {error}"
+    same = len(found) == 1 and found[0][0] == _TRIAL[0] and torch.equal(found[0][1], _TRIAL[1])
+    return "" if same else "other bytes came than were sent"

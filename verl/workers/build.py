@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
+from verl.config.rollout_engines import CAPABILITIES
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
@@ -76,30 +77,30 @@ def reference_engine(
 def adapter_moves(config: Any) -> bool:
     """True if a sampler with weights of its own holds base and adapter apart, so that a sync is the adapter's alone.
 
-    False without LoRA, and where vLLM cannot add the adapter itself (experts, output layer) or
-    `engine_kwargs.vllm.enable_lora=False` tells it not to: then it is sent merged weights.
+    False without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
+    say enable_lora=False: then it is sent merged weights.
     """
     from verl.engine.training.lora_config import LoraSettings
     from verl.models.load import load_config
 
     arr = config.actor_rollout_ref
+    engine = CAPABILITIES[arr.rollout.name]
     settings = LoraSettings.of(arr.model, arr.model.path)
     if settings is None:
         return False
-    if arr.rollout.name != "vllm":
-        return True
-    if arr.rollout.engine_kwargs.vllm.get("enable_lora") is False or "lm_head" in str(
-        settings.described().get("target_modules")
-    ):
+    if engine.takes_arguments and arr.rollout.engine_kwargs[arr.rollout.name].get("enable_lora") is False:
+        return False
+    if not engine.lora_head and "lm_head" in str(settings.described().get("target_modules")):
         return False
     text = load_config(arr.model.path, arr.model).get_text_config()
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return not any(getattr(text, name, None) for name in experts)
+    return engine.lora_experts or not any(getattr(text, name, None) for name in experts)
 
 
 def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
     """The embedded sampler on a Hugging Face model's tensors."""
     from verl.engine.rollout.native.engine import NativeEngine
+    from verl.models.load import end_token_ids
 
     rollout = config.actor_rollout_ref.rollout
     return NativeEngine(
@@ -115,25 +116,26 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
     )
 
 
-def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngine:
-    """The configured sampling engine with weights of its own, to be filled by a weight transfer."""
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        return vllm_sampler(config, tokenizer, platform)
-    return _own_native(config, tokenizer, platform)
+def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
+    """The configured sampling engine with weights of its own (`RolloutEngine` and `WeightReceiver`), to be filled by a
+    weight transfer. UserError when it cannot be used, or not with these settings."""
+    return _OWN_SAMPLERS[config.actor_rollout_ref.rollout.name](config, tokenizer, platform)
 
 
-def vllm_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
-    """The vLLM engine in processes of its own. UserError when vLLM cannot be used, or not with these settings."""
-    from verl.engine.rollout.vllm.settings import engine_settings
-    from verl.engine.rollout.vllm_engine import VLLMEngine
+def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
+    from verl.engine.rollout.vllm.arguments import engine_settings
+    from verl.engine.rollout.vllm.engine import VLLMEngine
+    from verl.engine.rollout.vllm.launch import end_token_ids
     from verl.engine.training.settings import compute_dtype
+    from verl.models.load import load_config
 
+    model = config.actor_rollout_ref.model
     trainer_dtype = str(compute_dtype(config.actor_rollout_ref.actor, platform))
-    settings = engine_settings(config, tokenizer, trainer_dtype)
+    settings = engine_settings(config, trainer_dtype)
+    settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
     if adapter_moves(config):
         from verl.engine.training.lora_config import LoraSettings
 
-        model = config.actor_rollout_ref.model
         lora = LoraSettings.of(model, model.path)
         assert lora is not None
         # The base comes from the model's files: a transfer brings the adapter alone.
@@ -161,10 +163,4 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     return native_sampler(config, module, tokenizer, str(compute_dtype(arr.actor, platform)))
 
 
-def end_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
-    found: list[int] = []
-    for source in (generation_config, model_config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
-    return sorted(set(found))
+_OWN_SAMPLERS = {"native": _own_native, "vllm": _own_vllm}

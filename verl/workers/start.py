@@ -11,12 +11,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from verl.config.devices import ray_address
+from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.platform.network import check_reachable
 from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
-from verl.weight_sync.in_process import InProcessSync
-from verl.weight_sync.streamed import StreamedSync
+from verl.weight_sync.sender import InProcessSync, StreamedSync
 from verl.workers import build
 from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.resources import no_cluster
@@ -60,7 +60,7 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
 
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     """Load the model and place every role on this process's device. UserError for a model that cannot be used."""
-    shared = config.actor_rollout_ref.rollout.name != "vllm"
+    shared = CAPABILITIES[config.actor_rollout_ref.rollout.name].in_place_weights
     worker = Worker(config)
     facts = worker.build(total_steps, shared)
     group = WorkerGroup(DirectCalls(worker), [facts], plan=update_plan(config))
@@ -71,8 +71,8 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
         sampler = build.native_sampler(config, engine.module, tokenizer, str(engine.compute_dtype))
         sync = InProcessSync(engine, sampler)
     else:
-        sampler = build.vllm_sampler(config, tokenizer, worker.platform)
-        sync = StreamedSync(engine, sampler)
+        sampler = build.own_sampler(config, tokenizer, worker.platform)
+        sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
     roles = roles_of(group)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

@@ -174,7 +174,7 @@ class Worker(Profiled):
         channel: str | None,
         readers: Sequence[Identity],
         version: int,
-        verify: bool,
+        verify: str,
         dtype: str | None = None,
         on_device: bool = False,
         rendezvous: dict[str, Any] | None = None,
@@ -195,7 +195,7 @@ class Worker(Profiled):
         self._release_cached_memory()
         try:
             if channel is not None or rendezvous is not None:
-                stream = digesting(weights, sums, dtype=kind) if verify else weights
+                stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
                 where = self.platform.device() if on_device else None
                 result = self._deliver(stream, version, kind, channel or "", readers, where, rendezvous)
         finally:
@@ -246,8 +246,8 @@ class Worker(Profiled):
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
     ) -> str:
-        """Write a first, small transfer (`verl.weight_sync.trial`); what went wrong, "" for nothing."""
-        from verl.weight_sync.trial import offer
+        """Write a first, small transfer (`shared_memory.offer`); what went wrong, "" for nothing."""
+        from verl.weight_sync.shared_memory import offer
 
         if channel is None:
             return ""

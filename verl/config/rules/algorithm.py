@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config.devices import ray_address
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, ROLLOUT, Check
 from verl.config.schema.algorithm import GROUP_ESTIMATORS
 
@@ -153,7 +154,7 @@ def _staleness(c: Check) -> None:
     key, own = f"trainer.max_staleness={lag}", f"{ROLLOUT}.nnodes"
     if c.rollout.nnodes > 0:
         return
-    if c.world == 1 and not ray_address(c.cfg) and c.rollout.name == "native":
+    if c.world == 1 and not ray_address(c.cfg) and CAPABILITIES[c.rollout.name].in_place_weights:
         c.refuse(
             key,
             "sampler and trainer share one model here, so nothing can be sampled while it is trained. Give sampling "

@@ -6,8 +6,8 @@ import difflib
 import importlib.util
 import re
 
-from verl.config.engine_kwargs import LORA_RANKS
 from verl.config.model_facts import ADAPTER_CONFIG, adapter_directory, read_adapter_config
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.errors import UserError
 
@@ -33,8 +33,8 @@ def check(c: Check) -> None:
     if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
         message = "adapters are not cut so; with LoRA set it to 1"
         c.refuse(c.at(f"{parallel}.tensor_parallel_size"), message)
-    if c.rollout is not None and c.rollout.name == "vllm":
-        _vllm(c, rank)
+    if c.rollout is not None:
+        _sampler(c, rank)
     if c.ppo:
         _reference(c)
 
@@ -95,17 +95,20 @@ def _patterns(c: Check) -> None:
         c.notice(f"{key}: {message}")
 
 
-def _vllm(c: Check, rank: int) -> None:
-    at = f"{c.model_key}.lora_rank={rank}"
-    room = next((known for known in LORA_RANKS if known >= rank), None)
-    if room is None:
-        c.refuse(at, f"vllm takes at most {LORA_RANKS[-1]}")
-    elif c.rollout.engine_kwargs.vllm.get("enable_lora") is False:
+def _sampler(c: Check, rank: int) -> None:
+    name, at = c.rollout.name, f"{c.model_key}.lora_rank={rank}"
+    engine = CAPABILITIES[name]
+    room = next((known for known in engine.lora_ranks if known >= rank), None)
+    if not engine.lora_ranks:
         return
-    elif c.facts is not None and c.facts.experts:
-        c.notice("vllm cannot add adapters of experts itself: each weight sync sends the merged weights")
+    if room is None:
+        c.refuse(at, f"{name} takes at most {engine.lora_ranks[-1]}")
+    elif engine.takes_arguments and c.rollout.engine_kwargs[name].get("enable_lora") is False:
+        return
+    elif c.facts is not None and c.facts.experts and not engine.lora_experts:
+        c.notice(f"{name} cannot add adapters of experts itself: each weight sync sends the merged weights")
     elif room != rank:
-        c.notice(f"{at}: vllm sets room aside for rank {room}, results are the same")
+        c.notice(f"{at}: {name} sets room aside for rank {room}, results are the same")
 
 
 def _reference(c: Check) -> None:

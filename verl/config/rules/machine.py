@@ -11,6 +11,7 @@ from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.names import LOGGERS
+from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.rules.context import Check
 
 
@@ -110,11 +111,11 @@ def _open_files(c: Check, sizes: str) -> None:
 
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    if name == "vllm":
-        _vllm(c)
-    elif name == "sglang":
+    if not CAPABILITIES[name].released:
         where = "installed here, but" if _installed(name) else "not installed here, and"
-        c.lacks(f"{key}={name}", f"{where} not in this release; set {key}=native or vllm")
+        c.lacks(f"{key}={name}", f"{where} not in this release; set {key}={' or '.join(RELEASED)}")
+    elif name in _ARGUMENT_CHECKS:
+        _ARGUMENT_CHECKS[name](c)
     elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
         belong = f"{c.rollout_key}.engine_kwargs.* belong to vllm and sglang"
         c.notice(f"no effect: {belong}, the engine is {name}")
@@ -184,3 +185,6 @@ def _resume(c: Check) -> None:
         c.refuse(at, "no such directory; to start afresh set trainer.resume_mode=auto")
     elif not any(any(folder.glob(name)) for name in complete):
         c.refuse(at, "holds no checkpoint (no manifest.json, no global_step_N)")
+
+
+_ARGUMENT_CHECKS = {"vllm": _vllm}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 
 _REF = "actor_rollout_ref.ref"
@@ -50,6 +51,7 @@ def _lengths(c: Check) -> None:
 def _engine_layout(c: Check) -> None:
     """Rules 9 and 10: how an engine's devices fit the pool, the node and the model."""
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
+    engine = CAPABILITIES[rollout.name]
     tensor = rollout.tensor_model_parallel_size or 1
     size = tensor * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
     place = rollout if c.ppo and rollout.nnodes > 0 else c.trainer
@@ -61,8 +63,8 @@ def _engine_layout(c: Check) -> None:
     if tensor > per_node:
         message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
         c.refuse(at, message + ("" if place.nnodes == 1 else ": an engine stays on one node"))
-    elif rollout.name == "native" and tensor > 1 and c.ppo:
-        c.notice(f"{at}: a native engine runs on one device; there are more engines")
+    elif not engine.tensor_parallel and tensor > 1 and c.ppo:
+        c.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
     elif pool % size or per_node % size:
         message = f"an engine of {size} devices does not divide the pool of {pool}"
         product = f"{key}: tensor × pipeline × data parallel = {size}"
@@ -73,7 +75,7 @@ def _engine_layout(c: Check) -> None:
     elif expert > 1 and expert != spread:
         message = f"must be tensor × data parallel = {spread}, or 1"
         c.refuse(f"{key}.expert_parallel_size={expert}", message)
-    if rollout.pipeline_model_parallel_size > 1 and rollout.name in ("vllm", "sglang"):
+    if rollout.pipeline_model_parallel_size > 1 and engine.tensor_parallel:
         message = f"{rollout.name} is not run in pipeline; set 1 and raise tensor_model_parallel_size"
         c.refuse(c.at(f"{key}.pipeline_model_parallel_size"), message)
 

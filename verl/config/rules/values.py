@@ -8,9 +8,10 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.dtypes import FLOATS, SAMPLED, float_name, not_sampled
+from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, leaves
 from verl.config.names import built_in, nearest
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 
 REGISTRIES = {
@@ -55,7 +56,7 @@ def _dtype(c: Check, path: str, value: Any) -> None:
     name = float_name(value)
     if name is None:
         c.refuse(f"{path}={value}", f"none of {', '.join(FLOATS)}{nearest(value, FLOATS)}")
-    elif path == f"{c.rollout_key}.dtype" and name not in SAMPLED.get(c.rollout.name, (name,)):
+    elif path == f"{c.rollout_key}.dtype" and name not in CAPABILITIES[c.rollout.name].dtypes:
         c.refuse(f"{path}={value}", not_sampled(c.rollout.name))
 
 
@@ -63,14 +64,16 @@ def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     engine = c.rollout.name if c.rollout is not None else "native"
     several = c.world > 1 or (c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg))))
-    alone = () if several else ("one device", *(["one process"] if engine == "native" else []))
+    alone = (
+        () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
+    )
     rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
     found: dict[str, list[str]] = {}
     for path, known in leaves(type(c.cfg)).items():
         value = c.cfg.select(path)
         if not c.was_set(path) or value == known.default():
             continue
-        if path.startswith(c.rollout_key) and engine not in names.ENGINES:
+        if path.startswith(c.rollout_key) and not CAPABILITIES[engine].released:
             continue
         if path.endswith(".model_dtype") and value in ("float32", "torch.float32"):
             continue

@@ -94,12 +94,8 @@ class RolloutEngine(ABC):
         """Stop requests (None: all); each `generate` returns what it has with finish_reason "abort"."""
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not. Raises on unknown or missing names."""
-
-    @abstractmethod
     def sleep(self) -> None:
-        """Give memory back while training runs (cache; weights too where they are the engine's own)."""
+        """Release memory while training runs (cache; weights too where they are the engine's own)."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -114,44 +110,6 @@ class RolloutEngine(ABC):
     def dead(self) -> bool:
         """True when the engine can answer nothing any more: only a new one helps."""
         return False
-
-    def held_checksums(self) -> dict[str, str] | None:
-        """Name → digest of the weights it samples with (`verl.weight_sync.verify.checksums`), under the trainer's names
-        and in its data type; None where it holds them in another form."""
-        return None
-
-    @property
-    def weights_dtype(self) -> Any:
-        """The torch data type that floating point weights may be converted to on their way here; None for as they are."""
-        return None
-
-    @property
-    def readers(self) -> list[str]:
-        """The processes that read for `receive_weights`: for each the id of the device it loads to
-        (`Platform.memory_id`)."""
-        return [""]
-
-    def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
-        """Read a first, small transfer (`verl.weight_sync.trial`); what went wrong in each reader, "" for nothing."""
-        from verl.weight_sync.trial import attempt
-
-        return [attempt(*places[0], timeout)]
-
-    def receive_weights(
-        self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: bool
-    ) -> dict[str, str]:
-        """Load the weights of a transfer. `places`: for each of `readers` the channel and its number there. Blocking.
-
-        Returns checksums with `verify`: of what the engine holds then, or of what came where it cannot tell.
-        """
-        from verl.weight_sync.shared_memory import receive
-        from verl.weight_sync.verify import digesting
-
-        sums: dict[str, str] = {}
-        weights = receive(*places[0], timeout=timeout, version=version)
-        self.load_weights(digesting(weights, sums) if verify else weights, version)
-        held = self.held_checksums() if verify else None
-        return sums if held is None else held
 
     def stats(self) -> dict[str, float]:
         """Counters since the last call: busy_s (time with requests running), prompt_tokens, tokens, preempted."""

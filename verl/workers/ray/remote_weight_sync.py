@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
-from verl.weight_sync.base import SyncResult, WeightSync, WeightSyncError
+from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSync, WeightSyncError
 from verl.weight_sync.verify import compare
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.calls import RayCalls, WorkerFailed, is_dead, reason
@@ -49,16 +49,16 @@ class RemoteWeightSync(WeightSync):
         self._run, self._serial = f"{os.getpid()}-{secrets.token_hex(4)}", itertools.count()
         pool.refill = self.refill
 
-    def push(self, version: int, *, verify: bool = False) -> SyncResult:
-        """See `WeightSync.push`. Hosts found dead are started again first."""
+    def _push(self, version: int, verify: str) -> SyncResult:
+        """Hosts found dead are started again first."""
         started = time.monotonic()
         with self._training.lock:
             moved = self._to_all(version, verify)
             self._version, self._training.moved = version, False
         self._pool.weights_pushed(version)
-        return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=verify)
+        return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=bool(verify))
 
-    def _to_all(self, version: int, verify: bool) -> int:
+    def _to_all(self, version: int, verify: str) -> int:
         """Transfers until every host has the weights but those that are being started again: they will `refill`."""
         pool, fresh = self._pool, set[Replica]()
         while True:  # a host that keeps dying ends it with SamplerLost
@@ -86,14 +86,14 @@ class RemoteWeightSync(WeightSync):
         """
         with self._training.lock:
             version = self._version + int(self._training.moved)
-            dead, _ = self._transfer([host], version, False)
+            dead, _ = self._transfer([host], version, UNVERIFIED)
             if dead:
                 return dead[0][1]
             host.reviving = False
         return None
 
     def _transfer(
-        self, hosts: Sequence[Replica], version: int, verify: bool
+        self, hosts: Sequence[Replica], version: int, verify: str
     ) -> tuple[list[tuple[Replica, str]], int]:
         """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
@@ -121,7 +121,7 @@ class RemoteWeightSync(WeightSync):
         if not dead:
             ray.get(relays)
         if not dead and verify:
-            sums = next(response["checksums"] for response in sent if response["checksums"])
+            sums = next((response["checksums"] for response in sent if response["checksums"]), {})
             for host, ref in receiving.items():
                 try:
                     compare(sums, ray.get(ref))

@@ -346,10 +346,6 @@ class ReplicaPool(RolloutEngine):
 
     # -- weights and memory ---------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Not the way to many hosts: `RemoteWeightSync` is, which streams from the trainers past the driver."""
-        raise TypeError("weights reach a pool of hosts through RemoteWeightSync.push, not through the driver")
-
     def weights_pushed(self, version: int) -> None:
         """Every host holds this version now."""
         self._version = version

@@ -27,6 +27,8 @@ from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.names import CheckpointViews
 from verl.platform import platform_of
+from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
+from verl.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class NativeEngine(RolloutEngine):
+class NativeEngine(RolloutEngine, WeightReceiver):
     """Samples from a Hugging Face causal language model.
 
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
@@ -272,28 +274,41 @@ class NativeEngine(RolloutEngine):
         """True if the model has an adapter: then that is what `load_weights` replaces."""
         return any(is_adapted(part) for part in self._runner.model.modules())
 
-    def checksums(self, dtype: torch.dtype | None = None) -> dict[str, str]:
-        """Name → digest of every weight, as `verl.weight_sync.verify.checksums` has it for the trainer's.
+    def checksums(self, verify: str = FULL, dtype: torch.dtype | None = None) -> dict[str, str]:
+        """Name → digest of every weight as the trainer sends them (`verl.weight_sync.verify.checksums`); of the adapter's
+        tensors alone where there is one.
 
         What is derived from the weights (packed products, copies in another data type) is compared with them.
-        Raises WeightSyncError naming the first that differs. dtype: hash the weights as converted to it.
+        Raises WeightSyncError naming those that differ. dtype: hash the weights as converted to it.
         """
         from verl.weight_sync.verify import checksums
 
-        self._runner.linears.check()
-        return checksums(self.named_weights(), dtype=dtype)
+        self._runner.linears.check(sampled=verify == SAMPLED)
+        held = PlainView(self._runner.model).adapter_state().items() if self.holds_adapter else None
+        return checksums(held or self.named_weights(), verify, dtype=dtype)
 
-    def held_checksums(self) -> dict[str, str] | None:
-        """See `RolloutEngine.held_checksums`; an adapter is merged here, which the trainer's weights are not."""
-        return None if self.holds_adapter else self.checksums()
+    def check_shared(self, module: torch.nn.Module, verify: str) -> None:
+        """WeightSyncError unless every tensor of `module`, adapters included, is this engine's own, in one memory, and the
+        copies that it computes with are its values (`SAMPLED`: of two columns of each matrix)."""
+        from verl.weight_sync.verify import named
+
+        ours, theirs = (
+            {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held.state_dict().items()}
+            for held in (self._runner.model, module)
+        )
+        if wrong := {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}:
+            raise WeightSyncError(f"weight sync: the sampler does not read the trainer's own {named(wrong)}")
+        self._runner.linears.check(sampled=verify == SAMPLED)
 
     @property
     def readers(self) -> list[str]:
-        """See `RolloutEngine.readers`."""
+        """See `WeightReceiver.readers`."""
         return [self._platform.memory_id(self._runner.device)]
 
-    def load_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """See `RolloutEngine.load_weights`: copies into this engine's model, one tensor at a time.
+    def load_weights(
+        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
+    ) -> dict[str, str]:
+        """See `WeightReceiver.load_weights`: copies into this engine's model, one tensor at a time.
 
         Names are those of a Hugging Face checkpoint, or of the model's own tensors; tied weights may be left out. For a
         model with an adapter they are the adapter's, as peft's files name them: its base stays.
@@ -322,6 +337,7 @@ class NativeEngine(RolloutEngine):
             close_stream(weights)
             self.weights_updated(version)
         self._incomplete = ""
+        return self.checksums(verify) if verify else {}
 
     def _views(self) -> CheckpointViews:
         if self._checkpoint_views is None:

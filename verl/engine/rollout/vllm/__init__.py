@@ -1,1 +1,1 @@
-"""Parts of the vLLM engine. Nothing here but `adapter`, `worker` and `host` imports vllm, and only when called."""
+"""Sampling with vLLM. vllm itself is imported when an engine is made, not with these modules."""

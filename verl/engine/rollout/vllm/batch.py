@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from verl.engine.rollout.base import Completion
-from verl.engine.rollout.vllm.arguments import batch_sampling
+from verl.engine.rollout.base import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from verl.engine.rollout.vllm_engine import VLLMEngine
+    from verl.engine.rollout.vllm.engine import VLLMEngine
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
 """A text, texts, token ids, or conversations (lists of {"role", "content"})."""
 
+_NAMES = sorted(
+    {f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"}
+)
 
-def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
-    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
-    from transformers import GenerationConfig
 
-    try:
-        generation: Any = GenerationConfig.from_pretrained(path)
-    except OSError:
-        generation = None
-    found: list[int] = []
-    for source in (generation, model_config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        found += ids if isinstance(ids, list) else [ids] if ids is not None else []
-    return sorted(set(found))
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """What the dict of the batch call asks for: `sampling` of each response, n responses per prompt, a seed or None.
+
+    keep_stop: a stop string that ended a response stays in its text.
+    """
+
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+    keep_stop: bool = False
+
+
+def batch_sampling(given: Mapping[str, Any] | None) -> BatchSampling:
+    """The dict of the batch call, read. ValueError for unknown names."""
+    values = dict(given or {})
+    for name in values:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.5)
+            hint = f"; nearest: {near[0]}" if near else f"; known: {', '.join(_NAMES)}"
+            raise ValueError(f"sampling_params has no {name!r}{hint}")
+    n, seed = int(values.pop("n", None) or 1), values.pop("seed", None)
+    if n < 1:
+        raise ValueError(f"sampling_params: n={n} must be at least 1")
+    stop = values.pop("stop", None) or ()
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(values.pop("stop_token_ids", None) or ())
+    values["max_tokens"] = int(values.get("max_tokens") or 512)
+    keep_stop = bool(values.pop("include_stop_str_in_output", False))
+    return BatchSampling(SamplingParams(**values), n, None if seed is None else int(seed), keep_stop)
 
 
 class BatchCall:
-    """Responses a list of prompts. `tokenizer`: of transformers."""
+    """Samples responses to lists of prompts. `tokenizer`: of transformers."""
 
     def __init__(self, tokenizer: Any, seed: int):
         self._tokenizer = tokenizer
@@ -53,8 +74,7 @@ class BatchCall:
         async def one(number: int, index: int) -> Completion:
             digest = hashlib.blake2b(f"{base}/{number}/{index}".encode(), digest_size=8).digest()
             own = replace(asked.sampling, seed=int.from_bytes(digest, "little") >> 1)
-            name = f"batch {call}/{number}#{index}"
-            return await engine.sample(rows[number], own, request_id=name)
+            return await engine.sample(rows[number], own, request_id=f"batch {call}/{number}#{index}")
 
         places = [(number, index) for number in range(len(rows)) for index in range(asked.n)]
         tasks = [asyncio.ensure_future(one(*place)) for place in places]
@@ -83,20 +103,16 @@ class BatchCall:
     ) -> dict[str, Any]:
         ids = completion.token_ids.tolist()
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if completion.finish_reason == "stop":
+            text = text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
         return {
-            "text": without_stop(text, stops) if completion.finish_reason == "stop" else text,
+            "text": text,
             "token_ids": ids,
             "log_probs": completion.log_probs.tolist(),
             "finish_reason": completion.finish_reason,
             "prompt_index": place[0],
             "index": place[1],
         }
-
-
-def without_stop(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the first of the stop strings that is in it."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(places)] if places else text
 
 
 def as_list(prompts: Any) -> list[Any]:

@@ -2,26 +2,100 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from verl.engine.rollout.vllm.adapter import Vllm
-from verl.engine.rollout.vllm.arguments import EngineSettings, allowed_cpus, cache_bytes, cpu_binding
-from verl.engine.rollout.vllm.worker import start_time
+from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
-from verl.platform.host import available_memory, thread_limit
+from verl.platform.host import thread_limit
+from verl.platform.processes import alive
 
-Process = tuple[int, str]
+T = TypeVar("T")
+Process = tuple[int, int]
 """A process: its id and when it started."""
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
+    "TOKENIZERS_PARALLELISM": "true",
+}
+
+
+class LoopThread:
+    """A thread with an event loop in which vLLM's asynchronous engine lives.
+
+    vLLM ties its sockets and tasks to one loop; callers here come from any loop, and from none (weights, sleep, close).
+    """
+
+    def __init__(self, name: str):
+        resource_tracker.ensure_running()  # its start would unblock the signal below
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # vLLM's processes inherit this: an interrupt at the terminal is the driver's to handle.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine. RuntimeError after `stop`."""
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("the vLLM engine is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine and wait for what it returns."""
+        future = self.submit(work)
+        try:
+            return future.result(timeout)
+        except BaseException:  # nobody waits for it any more
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the thread; what was still running is cancelled."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel_all)
+            self._thread.join(10)
+
+    def _cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+
+def platform() -> tuple[bool, bool]:
+    """Whether the installed vLLM computes on a CPU, and whether it can release memory between steps.
+
+    EnginePackageError if it is absent, of another version than those supported, or cannot be imported.
+    """
+    version = check_vllm()
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.platforms import current_platform
+    except (ImportError, OSError) as error:
+        raise EnginePackageError(f"vLLM {version} cannot be imported: {error}") from error
+    return bool(current_platform.is_cpu()), bool(current_platform.is_sleep_mode_available())
 
 
 def check_main_script() -> None:
@@ -46,20 +120,26 @@ def model_config(
     live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
     from verl.models.load import load_config
 
-    config = load_config(
-        settings.model_path,
-        {
-            "override_config": settings.override_config,
-            "hf_config_path": settings.hf_config_path,
-            "trust_remote_code": settings.trust_remote_code,
-        },
-    )
+    names = ("override_config", "hf_config_path", "trust_remote_code")
+    config = load_config(settings.model_path, {name: getattr(settings, name) for name in names})
     if not settings.override_config:
         return config, None
     folder = tempfile.TemporaryDirectory(prefix="verl-vllm-config-")
     config.save_pretrained(folder.name)
     arguments["hf_config_path"] = folder.name
     return config, folder
+
+
+def end_token_ids(model_config: Any, path: str, tokenizer: Any) -> list[int]:
+    """Every id that ends a response: the generation config's, the model's and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    from verl.models.load import end_token_ids as end_tokens_of
+
+    generation: Any = None
+    with contextlib.suppress(OSError):  # a model without one
+        generation = GenerationConfig.from_pretrained(path)
+    return end_tokens_of(generation, model_config, tokenizer)
 
 
 def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
@@ -72,77 +152,63 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
             f"rollout.tensor_model_parallel_size={ranks} does not divide the model's {heads} attention heads; use one of "
             f"{valid}"
         )
-    if cpu and (latent := _latent_width(text)):
+    if not cpu:
+        return
+    known, latent = _cpu_head_sizes()
+    if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
         _check_latent(text, latent)
         return
-    sizes = _cpu_head_sizes("cpu_attn", "CPUAttentionBackend") if cpu else []
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
-        if sizes and size and size not in sizes:
+        if size and size not in known:
             raise UserError(
                 f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for "
-                f"{', '.join(map(str, sizes))}: set rollout.name=native"
+                f"{', '.join(map(str, known))}: set rollout.name=native"
             )
 
 
-def _check_latent(text: Any, width: int) -> None:
-    if (known := _cpu_head_sizes("mla.cpu_mla", "CPUMLABackend")) and width not in known:
-        raise UserError(
-            f"the model's latent attention keeps {width} elements a token (kv_lora_rank + qk_rope_head_dim); on a CPU vLLM "
-            f"has kernels for {', '.join(map(str, known))}: set rollout.name=native"
-        )
-    if text.model_type == "deepseek_v3":
-        raise UserError(
-            "DeepSeek V3 on a CPU: vLLM 0.32 samples there from another distribution than the model's (seen, not explained); "
-            "set rollout.name=native"
-        )
+def _check_latent(text: Any, known: Sequence[int]) -> None:
+    """vLLM 0.32 samples from another distribution than the model's in the cases refused here (measured: off by up to 3)."""
+    width = int(text.kv_lora_rank) + int(getattr(text, "qk_rope_head_dim", None) or 0)
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") == "default":
+    plain = rope.get("rope_type", "default") == "default"
+    if width not in known or plain or text.model_type == "deepseek_v3":
         raise UserError(
-            "latent attention with plain rotary positions (rope_type=default): on a CPU vLLM 0.32 turns its keys wrongly "
-            "and samples from another distribution than the model's; set rollout.name=native"
+            f"on a CPU vLLM samples correctly from latent attention only with kv_lora_rank + qk_rope_head_dim in "
+            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3; this model is {text.model_type} with "
+            f"{width} and rope_type={rope.get('rope_type', 'default')}: set rollout.name=native"
         )
 
 
-def _latent_width(text: Any) -> int:
-    """Elements per token in the cache of DeepSeek's latent attention, 0 for other models."""
-    rank = int(getattr(text, "kv_lora_rank", None) or 0)
-    if not rank or not str(getattr(text, "model_type", "")).startswith("deepseek"):
-        return 0
-    return rank + int(getattr(text, "qk_rope_head_dim", None) or 0)
+def _cpu_head_sizes() -> tuple[list[int], list[int]]:
+    """Elements of a head that vLLM's kernels on a CPU take, of plain and of latent attention."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    return CPUAttentionBackend.get_supported_head_sizes(), CPUMLABackend.get_supported_head_sizes()
 
 
-def _cpu_head_sizes(module: str, name: str) -> list[int]:
-    import importlib
-
-    try:
-        backend = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
-        return [int(size) for size in backend.get_supported_head_sizes()]
-    except (ImportError, AttributeError):
-        return []  # a version that keeps it elsewhere says it itself, later
-
-
-def cpu_arguments(settings: EngineSettings, model_config: Any, arguments: dict[str, Any]) -> None:
-    """Fill in what vLLM would size by the whole machine: the cache."""
-    if "kv_cache_memory_bytes" not in arguments:
-        arguments["kv_cache_memory_bytes"] = cache_bytes(model_config, settings, available_memory())
+def cpu_binding(ranks: int, allowed: Sequence[int]) -> str:
+    """VLLM_CPU_OMP_THREADS_BIND for several ranks: the allowed CPUs dealt out evenly, shared when there are too few."""
+    if len(allowed) < ranks:
+        return "|".join(str(allowed[rank % len(allowed)]) for rank in range(ranks))
+    share = len(allowed) // ranks
+    return "|".join(",".join(map(str, allowed[rank * share : (rank + 1) * share])) for rank in range(ranks))
 
 
 @contextlib.contextmanager
 def environment(cpu: bool, ranks: int) -> Iterator[None]:
-    """Variables that vLLM's processes must be born with; taken back afterwards."""
+    """Variables that vLLM's processes must start with; removed afterwards."""
     wanted: dict[str, str] = {}
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     limit = thread_limit() if cpu and bind not in os.environ else None
     if limit is not None:
         # A quota is of time, not of certain cores: vLLM would start a thread on each core that it sees.
-        wanted["OMP_NUM_THREADS"] = str(max(1, limit // ranks))
-        wanted[bind] = "nobind"
+        wanted = {"OMP_NUM_THREADS": str(max(1, limit // ranks)), bind: "nobind"}
     elif cpu and ranks > 1:
-        wanted[bind] = cpu_binding(ranks, allowed_cpus())
-    added = [name for name in wanted if name not in os.environ]
-    for name in added:
-        os.environ[name] = wanted[name]
+        wanted = {bind: cpu_binding(ranks, sorted(os.sched_getaffinity(0)))}
+    added = wanted.keys() - os.environ.keys()
+    os.environ.update({name: wanted[name] for name in added})
     try:
         yield
     finally:
@@ -150,46 +216,48 @@ def environment(cpu: bool, ranks: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def start(api: Vllm, arguments: dict[str, Any]) -> Any:
+def start(arguments: dict[str, Any]) -> Any:
     """vLLM's asynchronous engine. UserError or RuntimeError says what vLLM said."""
-    try:
-        args = api.engine_args(**arguments)
-        return api.engine.from_engine_args(args, **_stat_loggers(api))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"vLLM {api.version} refuses its arguments: {_short(error)}") from error
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"vLLM {api.version} did not start: {_short(error)} (its processes say why above; VLLM_LOGGING_LEVEL=INFO says more)"
-        ) from error
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
 
+    class Silent(StatLoggerBase):  # type: ignore[misc]
+        """With a logger requests carry their preemptions; this one prints nothing."""
 
-def _short(error: Exception) -> str:
-    text = str(error).strip()
-    return text if len(text) < 1500 else text[:1500] + " …"
-
-
-def _stat_loggers(api: Vllm) -> dict[str, Any]:
-    """A logger that says nothing: with one, requests carry their preemptions, without vLLM's own log lines."""
-    base = api.stat_logger
-    if base is None:
-        return {}
-
-    class Silent(base):  # type: ignore[misc, valid-type]
-        def __init__(self, vllm_config: Any, engine_index: int = 0):
+        def __init__(self, *_: Any, **__: Any):
             pass
 
-        def record(self, *args: Any, **kwargs: Any) -> None:
+        def record(self, *_: Any, **__: Any) -> None:
             pass
 
         def log_engine_initialized(self) -> None:
             pass
 
-    return {"stat_loggers": [Silent]}
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Silent])
+    except (ValueError, TypeError) as error:
+        raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"vLLM did not start: {str(error)[:1500]} (its processes say why above; VLLM_LOGGING_LEVEL=INFO says more)"
+        ) from error
 
 
-def this_process() -> Process:
-    """This process, as others can watch it."""
-    return os.getpid(), start_time(os.getpid())
+def request_parameters(arguments: dict[str, Any]) -> Any:
+    """vLLM's SamplingParams of one request, whose whole response comes at its end."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def lora_requests(path: str) -> tuple[Any, Any]:
+    """The name under which requests ask for the adapter, and the order to load it again in place."""
+    from vllm.lora.request import LoRARequest
+
+    given = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
+    return LoRARequest(**given), LoRARequest(**given, load_inplace=True)
 
 
 def end(processes: set[Process], patience: float = 5.0) -> None:
@@ -197,16 +265,14 @@ def end(processes: set[Process], patience: float = 5.0) -> None:
 
     One that a driver holds in the kernel cannot be killed: it is left, and named.
     """
-    deadline, killed = time.monotonic() + patience, False
-    left = {p for p in processes if p[0] != os.getpid()}
-    while left := {p for p in left if p[1] and start_time(p[0]) == p[1]}:
-        if time.monotonic() > deadline:
-            if killed:
-                named = ", ".join(str(pid) for pid, _ in sorted(left))
-                print(f"verl: processes of vLLM that do not end: {named}", file=sys.stderr)
-                return
-            for pid, _ in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            deadline, killed = time.monotonic() + patience, True
-        time.sleep(0.02)
+    left = {p for p in processes if p[0] != os.getpid() and p[1]}
+    for last in (False, True):
+        deadline = time.monotonic() + patience
+        while (left := {p for p in left if alive(*p)}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid, _ in () if last else left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    if left:
+        named = ", ".join(str(pid) for pid, _ in sorted(left))
+        print(f"verl: processes of vLLM that do not end: {named}", file=sys.stderr)

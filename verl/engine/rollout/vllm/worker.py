@@ -16,19 +16,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from verl.platform.processes import alive, process_start_time
+
 _HEAD = "lm_head.weight"
 
 
-class WeightReceiver:
+class WorkerWeights:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def verl_begin(self, driver: int, started: str) -> dict[str, Any]:
+    def verl_begin(self, driver: int, started: int) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
         its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
         from verl.platform import platform_of
@@ -38,69 +41,52 @@ class WeightReceiver:
             target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
         ).start()
         return {
-            "processes": [(pid, start_time(pid)) for pid in (os.getpid(), os.getppid())],
+            "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
             "device": platform_of(worker.device).memory_id(worker.device),
             "shared": _shared(),
         }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
-        """See `RolloutEngine.try_channel`."""
-        from verl.weight_sync.trial import attempt
+        """See `WeightReceiver.try_channel`."""
+        from verl.weight_sync.shared_memory import attempt
 
         worker: Any = self
         return attempt(*places[worker.rank], timeout)
 
     def verl_load_weights(
-        self, places: list[tuple[str, int]], version: int, timeout: float, checksums: bool
-    ) -> dict[str, Any]:
-        """Load every weight that comes to this worker's place (channel, number of the reader); returns what was received.
+        self, places: list[tuple[str, int]], version: int, timeout: float, verify: str
+    ) -> dict[str, str]:
+        """Load every weight that comes to this worker's place (channel, number of the reader). Returns checksums of what
+        was received and handed to the model, with `verify`.
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
         from verl.weight_sync.shared_memory import receive
+        from verl.weight_sync.verify import digesting
 
         worker: Any = self
-        arrived = _Arrived(worker.model_runner.get_model(), checksums)
+        sums: dict[str, str] = {}
         stream: Any = receive(*places[worker.rank], timeout=timeout, version=version)
         with contextlib.closing(stream):  # left early, it tells the sender
-            first = next(stream, None)  # from here on the sender knows of this reader
-            _reload(worker, arrived.watch(itertools.chain([first] if first else [], stream)))
-        worker._verl_checksums = arrived.checksums
-        return {"weights": arrived.count, "bytes": arrived.bytes}
-
-    def verl_checksums(self) -> dict[str, str]:
-        """Checksums by name of the tensors that the last load received and handed to the model."""
-        return dict(getattr(self, "_verl_checksums", {}))
+            first = list(itertools.islice(stream, 1))  # from here on the sender knows of this reader
+            owned = ((name, view.clone()) for name, view in itertools.chain(first, stream))
+            weights = digesting(owned, sums, verify) if verify else owned
+            _reload(worker, _without_tied_head(worker.model_runner.get_model(), weights))
+        return sums
 
 
-class _Arrived:
-    """Counts what comes, and copies it out of the bucket."""
-
-    def __init__(self, model: Any, checksums: bool):
-        self._model = model
-        self._headless = not _has_head(model)
-        self._wanted = checksums
-        self.checksums: dict[str, str] = {}
-        self.count = self.bytes = 0
-
-    def watch(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """The same weights, each in memory of its own: the reload keeps some until their layer is complete. Without the
-        tied output matrix for a model that has none besides its embedding; ValueError for one of its own then."""
-        for name, view in weights:
-            tensor = view.clone()
-            self.count += 1
-            self.bytes += tensor.numel() * tensor.element_size()
-            if self._wanted:
-                from verl.weight_sync.verify import checksums
-
-                self.checksums |= checksums([(name, tensor)])
-            if not (self._headless and name.endswith(_HEAD)):
-                yield name, tensor
-            elif not _tied(self._model):
-                raise ValueError(
-                    f"load_weights: vLLM's {type(self._model).__name__} always computes logits with its embedding, and this "
-                    "model has an output matrix of its own (tie_word_embeddings=False): set rollout.name=native"
-                )
+def _without_tied_head(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The same weights without the tied output matrix, for a model that has none besides its embedding; ValueError for one
+    of its own then."""
+    headless = not _has_head(model)
+    for name, tensor in weights:
+        if not (headless and name.endswith(_HEAD)):
+            yield name, tensor
+        elif not _tied(model):
+            raise ValueError(
+                f"load_weights: vLLM's {type(model).__name__} always computes logits with its embedding, and this "
+                "model has an output matrix of its own (tie_word_embeddings=False): set rollout.name=native"
+            )
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
@@ -112,9 +98,8 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
     for module in model.modules() if platform_of(worker.device).on_host else ():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
     with torch.no_grad(), torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         # What a model derives from its weights once they are there (MLA's matrices) is not among these.
@@ -126,59 +111,41 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
                 f"load_weights: vLLM's {type(model).__name__} has no place for the weight {error}; it builds the model from "
                 "config.json in a different way than the trainer"
             ) from error
-        incomplete, past = _incomplete(model), _past_the_reload(model, loaded or set())
+        incomplete, past = _gaps(model, loaded or set())
         finalize_layerwise_reload(model, worker.model_config)
         _pack_tied(model)
-    _require(model, wanted, loaded, incomplete, past)
-    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-        if callable(getattr(runner, name, None)):
-            getattr(runner, name)()
-
-
-def _incomplete(model: Any) -> list[str]:
-    """Layers that got a part of their elements only. Vocabulary layers are padded, so they are never full."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    out = []
-    for name, layer in model.named_modules():
-        info: Any = layerwise.get_layerwise_info(layer)
-        total, got = getattr(info, "load_numel_total", 0) or 0, getattr(info, "load_numel", 0)
-        if info.can_load() and 0 < got < total and not isinstance(layer, VocabParallelEmbedding):
-            out.append(f"{name} ({got} of {total} elements)")
-    return out
-
-
-def _past_the_reload(model: Any, loaded: set[str]) -> list[str]:
-    """Weights that the model says it loaded, of layers that the reload saw nothing for: they were copied into stand-ins
-    without memory, and the old values come back. Before `finalize_layerwise_reload`."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    out = []
-    for name, layer in model.named_modules():
-        info: Any = layerwise.get_layerwise_info(layer)
-        if info.can_load() and not getattr(info, "load_numel", 0):
-            own = (f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False))
-            out += [weight for weight in own if weight in loaded]
-    return out
-
-
-def _require(
-    model: Any, wanted: set[str], loaded: set[str] | None, incomplete: list[str], past: list[str]
-) -> None:
     if past:
         raise ValueError(
             f"load_weights: vLLM's {type(model).__name__} copies {len(past)} weights by itself, past the reload of this vLLM, "
             f"among them {past[:3]}: it would go on with the old ones. Set rollout.name=native"
         )
-    missing = incomplete
-    if loaded is not None:
-        known = {name for name, _ in model.named_parameters() if name in wanted}
-        missing = missing + sorted(known - loaded)
-    if missing:
+    kept = {name for name, _ in model.named_parameters()} & wanted
+    if missing := incomplete + (sorted(kept - loaded) if loaded is not None else []):
         raise ValueError(
             f"load_weights: no value came for {len(missing)} of vLLM's weights, among them {missing[:3]}"
         )
+    for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # not every runner has each
+        getattr(runner, reset, lambda: None)()
+
+
+def _gaps(model: Any, loaded: set[str]) -> tuple[list[str], list[str]]:
+    """(layers that got a part of their elements only, weights that the model copied past the reload), before
+    `finalize_layerwise_reload`. What is copied past it goes into stand-ins without memory, and the old values come back.
+    Vocabulary layers are padded, so they are never full."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    incomplete, past = [], []
+    for name, layer in model.named_modules():
+        info: Any = layerwise.get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        if 0 < info.load_numel < info.load_numel_total and not isinstance(layer, VocabParallelEmbedding):
+            incomplete.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
+        if not info.load_numel:
+            own = (f"{name}.{key}" for key, _ in layer.named_parameters(recurse=False))
+            past += [weight for weight in own if weight in loaded]
+    return incomplete, past
 
 
 def _pack_tied(model: Any) -> None:
@@ -210,16 +177,6 @@ def _tied(model: Any) -> bool:
     return bool(getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
 
 
-def start_time(pid: int) -> str:
-    """When a process started, in the kernel's ticks: with the pid it names one process. "" if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in ("Z", "X") else fields[19]
-
-
 def _shared() -> str:
     """How the names begin of what the ranks of one engine share on a CPU, "" where they share nothing."""
     return os.environ.get("VLLM_DIST_IDENT", "")
@@ -231,10 +188,8 @@ def remove_shared(prefix: str) -> None:
         left.unlink(missing_ok=True)
 
 
-def _end_with(driver: int, started: str) -> None:
-    import signal
-
-    while start_time(driver) == started:
+def _end_with(driver: int, started: int) -> None:
+    while alive(driver, started):
         time.sleep(1.0)
     remove_shared(_shared())
     os.kill(os.getpid(), signal.SIGKILL)

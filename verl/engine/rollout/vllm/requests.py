@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +25,19 @@ class Live:
     aborted: bool = False
     started: float = field(default_factory=time.monotonic)
 
-    def completion(self, output: object | None) -> Completion:
+    def completion(self, output: Any) -> Completion:
         """What vLLM's final output says. None: it was aborted before it began.
 
         RuntimeError when vLLM gave the request up; FloatingPointError when a log-prob is not a number.
         """
-        response = output.outputs[0] if output is not None else None  # type: ignore[attr-defined]
+        response = output.outputs[0] if output is not None else None
         ids = np.asarray(list(response.token_ids) if response else [], np.int64)
         reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        log_probs = _log_probs(response.logprobs if response else None, ids)
+        log_probs = np.asarray(response.logprobs.logprobs if len(ids) else [], np.float32)
+        if len(log_probs) != len(ids):
+            raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():
             at = int(np.flatnonzero(np.isnan(log_probs))[0])
             raise FloatingPointError(
@@ -66,26 +69,9 @@ def ended_at_seam(
     for count in range(1, min(len(ids), reach) + 1):
         text = decode(before + ids[:count])
         if any(stop in text for stop in stops):
-            return replace(
-                done,
-                token_ids=done.token_ids[:count],
-                log_probs=done.log_probs[:count],
-                finish_reason="stop",
-            )
+            ids, log_probs = done.token_ids[:count], done.log_probs[:count]
+            return replace(done, token_ids=ids, log_probs=log_probs, finish_reason="stop")
     return done
-
-
-def _log_probs(rows: object, ids: np.ndarray) -> np.ndarray:
-    """float32 [L]: the sampled tokens' log-probs, out of vLLM's flat lists or its one dict per token."""
-    if rows is None or not len(ids):
-        if len(ids):
-            raise RuntimeError("vLLM returned tokens without their log-probs")
-        return np.zeros(0, np.float32)
-    flat = getattr(rows, "logprobs", None)
-    if flat is not None and len(flat) == len(ids) and np.array_equal(rows.token_ids, ids):  # type: ignore[attr-defined]
-        return np.asarray(flat, np.float32)
-    pairs = zip(rows, ids.tolist(), strict=True)  # type: ignore[call-overload]
-    return np.asarray([row[token].logprob for row, token in pairs], np.float32)
 
 
 class Counters:
@@ -97,19 +83,23 @@ class Counters:
         self._since = 0.0
         self._sums = dict.fromkeys(("busy_s", "prompt_tokens", "tokens", "preempted"), 0.0)
 
+    def _clock(self) -> None:
+        now = time.monotonic()
+        if self._running:
+            self._sums["busy_s"] += now - self._since
+        self._since = now
+
     def begin(self) -> None:
         """A request goes to the engine."""
         with self._lock:
-            if not self._running:
-                self._since = time.monotonic()
+            self._clock()
             self._running += 1
 
-    def end(self, completion: Completion | None = None, prefilled: int = 0) -> None:
+    def end(self, completion: Completion | None, prefilled: int) -> None:
         """It came back."""
         with self._lock:
+            self._clock()
             self._running -= 1
-            if not self._running:
-                self._sums["busy_s"] += time.monotonic() - self._since
             if completion is not None:
                 self._sums["prompt_tokens"] += prefilled
                 self._sums["tokens"] += len(completion.token_ids)
@@ -118,9 +108,6 @@ class Counters:
     def take(self) -> dict[str, float]:
         """Sums since the last call."""
         with self._lock:
-            now = time.monotonic()
-            if self._running:
-                self._sums["busy_s"] += now - self._since
-                self._since = now
+            self._clock()
             out, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
             return out

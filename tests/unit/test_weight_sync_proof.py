@@ -1,0 +1,115 @@
+"""The first push is verified without being asked, and the first batch's log-probs end a run that they contradict."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl.algorithms.agreement import first_step_disagreement
+from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
+from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.sender import StreamedSync
+from verl.weight_sync.verify import checksums, compare, digest
+
+
+class Receiver(WeightReceiver):
+    """Keeps what comes; `damage` spoils the tensor of that name."""
+
+    def __init__(self, damage: str = ""):
+        self.damage, self.asked = damage, list[str]()
+
+    def load_weights(self, weights: Any, version: int, *, verify: str = "") -> dict[str, str]:
+        self.asked.append(verify)
+        held = [(name, tensor + (name == self.damage)) for name, tensor in weights]
+        return checksums(held, verify) if verify else {}
+
+
+def trainer() -> Any:
+    weights = [(f"w{i}", torch.randn(300, 200)) for i in range(5)] + [("adapter.b", torch.randn(4, 8))]
+    return SimpleNamespace(release_cached_memory=lambda: None, named_weights=lambda: iter(weights))
+
+
+def test_the_first_push_is_verified_and_later_ones_when_asked() -> None:
+    receiver = Receiver()
+    sync = StreamedSync(trainer(), receiver)
+    found = [sync.push(0), sync.push(1), sync.push(2, verify=True)]
+    assert receiver.asked == [SAMPLED, "", FULL] and [r.verified for r in found] == [True, False, True]
+    assert found[1].bytes == 5 * 300 * 200 * 4 + 4 * 8 * 4
+
+
+@pytest.mark.parametrize("name", ["w3", "adapter.b"])
+def test_a_first_push_that_went_wrong_names_the_weight(name: str) -> None:
+    with pytest.raises(WeightSyncError, match=f"differ in {name}$"):
+        StreamedSync(trainer(), Receiver(name)).push(0)
+
+
+def test_many_wrong_weights_are_counted() -> None:
+    ours = {f"w{i}": "a" for i in range(9)}
+    with pytest.raises(WeightSyncError, match="differ in w0, w1, w2 and 6 more"):
+        compare(ours, dict.fromkeys(ours, "b"))
+
+
+def test_a_sample_finds_a_transposed_a_stale_shard_and_another_shape() -> None:
+    weight = torch.randn(512, 512)
+    stale = weight.clone()
+    stale[256:] = 0
+    reshaped = weight.reshape(256, 1024)
+    found = [digest(t, SAMPLED) for t in (weight, weight.t().contiguous(), stale, reshaped)]
+    assert len(set(found)) == 4 and digest(weight.clone(), SAMPLED) == found[0]
+    assert digest(torch.randn(7, 40, 30, 9), SAMPLED) and digest(torch.zeros(()), SAMPLED)
+
+
+def config(dtype: str | None = "float32", **changed: Any) -> Any:
+    rollout = {"dtype": dtype, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+               "logprobs_mode": "processed_logprobs", "quantization": None}  # fmt: skip
+    rest = {"max_staleness": 0, "bypass_mode": False, "logprob_diff_limit": None}
+    given = rollout | rest | changed
+    precision = SimpleNamespace(dtype=dtype, mixed_precision=SimpleNamespace(param_dtype=None))
+    trainer = SimpleNamespace(
+        max_staleness=given["max_staleness"], logprob_diff_limit=given["logprob_diff_limit"]
+    )
+    return SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(
+            rollout=SimpleNamespace(**{name: given[name] for name in rollout}),
+            actor=SimpleNamespace(fsdp_config=precision),
+        ),
+        trainer=trainer,
+        algorithm=SimpleNamespace(rollout_correction=SimpleNamespace(bypass_mode=given["bypass_mode"])),
+    )
+
+
+def metrics(mean: float, most: float) -> dict[str, float]:
+    return {
+        "training/rollout_logprob_abs_diff/mean": mean,
+        "training/rollout_logprob_abs_diff/max": most,
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "most", "stops"),
+    [
+        ("float32", 1e-6, 9e-4, False),
+        ("float32", 1e-6, 2e-3, True),
+        ("bf16", 0.05, 3.0, False),
+        ("bf16", 0.2, 3.0, True),
+        (None, 0.05, 3.0, False),
+        ("float32", float("nan"), float("nan"), False),
+    ],
+)
+def test_a_first_batch_far_beyond_the_precision_stops_the_run(
+    dtype: str | None, mean: float, most: float, stops: bool
+) -> None:
+    said = first_step_disagreement(metrics(mean, most), config(dtype))
+    assert bool(said) is stops and (not stops or "do not compute the same model" in said)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"max_staleness": 1}, {"bypass_mode": True}, {"top_p": 0.9}, {"top_k": 50}, {"logprob_diff_limit": 5.0}],
+    ids=str,
+)
+def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: dict[str, Any]) -> None:
+    assert first_step_disagreement(metrics(9.0, 9.0), config(**changed)) == ""

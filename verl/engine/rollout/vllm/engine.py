@@ -1,0 +1,397 @@
+"""Sampling with vLLM: its asynchronous engine in processes of its own, weights brought there through shared memory.
+
+    caller's loop or thread ── generate ──▶ thread with vLLM's loop ── vLLM's sockets ──▶ engine process(es)
+              load_weights ── BucketSender ───── shared memory ───────────────────────────▶ worker extension
+
+Two ways to ask, one name: `await generate(token_ids, sampling, request_id=...)` is the request of `RolloutEngine`;
+`generate(["text", ...], sampling_params={...})` samples for a list at once and needs no event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.config.engine_packages import vllm_arguments
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
+from verl.engine.rollout.vllm import launch
+from verl.engine.rollout.vllm.arguments import (
+    EngineSettings,
+    cache_bytes,
+    check_request,
+    engine_arguments,
+    request_arguments,
+)
+from verl.engine.rollout.vllm.batch import BatchCall
+from verl.engine.rollout.vllm.launch import LoopThread
+from verl.engine.rollout.vllm.requests import Counters, Live, ended_at_seam
+from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
+from verl.engine.rollout.vllm.worker import remove_shared
+from verl.platform.host import available_memory
+from verl.platform.processes import process_start_time
+from verl.weight_sync.receiver import WeightReceiver
+
+_BUCKET_BYTES = 256 << 20
+_OPEN: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
+
+
+class VLLMEngine(RolloutEngine, WeightReceiver):
+    """Samples with vLLM.
+
+    model_path: a Hugging Face directory or id. load_format: "auto" reads its weights, "dummy" makes random ones, to be
+        replaced by `load_weights` before anything is sampled.
+    eos_token_ids: tokens that end a response; None: those that the model, its generation config and its tokenizer name.
+    tokenizer_path: where the tokenizer is, if not with the model; needed for texts, and for stop strings, for which
+        skip_tokenizer_init must be off.
+    free_cache_engine: `sleep` releases memory (on devices where vLLM can). bucket_bytes: size of one weight transfer.
+    lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the adapter's
+        tensors (names of peft's files less their prefix) and not the model's.
+    engines: how many of these share the machine's memory; on a CPU each takes its part of the share.
+    engine_kwargs: further arguments of vLLM, checked against those of the installed version.
+    The other names are vLLM's and those of `rollout.*` (docs/vllm.md). Raises UserError (EnginePackageError) if vLLM is
+    absent or of a version that is not supported, or an argument cannot be passed.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+        notice: Callable[[str], None] = lambda text: None,
+        **settings: Any,
+    ):
+        self._settings = s = EngineSettings(str(model_path), **settings)
+        cpu, sleeps = launch.platform()
+        arguments = engine_arguments(s, vllm_arguments(), cpu=cpu, sleeps=sleeps, notice=notice)
+        launch.check_main_script()
+        model_config, self._config_folder = launch.model_config(s, arguments)
+        launch.check_model(model_config, s.tensor_parallel_size, cpu=cpu)
+        if cpu:  # vLLM would size its cache by the whole machine
+            arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
+        self._sleeps = s.free_cache_engine and sleeps
+        self._live: dict[str, Live] = {}
+        self._counters = Counters()
+        self._version = 0
+        self._ready = s.load_format != "dummy" and s.lora is None
+        self._adapter = AdapterFolder(s.lora) if s.lora is not None else None
+        self._adapter_request: Any = None
+        self._asleep = self._weights_gone = False
+        self._processes: set[launch.Process] = set()
+        self._shared = ""
+        self._batch: BatchCall | None = None
+        self._tokenizer: Any = None
+        self._broken = ""
+        self._engine: Any = None
+        self._host = LoopThread("vllm-engine")
+        _OPEN.add(self)
+        try:
+            with launch.environment(cpu, s.tensor_parallel_size):
+                self._engine = self._host.call(_in_loop(launch.start, arguments))
+            devices = self._host.call(self._begin())
+            self._channel = WorkerChannel(
+                self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
+            )
+            self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
+            if eos_token_ids is None:
+                tokenizer = None if s.skip_tokenizer_init else self.tokenizer
+                eos_token_ids = launch.end_token_ids(model_config, s.model_path, tokenizer)
+            self._eos = list(eos_token_ids)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _begin(self) -> list[str]:
+        """Tell the workers which process to end with; learn what there is to clean up, and on which devices they are."""
+        this = os.getpid(), process_start_time(os.getpid())
+        found = await self._engine.collective_rpc("verl_begin", args=this)
+        self._processes = {(pid, start) for row in found for pid, start in row["processes"]}
+        self._shared = str(found[0]["shared"])
+        return [str(row["device"]) for row in found]
+
+    # ---- requests
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        request_id: str | None = None,
+        group: str | None = None,
+        session: str | None = None,
+        media: dict[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+    ) -> Coroutine[Any, Any, Completion] | list[dict[str, Any]]:
+        """With SamplingParams and a request_id: the awaitable request of `RolloutEngine.generate`.
+
+        With texts (or token ids, or conversations) and a dict: all responses, each {"text", "token_ids", "log_probs",
+        "finish_reason", "prompt_index", "index"}, in the order of the prompts, n per prompt. The dict knows max_tokens (512),
+        temperature (1.0), top_p, top_k, min_p, repetition_penalty, stop, stop_token_ids, ignore_eos, n, seed (None: anew
+        with each call). ValueError for other names.
+        """
+        if isinstance(sampling, SamplingParams):
+            if request_id is None:
+                raise ValueError("generate: a request needs its request_id")
+            return self.sample(prompts, sampling, request_id=request_id, media=media)
+        if self._batch is None:
+            self._batch = BatchCall(self.tokenizer, self._settings.seed)
+        given = sampling_params if sampling_params is not None else sampling
+        return self._host.call(self._batch.run(self, prompts, given))
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        media: dict[str, Any] | None = None,
+    ) -> Completion:
+        """See `RolloutEngine.generate`. There is no group: vLLM finds equal prompts by itself."""
+        prompt = [int(i) for i in prompt_ids]
+        self._check(request_id, prompt, sampling, media)
+        live = self._live[request_id] = Live(request_id, prompt, [self._version])
+        room = self._max_model_len - len(prompt)
+        arguments = request_arguments(sampling, room=room, end_ids=self._eos)
+        done = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
+        if not (sampling.stop and sampling.start):
+            return done
+        return ended_at_seam(done, prompt[-sampling.start :], sampling.stop, self._text)
+
+    def _check(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, media: dict[str, Any] | None
+    ) -> None:
+        if self._asleep:
+            raise RuntimeError("the sampler is asleep: call wake() before generate()")
+        if self._broken:
+            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
+        if not self._ready:
+            raise RuntimeError(
+                "the sampler has no weights yet (load_format=dummy): call load_weights() before generate()"
+            )
+        if request_id in self._live:
+            raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
+        if media:
+            raise ValueError("images are not in this release: leave media out")
+        check_request(request_id, len(prompt), sampling, self._max_model_len)
+        if sampling.stop and self._settings.skip_tokenizer_init:
+            raise ValueError(
+                f"request {request_id!r}: stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False "
+                "(or stop_token_ids)"
+            )
+
+    async def _response(self, live: Live, arguments: dict[str, Any]) -> Completion:
+        self._counters.begin()
+        output = completion = None
+        try:
+            if not live.aborted:
+                stream = self._engine.generate(
+                    {"prompt_token_ids": live.prompt},
+                    launch.request_parameters(arguments),
+                    request_id=live.id,
+                    lora_request=self._adapter_request,
+                )
+                async for final in stream:
+                    output = final
+            completion = live.completion(output)
+            return completion
+        except Exception as error:
+            if not self._engine.errored:
+                raise
+            what = f"vLLM's own process ended ({type(error).__name__}): killed, out of memory, or crashed"
+            raise EngineDead(f"{what}; what it printed before says why") from error
+        finally:
+            self._live.pop(live.id, None)
+            cached = getattr(output, "num_cached_tokens", 0) or 0
+            self._counters.end(completion, len(live.prompt) - int(cached))
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
+        names = [n for n in list(self._live if request_ids is None else request_ids) if n in self._live]
+        for name in names:
+            self._live[name].aborted = True
+        if names:
+            self._host.submit(self._abort(names))
+
+    async def _abort(self, names: list[str]) -> None:
+        """Until they are gone: a request may be on its way to vLLM still."""
+        while pending := [name for name in names if name in self._live]:
+            await self._engine.abort(pending)
+            await asyncio.sleep(0.005)
+
+    # ---- weights
+
+    def load_weights(
+        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
+    ) -> dict[str, str]:
+        """See `WeightReceiver.load_weights`. Requests under way go on with the new weights, their cache computed anew.
+
+        Checksums are of what every worker received: vLLM packs and fuses what it keeps, so those bytes cannot be compared.
+        Raises WeightSyncError with the worker's words for unknown or missing names; the engine is of no use after that.
+        """
+        with self._replacing(version):
+            if self._adapter is None:
+                return self._channel.send(weights, version, self.weights_dtype, verify)
+            return self._place_adapter(self._adapter, weights, version, verify)
+
+    @property
+    def readers(self) -> list[str]:
+        """See `WeightReceiver.readers`: every worker of vLLM reads for itself. An adapter is read here."""
+        return self._channel.devices if self._adapter is None else [""]
+
+    def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
+        """See `WeightReceiver.try_channel`."""
+        if self._adapter is not None:
+            return super().try_channel(places, timeout)
+        return self._channel.try_channel(places, timeout).result(RPC_TIMEOUT)
+
+    def receive_weights(
+        self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: str = ""
+    ) -> dict[str, str]:
+        """See `WeightReceiver.receive_weights`."""
+        if self._adapter is not None:
+            return super().receive_weights(places, version, timeout=timeout, verify=verify)
+        with self._replacing(version):
+            return self._channel.receive(places, version, timeout, verify)
+
+    @contextlib.contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        """The block replaces the weights: memory for them is there, requests stand still, old cache is dropped after it."""
+        if self._broken:
+            raise RuntimeError(
+                f"the sampler must be started anew: an earlier load of weights failed ({self._broken})"
+            )
+        self._ready = False
+        if self._asleep and self._weights_gone:
+            self._host.call(self._engine.wake_up(tags=["weights"]), RPC_TIMEOUT)
+            self._weights_gone = False
+        held = bool(self._live)
+        if held:
+            self._host.call(self._engine.pause_generation(mode="keep", clear_cache=True), RPC_TIMEOUT)
+        try:
+            yield
+            if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not held:
+                raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            if held:  # nobody waits for ever for an engine that stands still
+                self.abort()
+                self._host.submit(self._engine.resume_generation())
+            raise
+        self._version, self._ready = version, True
+        for live in list(self._live.values()):
+            live.versions.append(version)
+        if held:
+            self._host.call(self._engine.resume_generation(), RPC_TIMEOUT)
+
+    def _place_adapter(
+        self, folder: AdapterFolder, weights: Iterable[tuple[str, Any]], version: int, verify: str
+    ) -> dict[str, str]:
+        """Have every worker load the adapter anew, in place of the one before."""
+        from verl.weight_sync.verify import close_stream
+
+        try:
+            path = folder.write(weights, version, self.weights_dtype)
+        finally:
+            close_stream(weights)
+        self._adapter_request, replacing = launch.lora_requests(str(path))
+        if not self._host.call(self._engine.add_lora(replacing), RPC_TIMEOUT):
+            raise RuntimeError(f"vLLM did not take the adapter of version {version}")
+        return folder.checksums(path, verify) if verify else {}
+
+    @property
+    def weights_dtype(self) -> Any:
+        """What floating point weights are converted to on their way: vLLM's data type where that is a half one, else None."""
+        import torch
+
+        dtype = self._engine.model_config.dtype
+        return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+    @property
+    def dead(self) -> bool:
+        """See `RolloutEngine.dead`: vLLM's own process is gone, or a load of weights has failed."""
+        return bool(self._broken) or self._engine is None or bool(self._engine.errored)
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """Give the cache back, and the weights, where vLLM can; running requests end with "abort"."""
+        if self._asleep:
+            return
+        self.abort()
+        self._asleep = True
+        if self._sleeps:
+            level = 2 if self._settings.load_format == "dummy" else 1
+            self._host.call(self._engine.sleep(level=level), RPC_TIMEOUT)
+            self._weights_gone = True
+            self._ready = self._ready and level == 1
+
+    def wake(self) -> None:
+        """Undo `sleep`. Weights that were given back must be loaded again before the next request."""
+        if self._asleep and self._sleeps:
+            # A load of weights in its sleep has woken these already.
+            parts = {} if self._weights_gone else {"tags": ["kv_cache"]}
+            self._host.call(self._engine.wake_up(**parts), RPC_TIMEOUT)
+        self._asleep = self._weights_gone = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers for this model."""
+        from verl.data.tokenizer import load_tokenizer
+
+        s = self._settings
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
+            )
+        return self._tokenizer
+
+    def _text(self, ids: list[int]) -> str:
+        """Special tokens included: a stop string may be one."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the last call: busy_s, prompt_tokens (prefilled ones, without those found in the cache), tokens,
+        preempted. A request counts when it is finished."""
+        return self._counters.take()
+
+    def close(self) -> None:
+        """End vLLM and every process of it. May be called twice."""
+        if self not in _OPEN:
+            return
+        _OPEN.discard(self)
+        engine, self._engine = self._engine, None
+        self.__dict__.pop("_channel", None)  # it holds the engine
+        if engine is not None:
+            with contextlib.suppress(concurrent.futures.TimeoutError):  # what is left is ended below
+                self._host.call(_in_loop(engine.shutdown), 60)
+        del engine  # here, and not while the interpreter goes away: vLLM cleans up in __del__
+        self._host.stop()
+        launch.end(self._processes)
+        remove_shared(self._shared)
+        if self._config_folder is not None:
+            self._config_folder.cleanup()
+        if self._adapter is not None:
+            self._adapter.remove()
+
+
+async def _in_loop(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in the thread of the loop."""
+    return function(*arguments)
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_OPEN):
+        engine.close()

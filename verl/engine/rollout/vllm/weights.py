@@ -1,0 +1,190 @@
+"""Weights into vLLM's workers: from a channel that another process writes, from this process, or as an adapter's files."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.platform.processes import namespace
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.engine.rollout.vllm.launch import LoopThread
+
+RPC_TIMEOUT = 600.0
+"""Seconds that a call of the workers may take."""
+
+_LOAD_TIMEOUT = 300.0
+_TRIAL_TIMEOUT = 60.0
+_PREFIX = "base_model.model."
+_SHARED = Path("/dev/shm")
+_FOLDER = "verl-vllm-adapter-"
+Places = Sequence[tuple[str, int]]
+
+
+class WorkerChannel:
+    """The workers as readers of weights. `rpc(method, args)` calls every worker (`verl.engine.rollout.vllm.worker`), on the
+    loop of `host`; `devices[i]` is the id of worker i's device, "" for one whose memory has no handles. bucket_bytes: size
+    of one bucket of `send`."""
+
+    def __init__(
+        self,
+        host: LoopThread,
+        rpc: Callable[..., Coroutine[Any, Any, list[Any]]],
+        devices: Sequence[str],
+        bucket_bytes: int,
+        notice: Callable[[str], None],
+    ):
+        self._host, self._rpc, self._notice = host, rpc, notice
+        self.devices, self._bucket_bytes = list(devices), bucket_bytes
+        self._by_device: bool | None = None
+
+    def receive(self, places: Places, version: int, timeout: float, verify: str) -> dict[str, str]:
+        """Have worker i load what comes to places[i]; returns checksums with `verify`. WeightSyncError with a worker's words
+        when one cannot.
+
+        No limit of its own: a worker gives up when nothing has come for `timeout` seconds, and all of a large model may
+        take longer than any limit that helps.
+        """
+        return _loaded(self._begin(places, version, timeout, verify), None)
+
+    def try_channel(self, places: Places, timeout: float) -> concurrent.futures.Future[list[str]]:
+        """See `WeightReceiver.try_channel`."""
+        return self._host.submit(self._rpc("verl_try_channel", args=(list(places), timeout)))
+
+    def send(
+        self, weights: Iterable[tuple[str, Any]], version: int, dtype: torch.dtype | None, verify: str
+    ) -> dict[str, str]:
+        """From this process to every worker; returns checksums with `verify`."""
+        from verl.weight_sync.base import WeightSyncError
+        from verl.weight_sync.shared_memory import BucketSender
+
+        weights = iter(weights)
+        first = list(itertools.islice(weights, 1))
+        device = self._direct(first[0][1].device) if first else None
+        channel, places = self._channel()
+        loading = self._begin(places, version, _LOAD_TIMEOUT, verify)
+        sender = BucketSender(
+            channel, len(places), self._bucket_bytes, dtype=dtype, timeout=_LOAD_TIMEOUT, device=device
+        )
+        try:
+            sender.send(itertools.chain(first, weights), version)
+        except WeightSyncError:
+            _loaded(loading, RPC_TIMEOUT)  # a worker's own words come first
+            raise
+        return _loaded(loading, RPC_TIMEOUT)
+
+    def _begin(
+        self, places: Places, version: int, timeout: float, verify: str
+    ) -> concurrent.futures.Future[list[Any]]:
+        arguments = (list(places), version, timeout, verify)
+        return self._host.submit(self._rpc("verl_load_weights", args=arguments))
+
+    def _channel(self) -> tuple[str, Places]:
+        """A fresh one, and every worker's place on it."""
+        channel = f"vllm-{uuid.uuid4().hex[:16]}"
+        return channel, [(channel, reader) for reader in range(len(self.devices))]
+
+    def _direct(self, device: torch.device) -> torch.device | None:
+        """`device` if all workers are on it and a trial has shown that they can read its memory."""
+        from verl.platform import platform_of
+        from verl.weight_sync.shared_memory import offer
+
+        found = platform_of(device).memory_id(device)
+        if not found or set(self.devices) != {found}:
+            return None
+        if self._by_device is None:
+            channel, places = self._channel()
+            trying = self.try_channel(places, _TRIAL_TIMEOUT)
+            said = [offer(channel, len(places), device, _TRIAL_TIMEOUT), *trying.result(RPC_TIMEOUT)]
+            failed = next(filter(None, said), "")
+            self._by_device = not failed
+            if failed:
+                self._notice(
+                    f"weights go to vLLM through host memory: handles of the device failed ({failed})"
+                )
+        return device if self._by_device else None
+
+
+def _loaded(loading: concurrent.futures.Future[list[Any]], limit: float | None) -> dict[str, str]:
+    """Checksums of what the workers hold, once they are done. WeightSyncError with what one of them raised."""
+    from verl.weight_sync.base import WeightSyncError
+
+    try:
+        sums = loading.result(limit)
+    except concurrent.futures.TimeoutError:
+        raise WeightSyncError(
+            f"vLLM's workers did not come back within {limit} s of loading weights"
+        ) from None
+    except Exception as error:
+        raise WeightSyncError(f"vLLM could not load the weights: {error}") from error
+    if any(other != sums[0] for other in sums[1:]):
+        raise WeightSyncError("two workers of vLLM received different weights")
+    return dict(sums[0])
+
+
+class AdapterFolder:
+    """A peft adapter where vLLM's processes find it: in a folder of shared memory, written anew for each version.
+
+    vLLM takes adapters by path alone. The files are small (two thin matrices a layer) and never touch a disk. `described` is
+    what adapter_config.json says: at least r, lora_alpha, target_modules.
+    """
+
+    def __init__(self, described: Mapping[str, Any]):
+        self._described = {"peft_type": "LORA", **described}
+        self._root: Path | None = None
+
+    def write(self, tensors: Iterable[tuple[str, Any]], version: int, dtype: Any) -> Path:
+        """(name less peft's prefix, tensor) of an adapter, floating point converted to `dtype` unless None. Returns the
+        folder to load it from, good until the next `write`."""
+        from safetensors.torch import save_file
+
+        if self._root is None:
+            where = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
+            _sweep(where)
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=where))
+        stored = {
+            _PREFIX + name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous().clone()
+            for name, tensor in tensors
+        }
+        for old in self._root.iterdir():
+            shutil.rmtree(old)
+        folder = self._root / str(version)
+        folder.mkdir()
+        save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(self._described), encoding="utf-8")
+        return folder
+
+    def checksums(self, folder: Path, verify: str) -> dict[str, str]:
+        """Checksum of each tensor in the file that vLLM loads, by name less peft's prefix."""
+        from safetensors.torch import load_file
+
+        from verl.weight_sync.verify import checksums
+
+        found = load_file(folder / ADAPTER_WEIGHTS)
+        return checksums(((name.removeprefix(_PREFIX), tensor) for name, tensor in found.items()), verify)
+
+    def remove(self) -> None:
+        """Remove the files."""
+        if self._root is not None:
+            shutil.rmtree(self._root)
+            self._root = None
+
+
+def _sweep(where: Path) -> None:
+    """Remove what engines that were killed have left."""
+    start = f"{_FOLDER}{namespace()}-"
+    for folder in where.glob(f"{start}*"):
+        pid = folder.name.removeprefix(start).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

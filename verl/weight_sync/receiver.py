@@ -1,0 +1,49 @@
+"""The receiving side of a weight transfer: what a sampling engine with weights of its own offers next to sampling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class WeightReceiver(ABC):
+    """Replaces the weights that an engine samples with. Calls block, come from any thread, one at a time."""
+
+    @abstractmethod
+    def load_weights(
+        self, weights: Iterable[tuple[str, Any]], version: int, *, verify: str = ""
+    ) -> dict[str, str]:
+        """Replace weights from (Hugging Face name, full tensor) pairs, asleep or not; with an adapter of the engine's own,
+        the adapter's. With `verify` (`verl.weight_sync.base`) returns checksums by name of what the engine holds then, or
+        of what came where that cannot be compared.
+
+        Raises on unknown or missing names; the engine then refuses to sample. A tensor must stay as it is until the call
+        returns.
+        """
+
+    @property
+    def weights_dtype(self) -> Any:
+        """The torch data type that floating point weights may be converted to on their way here; None for as they are."""
+        return None
+
+    @property
+    def readers(self) -> list[str]:
+        """The processes that read for `receive_weights`: for each the id of the device it loads to
+        (`Platform.memory_id`)."""
+        return [""]
+
+    def try_channel(self, places: Sequence[tuple[str, int]], timeout: float) -> list[str]:
+        """Read a first, small transfer (`shared_memory.offer`); what went wrong in each reader, "" for nothing."""
+        from verl.weight_sync.shared_memory import attempt
+
+        return [attempt(*places[0], timeout)]
+
+    def receive_weights(
+        self, places: Sequence[tuple[str, int]], version: int, *, timeout: float, verify: str = ""
+    ) -> dict[str, str]:
+        """`load_weights` from a transfer. `places`: for each of `readers` the channel and its number there."""
+        from verl.weight_sync.shared_memory import receive
+
+        stream = receive(*places[0], timeout=timeout, version=version)
+        return self.load_weights(stream, version, verify=verify)

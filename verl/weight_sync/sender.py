@@ -1,0 +1,82 @@
+"""From a trainer to a sampler of the same process: nothing moves, or one stream of full tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from verl.weight_sync.base import SyncResult, WeightSync
+from verl.weight_sync.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.engine.training.base import TrainingEngine
+
+Weights = Iterable[tuple[str, "torch.Tensor"]]
+
+
+class SharesWeights(Protocol):
+    """A sampler that works on the trainer's tensors."""
+
+    def weights_updated(self, version: int) -> None:
+        """Refresh what was derived from the weights."""
+
+    def check_shared(self, module: torch.nn.Module, verify: str) -> None:
+        """WeightSyncError if a tensor of the trainer's module is not the sampler's own, or a derived copy is not it."""
+
+
+class InProcessSync(WeightSync):
+    """The sampler reads the trainer's own tensors, nothing is copied. A push tells it that the values changed (it refreshes
+    what it derived from them) and names the version."""
+
+    def __init__(
+        self, trainer: TrainingEngine, sampler: SharesWeights, clock: Callable[[], float] = time.monotonic
+    ):
+        self._trainer = trainer
+        self._sampler = sampler
+        self._clock = clock
+
+    def _push(self, version: int, verify: str) -> SyncResult:
+        started = self._clock()
+        self._sampler.weights_updated(version)
+        if verify:
+            self._sampler.check_shared(self._trainer.module, verify)
+        return SyncResult(bytes=0, seconds=self._clock() - started, verified=bool(verify))
+
+
+class StreamedSync(WeightSync):
+    """Streams the trainer's weights into a `WeightReceiver`, one tensor at a time.
+
+    adapter: the receiver holds the base already and is sent the adapter alone.
+    """
+
+    def __init__(self, trainer: TrainingEngine, receiver: WeightReceiver, *, adapter: bool = False):
+        self._trainer, self._receiver, self._adapter = trainer, receiver, adapter
+
+    def _push(self, version: int, verify: str) -> SyncResult:
+        from verl.weight_sync.verify import compare, digesting
+
+        started = time.monotonic()
+        self._trainer.release_cached_memory()  # the sampler is about to wake, first its weights and then its cache
+        weights = self._trainer.adapter_weights() if self._adapter else self._trainer.named_weights()
+        moved, sent, dtype = [0], dict[str, str](), self._receiver.weights_dtype
+        if verify:
+            weights = digesting(weights, sent, verify, dtype=dtype)
+        held = self._receiver.load_weights(_counted(weights, dtype, moved), version, verify=verify)
+        if verify:
+            compare(sent, held)
+        self._trainer.release_cached_memory()
+        return SyncResult(moved[0], time.monotonic() - started, bool(verify))
+
+
+def _counted(
+    weights: Weights, dtype: torch.dtype | None, moved: list[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass weights on and add up their bytes as they travel."""
+    from verl.weight_sync.buckets import converted
+
+    for name, tensor in weights:
+        moved[0] += tensor.numel() * converted(tensor, dtype).itemsize
+        yield name, tensor
