@@ -163,7 +163,7 @@ class Step:
         step_metrics(batch, facts, Counters())
 
     def _dump(self, number: int, batch: Any) -> list[Any]:
-        from verl.tracking.answers import TokenTexts, report_rows, sampled
+        from verl.tracking.responses import TokenTexts, report_rows, sampled
 
         return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer), self.tokenizer)
 

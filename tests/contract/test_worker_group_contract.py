@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.engine.training.base import MicroBatch, StepResult, TokenStats, TrainingEngine
+from verl.engine.training.base import MicroBatch, StepResult, TrainingEngine
 from verl.engine.training.packing import MicroBatching, pack, split_rows
 from verl.platform import processes
 from verl.trajectory import Batch, Prompt, Segment, Trajectory, flat
@@ -31,14 +31,14 @@ class CountingEngine(TrainingEngine):
         self.state = {"weights": b"w", "optimizer": b"o"}
         self._how = MicroBatching(share_prompt=share)
 
-    def log_probs(self, rows, *, temperature, entropy=False):
+    def forward(self, rows, outputs=("log_probs",), *, temperature):
         found = -(flat(rows, "response_ids") + 1).astype(np.float32) / 10 / self.version
-        return TokenStats(found, -found if entropy else None)
+        return {name: found if name == "log_probs" else -found for name in outputs}
 
-    def step(self, rows, loss, *, temperature, entropy=False):
+    def step(self, rows, loss, outputs=("log_probs",), *, temperature):
         value = 0.0
         if rows:
-            found = torch.tensor(self.log_probs(rows, temperature=temperature).log_probs, requires_grad=True)
+            found = torch.tensor(self.forward(rows, temperature=temperature)["log_probs"], requires_grad=True)
             value = float(loss(MicroBatch(rows, found, -found))[0].detach())
         ids = [(row.uid, row.index) for row in rows]
         self.steps.append({"loss": value, "rows": ids, "masks": [row.loss_mask.tolist() for row in rows]})

@@ -66,7 +66,9 @@ def test_any_cut_gives_the_same(module, groups, size, tokens, share, seed):
         # `reference` needs the model's own attention; the engine sets its own again when it is built.
         module.set_attn_implementation("eager")
         logp, _ = reference(module, rows, 0.8)
-        torch.testing.assert_close(torch.from_numpy(other[0]["log_probs"]), logp.detach(), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(other[0]["log_probs"]), logp.detach(), rtol=1e-5, atol=2e-5
+        )
 
 
 def test_token_budget_wins_over_size_if_dynamic(module):
