@@ -18,7 +18,7 @@ from typing import Any
 
 _LATER_TOOLS = (
     "tools and dialogues of many turns are not in this release; "
-    "an answer's course is decided by a verl.rollout.agent_loop.AgentLoopBase"
+    "the course of a response is decided by a verl.rollout.agent_loop.AgentLoopBase"
 )
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 

@@ -1,4 +1,4 @@
-"""Sockets that listen where they were told to and nowhere else, and whether somebody else listens."""
+"""Sockets that listen where they were told to and nowhere else, and whether a server listens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _reserved: dict[tuple[str, int], int] = {}
 
 
 def reserve(address: str) -> int:
-    """A port of this address that nobody else can take until `listen` is called with it."""
+    """A port of this address that no other process can take until `listen` is called with it."""
     server = listen(address, 0)
     with socket.socket(fileno=os.dup(server)) as looked_at:
         port = int(looked_at.getsockname()[1])
@@ -19,7 +19,7 @@ def reserve(address: str) -> int:
 
 
 def listen(address: str, port: int) -> int:
-    """File descriptor of a socket that listens on this address alone; whoever gets it closes it. Port 0: any free."""
+    """File descriptor of a socket that listens on this address alone; the caller closes it. Port 0: any free."""
     if (address, port) in _reserved:
         return _reserved.pop((address, port))
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
@@ -43,7 +43,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def check_reachable(address: str, patience: float = 5.0) -> None:
-    """ConnectionError if nobody listens at HOST:PORT within `patience` seconds; anything else is not tried."""
+    """ConnectionError if nothing listens at HOST:PORT within `patience` seconds; anything else is not tried."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return

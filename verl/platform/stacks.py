@@ -95,10 +95,10 @@ def _sweep() -> None:
 
 
 def _folder() -> Path:
-    """A folder that belongs to this user alone. OSError if somebody else has made it."""
+    """A folder that belongs to this user alone. OSError if another user has made it."""
     folder = Path(tempfile.gettempdir()) / f"verl-stacks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-        raise OSError(f"{folder} belongs to somebody else, or others may write to it")
+        raise OSError(f"{folder} belongs to another user, or others may write to it")
     return folder

@@ -1,6 +1,6 @@
 """An event loop in a thread of its own: sampling goes on while the loop's thread updates the model.
 
-It offers what the trainer uses of `asyncio.Runner`, whose coroutines run only while somebody waits for one.
+It offers what the trainer uses of `asyncio.Runner`, whose coroutines run only while one is waited for.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class StepFacts:
 def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str, Number]:
     """All names of metrics.md §2 to §6 that follow from the arguments.
 
-    An answer that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
+    A response that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
     """
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
     out |= reward_metrics(batch)
@@ -83,7 +83,7 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
 
 
 def entropy_metrics(batch: Batch) -> dict[str, Number]:
-    """actor/entropy: mean over policy tokens of the answers whose entropy was computed."""
+    """actor/entropy: mean over policy tokens of the responses whose entropy was computed."""
     rows = [t for t in batch if t.entropy is not None]
     return {
         "actor/entropy": _over_tokens("actor/entropy", rows, "entropy", "response_mask")["actor/entropy/mean"]
@@ -91,7 +91,7 @@ def entropy_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def score_metrics(batch: Batch) -> dict[str, Number]:
-    """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty answers with a valid score."""
+    """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
     rows = [t for t in batch if t.policy_tokens > 0 and _valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
     rewards = [
@@ -112,7 +112,7 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per answer.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response.
 
     Answers the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
@@ -135,7 +135,7 @@ def timed_out(trajectory: Trajectory) -> bool:
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
-    """Lengths of answers and prompts, shares at their limits, empty answers (no token of the policy), turns."""
+    """Lengths of responses and prompts, shares at their limits, empty responses (no token of the policy), turns."""
     lengths, prompts = batch.lengths, batch.prompt_lengths
     empty = np.array([t.policy_tokens == 0 for t in batch], bool)
     turns = [t.num_turns for t in batch]
@@ -176,7 +176,7 @@ def _generating(facts: StepFacts) -> float:
 
 
 def agent_metrics(batch: Batch) -> dict[str, Number]:
-    """timing_s/agent_loop/*: per answer, and of the answer that took longest from prompt to score."""
+    """timing_s/agent_loop/*: per response, and of the response that took longest from prompt to score."""
     if not len(batch):
         return {}
     out: dict[str, Number] = {}
@@ -229,9 +229,9 @@ def agreement_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
-    """training/weight_version and training/off_policy/*, over answers that were sampled.
+    """training/weight_version and training/off_policy/*, over responses that were sampled.
 
-    `version`: what the trainer holds after the step; answers of a synchronous step were written with the one
+    `version`: what the trainer holds after the step; responses of a synchronous step were written with the one
     before, and the versions behind are counted against `version − 1`, the one that was trained.
     """
     written = [t.versions for t in batch if t.versions and t.length > 0]
@@ -246,7 +246,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
 
 
 def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
-    """Numeric keys the reward function returned besides the score: key → finite values of the answers."""
+    """Numeric keys the reward function returned besides the score: key → finite values of the responses."""
     found: dict[str, list[float]] = {}
     for t in rows:
         for key, value in t.score_parts.items():
@@ -257,7 +257,7 @@ def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
 
 
 def total_tokens(batch: Batch) -> int:
-    """Prompt and answer tokens, each answer with its prompt."""
+    """Prompt and response tokens, each response with its prompt."""
     return int(batch.lengths.sum() + batch.prompt_lengths.sum())
 
 
@@ -268,7 +268,7 @@ def _valid(t: Trajectory) -> bool:
 def _over_tokens(name: str, rows: Iterable[Trajectory], column: str, mask: str) -> dict[str, Number]:
     """`{name}/{mean,max,min}` of a token-level column where the mask is True (`loss_mask` not set yet: the response mask).
 
-    Answer by answer, in float64: a copy of all tokens of a step may be hundreds of megabytes.
+    Response by response, in float64: a copy of all tokens of a step may be hundreds of megabytes.
     """
     count, total, top, bottom = 0, 0.0, -math.inf, math.inf
     for t in rows:

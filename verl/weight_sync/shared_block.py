@@ -3,8 +3,8 @@
     [ control | header 0 | bucket 0 | header 1 | bucket 1 ]
 
 One process writes buckets, `readers` processes read each of them; a bucket is written again when all have taken it.
-The file exists only while a transfer runs, is readable by its owner alone, and is removed by whoever finds the
-other side dead. Its pages are reserved as they are first written, so a full memory file system is an error message
+The file exists only while a transfer runs, is readable by its owner alone, and is removed by the side that finds the
+other one dead. Its pages are reserved as they are first written, so a full memory file system is an error message
 and not a signal. Waiting is polling of counters: no sockets, no locks that a killed process could keep.
 """
 
@@ -93,7 +93,7 @@ def sweep() -> list[str]:
         try:
             segment = SharedMemoryBlock.open(path)
         except WeightSyncError:
-            continue  # another process is just making it, or it is not ours: whoever needs that channel will say
+            continue  # another process is just making it, or it is not ours: the side that needs that channel will say
         if segment is not None:
             if not segment.sender_alive():
                 segment.remove()

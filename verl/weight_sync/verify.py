@@ -69,7 +69,7 @@ def digesting(
 
 
 def close_stream(weights: object) -> None:
-    """Tell a stream that nobody reads on, now and not when it is collected: its sender waits for that."""
+    """Tell a stream that it is not read any further, now and not when it is collected: its sender waits for that."""
     close = getattr(weights, "close", None)
     if close is not None:
         close()

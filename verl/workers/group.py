@@ -83,9 +83,9 @@ class Placed:
 
 class WorkerGroup:
     """`facts[i]` is what `Worker.build` of rank i returned. Ranks that share rows have the same dp_rank; of the ranks of one
-    dp_rank the first whose `holds_outputs` is not False answers for all.
+    dp_rank the first whose `holds_outputs` is not False returns the results for all.
 
-    `lock` is held through every call, so that whoever restarts a sampler finds the weights of one version; `moved` is True
+    `lock` is held through every call, so that a sampler that is restarted finds the weights of one version; `moved` is True
     between an update and the push of its weights.
     """
 

@@ -1,4 +1,4 @@
-"""The roles of a run, over the ranks that play them: what the loop asks of the policy, the reference and whoever follows."""
+"""The roles of a run, over the ranks that play them: what the loop asks of the policy, and the reference."""
 
 from __future__ import annotations
 

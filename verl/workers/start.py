@@ -36,7 +36,7 @@ def wants_ray(config: Any) -> bool:
 
 
 def check_cluster(config: Any) -> None:
-    """UserError if a cluster's address was given and nobody listens there; Ray itself would try for five minutes."""
+    """UserError if a cluster's address was given and nothing listens there; Ray itself would try for five minutes."""
     address = ray_address(config)
     try:
         check_reachable(address)

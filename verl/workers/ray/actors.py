@@ -17,7 +17,7 @@ OPEN_FILES = 65536
 
 
 class RayWorker(Worker):
-    """A training rank that says which devices it was given, and whose death is noticed while nobody calls it."""
+    """A training rank that says which devices it was given, and whose death is noticed between calls, too."""
 
     def __init__(self, config: dict[str, Any], rank: int, world: int):
         raise_open_files(OPEN_FILES)

@@ -45,7 +45,7 @@ def start_on_cluster(config: Config, total_steps: int, hooks: RunHooks = SILENT)
 
 
 class _Builder:
-    """One start. `release` gives back what was taken so far."""
+    """One start. `release` frees what was taken so far."""
 
     def __init__(self, config: Config, hooks: RunHooks):
         self.config, self.hooks = config, hooks
@@ -111,7 +111,7 @@ class _Builder:
         )
 
     def _say(self, what: str) -> None:
-        """What happens outside of the loop, for whoever looks at the terminal, and after how many seconds."""
+        """What happens outside of the loop, on the terminal, with the seconds since the start."""
         print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
 
     def _check_nodes(self) -> None:
@@ -129,14 +129,14 @@ class _Builder:
             self.hooks.notice(text)
 
     def _record(self, group: RayCalls, hosts: list[Replica]) -> None:
-        """Which process is which, for whoever looks at a machine or a record afterwards."""
+        """Which process is which, for the record."""
         everybody = [*group.workers, *(host.worker for host in hosts)]
         self.hooks.event(
             "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
         )
 
     def _of_sampler(self, kind: str, **fields: Any) -> None:
-        """An event of the pool, for the record and for whoever looks at the terminal."""
+        """An event of the pool, in the record and on the terminal."""
         self.hooks.event(kind, **fields)
         if kind == "sampler_died":
             self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")

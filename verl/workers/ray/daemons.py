@@ -59,7 +59,7 @@ class Daemons:
         self._judge.start()
 
     def _ask(self) -> None:
-        """A call to a head that is gone blocks inside Ray, so whoever judges is another thread."""
+        """A call to a head that is gone blocks inside Ray, so another thread judges."""
         # Ray's calls start a Ray where there is none: not after the run has left its own.
         while ray.is_initialized() and not self._stop.is_set():
             with suppress(faults.RayError):  # no answer, which is what the other thread counts

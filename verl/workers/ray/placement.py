@@ -23,7 +23,7 @@ Started = TypeVar("Started")
 class Pool:
     """`nodes` × `per_node` devices, every node's in one bundle. Waits until Ray has set them aside.
 
-    UserError when the cluster does not have them, or has given them to somebody else.
+    UserError when the cluster does not have them, or has given them to another job.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Pool:
         end = time.monotonic() + self._timeout
         while True:
             if self._released:
-                raise WorkerDied(f"{self.name} was given back")
+                raise WorkerDied(f"{self.name} was released")
             table = ray.util.placement_group_table(self.group)
             node = str(table["bundles_to_node_id"].get(bundle))
             if table["state"] == "CREATED" and node in _living():

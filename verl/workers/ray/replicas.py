@@ -1,10 +1,10 @@
 """Sampling engines in hosts of their own, behind the interface of one engine.
 
-    generate ─▶ queue of a host ─ one call a tick ─▶ RolloutWorker.submit        a group's answers go to one host,
-    future ◀─── responses ◀──── long poll ─────────── RolloutWorker.results        groups to the host with least to do
+    generate ─▶ queue of a host ─ one call a tick ─▶ RolloutWorker.submit        a group's requests go to one replica,
+    future ◀─── responses ◀──── long poll ─────────── RolloutWorker.results        groups to the replica with least to do
 
 A host that dies is started again, gets the current weights, and its unfinished requests are asked anew; a response is
-taken once, whoever gives it.
+taken once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Replica:
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
     def claim(self) -> bool:
-        """Begin to replace the worker; False if somebody else is at it. Ends with `reviving = False`."""
+        """Begin to replace the worker; False if it is being replaced already. Ends with `reviving = False`."""
         with self._claim:
             mine, self.reviving = not self.reviving, True
             return mine
@@ -97,7 +97,7 @@ class Replica:
     def started(self, facts: dict[str, Any]) -> None:
         """Note what `RolloutWorker.start` returned."""
         self.worker.pid, self.dtype, self.devices = facts["pid"], facts["dtype"], list(facts["devices"])
-        self.readers = [(int(pid), int(born), int(space)) for pid, born, space in facts["readers"]]
+        self.readers = [(int(pid), int(start), int(space)) for pid, start, space in facts["readers"]]
 
     def owe(self, request: _Request) -> None:
         """Note a request that this host is to answer."""
@@ -197,7 +197,7 @@ class ReplicaPool(RolloutEngine):
             except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
                 self.end(SamplerLost(store_full(error)))
                 assert self._ended is not None
-                for each in self.hosts:  # also those that nobody has asked for responses yet
+                for each in self.hosts:  # also those that have not been asked for responses yet
                     self._fail(each, self._ended)
                 return
             task = asyncio.get_running_loop().create_task(self._sent(host, sent))
@@ -219,7 +219,7 @@ class ReplicaPool(RolloutEngine):
             host.poll = loop.create_task(self._collect(host), name=f"sampler-{host.number}")
 
     async def _collect(self, host: Replica) -> None:
-        """Take a host's answers for as long as it owes any."""
+        """Take a replica's results for as long as it owes any."""
         while host.requests and not self._closed:
             try:
                 responses = codec.decode_results(await host.worker.handle.results.remote(_POLL_S))
@@ -235,7 +235,7 @@ class ReplicaPool(RolloutEngine):
             await asyncio.sleep(0)
 
     def _settle(self, host: Replica, response: codec.GenerateResult) -> None:
-        """Hand a response over; one that nobody waits for any more is dropped."""
+        """Hand a response over; one that is not waited for any more is dropped."""
         request = host.requests.get(response.id)
         if request is None or request.future.done():
             return
@@ -337,7 +337,7 @@ class ReplicaPool(RolloutEngine):
     def replace_dead(self, host: Replica, why: str) -> bool:
         """Start a dead host again for a weight transfer, which brings its weights and then says `reviving = False`.
 
-        False if somebody else is at it: that host will ask for the weights. Blocking.
+        False if it is being replaced already: that replica will ask for the weights. Blocking.
         """
         if not host.claim():
             return False

@@ -23,7 +23,7 @@ class TransferPlan:
 
     writes    by training rank: the channel it writes and its readers, or None for one that only gathers with the others
     places    where each process of a host reads
-    relayed   nodes without a training rank, whose channel somebody there has to write: node → channel, readers
+    relayed   nodes without a training rank, whose channel one of their replicas writes: node → channel, readers
     on_device writers and readers share devices: buckets stay there
     """
 

@@ -1,4 +1,4 @@
-"""Notices a training worker, or the cluster, that is lost while nobody calls it, for instance during a long sampling phase."""
+"""Notices a training worker, or the cluster, that is lost between calls, for instance during a long sampling phase."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
         again for each response of a group (for comparison). enforce_eager: no captured graphs on a GPU.
-    engines: how many samplers share the machine's memory, for the size of the cache where nobody says it.
+    engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     """
 
     def __init__(

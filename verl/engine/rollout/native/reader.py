@@ -59,7 +59,7 @@ class Reader:
         self._views: dict[tuple[int, int], list[list[View]]] = {}
 
     def plan(self, lengths: np.ndarray, *, whole_block_rows: bool = False) -> None:
-        """Choose spans for slots whose visible tokens are `lengths` (int64 [slots], 0 where nobody asks).
+        """Choose spans for slots whose visible tokens are `lengths` (int64 [slots], 0 for a slot that is not read).
 
         A span of a single block_row ends at its last slot in use, unless whole_block_rows.
         """
