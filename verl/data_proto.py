@@ -13,21 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.trajectory import Batch, Trajectory
+from verl.trajectory import COLUMNS, Batch, Trajectory
 
-# Public name → column of the trajectories.
-_COLUMNS = {
-    "token_level_rewards": "token_rewards",
-    "old_log_probs": "old_log_probs",
-    "ref_log_prob": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "entropys": "entropy",
-    "values": "values",
-    "advantages": "advantages",
-    "returns": "returns",
-    "loss_mask": "loss_mask",
-    "rollout_is_weights": "is_weights",
-}
+# Public name → column; ids and mask have a width of their own.
+_COLUMNS = {c.public: name for name, c in COLUMNS.items() if name not in ("response_ids", "response_mask")}
 
 
 class DataProtoItem:

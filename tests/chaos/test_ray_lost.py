@@ -74,7 +74,7 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         pid, node = pool.again(0, start)
         assert pid and node == room == pool.node_of(0)
         pool.release()
-        with pytest.raises(WorkerDied, match="was given back"):
+        with pytest.raises(WorkerDied, match="was released"):
             pool.again(0, start)
     finally:
         ray.shutdown()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.trajectory import COLUMNS
+
 if TYPE_CHECKING:
     from verl.tracking.step_metrics import Counters
     from verl.tracking.tracker import Tracking
     from verl.trajectory import Trajectory
     from verl.workers.plan import Refusal, UpdateResult
-
-_COLUMNS = ("response_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 
 
 class TooManyRefused(RuntimeError):
@@ -34,7 +34,7 @@ def dump_rows(directory: Path, rows: list[Trajectory], reason: str) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     arrays = {"lengths": np.array([row.length for row in rows], np.int64)}
-    for column in _COLUMNS:
+    for column in COLUMNS:
         values = [getattr(row, column) for row in rows]
         if all(value is not None for value in values):
             arrays[column] = np.concatenate(values)
