@@ -488,9 +488,10 @@ def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, fork_serve
     run = fork_server.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     assert (
-        "the sampler lost 12 of 12 answers" in errors(run)[-1] and "logits are not finite" in errors(run)[-1]
+        "the sampler lost 12 of 12 responses" in errors(run)[-2]
+        and "logits are not finite" in errors(run)[-2]
     )
-    assert "learning rate" in errors(run)[-1], run.stderr
+    assert "learning rate" in errors(run)[-2], run.stderr
 
 
 def test_lost_answers(tiny, fork_server, tmp_path) -> None:
@@ -503,7 +504,7 @@ def test_lost_answers(tiny, fork_server, tmp_path) -> None:
     assert sum(event["event"] == "rollout_failure" for event in told) == 4
     run = fork_server.run(tiny.overrides(tmp_path / "b", *no_val), BAD_PLUGIN="losing_sampler:3", **PLUGIN)
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
-    assert "the sampler lost 4 of 12 answers" in errors(run)[-1] and "dropped request" in errors(run)[-1]
+    assert "the sampler lost 4 of 12 responses" in errors(run)[-1] and "dropped request" in errors(run)[-1]
 
 
 def test_a_tracker_without_its_account_or_library_never_stops_a_run(tiny, fork_server, tmp_path) -> None:

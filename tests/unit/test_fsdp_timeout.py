@@ -140,7 +140,7 @@ def loss(flag: Path) -> Any:
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("start", "in an all_gather_json of what all ranks must agree on for other ranks"),
+        ("start", "in a gather of what all ranks must agree on for other ranks"),
         ("passes", "in the passes of a step (shard group: ranks 0, 1; sequence group: ranks 0, 1) for other"),
     ],
     ids=["start", "passes"],

@@ -160,7 +160,7 @@ def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(
         try:
             handles = [WorkerActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
             group = RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])
-            group.call("facts")
+            group.call("prepare")
             port, before = taken.getsockname()[1], time.monotonic()
             with pytest.raises(UserError, match=rf"rank 0 of 2 cannot meet .* 127\.0\.0\.1:{port}: .*in use"):
                 group.call("join", "127.0.0.1", port, doing="joining the training ranks")

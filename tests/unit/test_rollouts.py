@@ -21,7 +21,7 @@ class Scripted(RolloutEngine):
         self.calls: list[tuple[str, str | None, int]] = []
         self._fail = fail
 
-    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
         self.calls.append((request_id, group, sampling.seed))
         await asyncio.sleep(0.02 / len(self.calls))
         if request_id in self._fail:
@@ -153,7 +153,7 @@ class Worded(Scripted):
         super().__init__()
         self._length = length
 
-    async def generate(self, prompt_ids, sampling, *, request_id, group=None, media=None):
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
         ids = np.arange(self._length)
         return Completion(ids, np.zeros(len(ids), np.float32), "stop", versions=(7,), text="came along")
 

@@ -65,9 +65,8 @@ def test_no_cluster_with_a_ray_that_has_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_vllm_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.config import engine_packages
 
-    engine_packages.vllm_version.cache_clear()
     pretend(monkeypatch, vllm="0.13.0")
     monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"vLLM 0\.13\.0 is installed, which is too old"):
+    monkeypatch.setattr(engine_packages, "vllm_version", engine_packages.vllm_version.__wrapped__)
+    with pytest.raises(UserError, match=r"vLLM 0\.13\.0 is installed; supported are 0\.32 and 0\.33"):
         engine_packages.check_vllm()
-    engine_packages.vllm_version.cache_clear()

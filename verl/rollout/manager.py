@@ -207,12 +207,12 @@ class RolloutManager:
                 session.generate, self._tokenizer, self._config
             )
             output = await loop.run(params, **row)
-            outputs = output if isinstance(output, list) else [output]
-            return self._trajectory(prompt, index, outputs, session.completions, time.monotonic() - started)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
             return self._lost(prompt, index, error)
+        outputs = output if isinstance(output, list) else [output]
+        return self._trajectory(prompt, index, outputs, session.completions, time.monotonic() - started)
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
