@@ -111,7 +111,7 @@ def _open_files(c: Check, sizes: str) -> None:
 
 def _engine(c: Check) -> None:
     name, key = c.rollout.name, f"{c.rollout_key}.name"
-    if not CAPABILITIES[name].released:
+    if name in CAPABILITIES and not CAPABILITIES[name].released:
         where = "installed here, but" if _installed(name) else "not installed here, and"
         c.lacks(f"{key}={name}", f"{where} not in this release; set {key}={' or '.join(RELEASED)}")
     elif name in _ARGUMENT_CHECKS:
