@@ -26,12 +26,13 @@ def settle(model: torch.nn.Module, longest: int | None) -> None:
         if isinstance(kinds, str):
             if _varies(kinds):
                 _fill(part, "", kinds, longest)
-                part.rope_type = "default"
+                setattr(part, "rope_type", "default")  # noqa: B010
         elif isinstance(kinds, dict):
             for layer, kind in kinds.items():
                 if _varies(kind):
                     _fill(part, f"{layer}_", kind, longest, layer_type=layer)
-            part.rope_type = {layer: "default" if _varies(kind) else kind for layer, kind in kinds.items()}
+            settled = {layer: "default" if _varies(kind) else kind for layer, kind in kinds.items()}
+            setattr(part, "rope_type", settled)  # noqa: B010
 
 
 def _varies(kind: Any) -> bool:

@@ -65,7 +65,7 @@ class Reader(FileSystemReader):
             name = str(stored.relative_path)
             if name in ("", ".", "..") or PurePath(name).name != name:
                 raise UserError(f"{path}: names a file outside of its folder ({name}); it was not read")
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        found.storage_meta.load_id = self.load_id
+        meta = getattr(found, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        found.storage_meta = meta
         return found

@@ -95,8 +95,9 @@ def shard(
         source.fill(parts, names, trainable=trainable)
         fused.add(parts, gated=tensor is None)
         _cast_buffers(parts, policy.buffer_dtype)
-        for layer in unit if tensor is not None else ():
-            tensor.apply(places[id(layer)], layer)
+        if tensor is not None:
+            for layer in unit:
+                tensor.apply(places[id(layer)], layer)
         fully_shard(unit, reshard_after_forward=policy.reshard_after_forward, **options)
     rest = [part for part in module.modules() if id(part) not in inside]
     source.fill(rest, names, trainable=trainable)
