@@ -6,6 +6,7 @@ That is what sharding hooks on: while this module's forward runs, the weights th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class OutputHead(torch.nn.Module):
+class OutputHead(torch.nn.Module, ABC):
     """A model, and what makes outputs of its hidden states. Use: `head(head.compute, inputs, …)`."""
 
     #: Names of what `compute` can give.
@@ -38,6 +39,7 @@ class OutputHead(torch.nn.Module):
         """work(*args, **options), run where all weights outside of layers are whole."""
         return work(*args, **options)
 
+    @abstractmethod
     def compute(
         self,
         inputs: Mapping[str, Any],
@@ -51,7 +53,6 @@ class OutputHead(torch.nn.Module):
 
         source: index of the token whose hidden state predicts the target. The attention plan must be in force.
         """
-        raise NotImplementedError
 
     def prepare(self) -> None:
         """Called once, on every rank, when the weights have their values."""
