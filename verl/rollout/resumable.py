@@ -42,10 +42,9 @@ class ResumableGeneration:
         *,
         request_id: str,
         group: str | None = None,
-        session: str | None = None,
-        media: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Completion:
-        """`RolloutEngine.generate`, carried on through any number of pauses."""
+        """`RolloutEngine.generate`, carried on through any number of pauses; `options` are handed on to it."""
         parts: list[Completion] = []
         written = 0
         while True:
@@ -56,8 +55,7 @@ class ResumableGeneration:
                 replace(sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written),
                 request_id=f"{request_id}~{len(parts)}" if parts else request_id,
                 group=None if written else group,
-                media=media,
-                **({} if session is None else {"session": session}),
+                **options,
             )
             parts.append(part)
             written += len(part.token_ids)
