@@ -74,7 +74,7 @@ class Worker(Profiled):
             init_process_group(self.rank, self.world, address, port, self.platform, timeout)
 
     def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
-        """Load the models. Returns where this rank stands: dp_rank, dp_size, the device in words, its id, its roles.
+        """Load the models. Returns where this rank stands: dp_rank, holds_outputs, the device in words, its id, its roles.
 
         shared: a sampler of this process works on the policy's tensors.
         """
