@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.reward.errors import RewardErrorLimit, RewardPrecheckError
+from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
 from verl.reward.pool import Call, FunctionSpec, Pool
 from verl.reward.precheck import precheck
 from verl.reward.runner import RewardRunner
