@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from verl.errors import UserError
-from verl.platform.child_process import NotPlain, to_plain
+from verl.platform.parent_channel import NotPlain, to_plain
 
 KINDS = ("exception", "timeout", "crash", "value", "load")
 """Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from verl.platform.child_process import NotPlain
+from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool

@@ -22,8 +22,9 @@ import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
-from verl.platform.child_process import ChildProcess, ParentChannel, encode
+from verl.platform.child_process import ChildProcess
 from verl.platform.host import usable
+from verl.platform.parent_channel import ParentChannel, encode
 from verl.rollout import agent_loop
 from verl.rollout.session import Session
 
