@@ -238,7 +238,6 @@ FEATURES: dict[str, Absent] = {
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
     "critic.enable": Absent("the critic", "use algorithm.adv_estimator=grpo, which needs none"),
-    "algorithm.filter_groups.enable": Absent("dynamic sampling", "set it to False"),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "set it to False"),
     "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),

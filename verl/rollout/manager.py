@@ -53,6 +53,11 @@ class RolloutSettings:
     max_lost_ratio: float = 0.1
     greedy_baseline: bool = False
 
+    @property
+    def per_prompt(self) -> int:
+        """Responses that are sampled to a prompt of a training step."""
+        return self.n + self.greedy_baseline
+
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
@@ -108,6 +113,7 @@ class RolloutManager:
         self._event = event or (lambda kind, **fields: None)
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
+        self._whole: dict[PromptGroup, asyncio.Task[None]] = {}
         self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
 
     async def take(
@@ -130,6 +136,52 @@ class RolloutManager:
         await self._finish(groups, on_progress)
         del self._groups[:count]
         return self._collect(groups)
+
+    @property
+    def groups(self) -> tuple[PromptGroup, ...]:
+        """What was begun and not taken, in draw order."""
+        return tuple(self._groups)
+
+    async def completed(self, groups: Iterable[PromptGroup]) -> list[PromptGroup]:
+        """Wait until one of these groups has all its responses, scored as they finished; returns those that have, in order."""
+        groups = list(groups)
+        for group in groups:
+            if group not in self._whole:
+                self._whole[group] = asyncio.ensure_future(self._completion(group))
+        try:
+            await asyncio.wait([self._whole[group] for group in groups], return_when=asyncio.FIRST_COMPLETED)
+            done = [group for group in groups if self._whole[group].done()]
+            for group in done:
+                self._whole[group].result()
+            if interrupt.noted():
+                raise asyncio.CancelledError
+        except BaseException:
+            await self.release(self.groups)
+            raise
+        return done
+
+    async def _completion(self, group: PromptGroup) -> None:
+        await asyncio.gather(*self._responses[group])
+        await self.scored([row for row in group.responses if row is not None])
+
+    async def collect(self, groups: Sequence[PromptGroup]) -> Batch:
+        """Take these groups, whose responses are all back. RolloutError when too many responses were lost."""
+        await self.release(groups)
+        return self._collect(groups)
+
+    async def release(self, groups: Iterable[PromptGroup]) -> None:
+        """Forget these groups; what of them is under way ends."""
+        tasks: list[asyncio.Task[None]] = []
+        for group in groups:
+            self._groups.remove(group)
+            tasks += self._responses.pop(group, [])
+            if group in self._whole:
+                tasks.append(self._whole.pop(group))
+            rows = [row for row in (*group.responses, group.baseline) if row in self._scoring]
+            tasks += [self._scoring.pop(row) for row in rows if row is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
         """Start `n` responses to each prompt, for a later `take`."""
@@ -168,7 +220,8 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """End everything that is under way, scoring too; nothing of it is handed over."""
-        tasks = [task for begun in self._responses.values() for task in begun] + list(self._scoring.values())
+        tasks = [task for begun in self._responses.values() for task in begun]
+        tasks += [*self._scoring.values(), *self._whole.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.needs import passes
-from verl.rollout.schedule import PromptSchedule, evict_stale
+from verl.rollout.dynamic_sampling import open_schedule
+from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation
 from verl.trainer.step_record import StepRecord
 
@@ -43,9 +44,7 @@ class PPOTrainer:
         self.step = 0
         self.last_batch: Batch | None = None
         self.policy = parts.workers.policy
-        self.schedule = PromptSchedule(
-            parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps
-        )
+        self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.passes = passes(config, self.policy.updates_per_step)
         self.colocation = Colocation(config, parts.workers.sampler)
         self.record = StepRecord(config, parts, self.schedule)
@@ -96,12 +95,10 @@ class PPOTrainer:
     def _sample(self, step: int) -> Batch:
         """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
         parts = self.parts
-        prompts = self.schedule.due(step)
-        size = self.schedule.size(step)
-        responses = size * self.config.actor_rollout_ref.rollout.n
+        responses = self.config.data.train_batch_size * parts.rollouts.settings.per_prompt
         progress = parts.tracking.progress("responses", total=responses, beat=parts.phases.beat)
         with parts.phases("gen", waits_for=f"{responses} responses of the sampler"):
-            batch = parts.loop.run(parts.rollouts.take(prompts, progress, count=size))
+            batch = parts.loop.run(self.schedule.take(parts.rollouts, step, progress))
         self.record.sampled = parts.workers.sampler.stats()
         return batch
 
@@ -110,7 +107,7 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            metrics = evict_stale(batch, step - 1, self.config.trainer.max_staleness)
+            metrics = self.schedule.metrics | evict_stale(batch, step - 1, self.config.trainer.max_staleness)
             parts.rewards.check_errors(batch)
             return metrics
 

@@ -115,7 +115,6 @@ REFUSED = [
     (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
     ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
-    (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),

@@ -50,6 +50,13 @@ def _estimator(c: Check) -> None:
         c.refuse(f"{ROLLOUT}.n={n}", message)
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
+    if (
+        algorithm.filter_groups.enable
+        and algorithm.use_kl_in_reward
+        and algorithm.filter_groups.metric == "seq_final_reward"
+    ):
+        message = "the KL penalty is not known while groups are sampled; use metric=reward"
+        c.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if name == "gdpo" and not keys:
         message = "gdpo needs the keys the reward function returns, [accuracy,format]"
