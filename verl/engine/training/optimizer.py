@@ -21,7 +21,9 @@ _NOT_OVER_RANKS = ("torch.optim.Adafactor", "torch.optim.Rprop")
 
 
 def optim_config(group: Mapping[str, Any] | None) -> OptimConfig:
-    """`…optim.` of a role. Keys that are absent or None have their defaults."""
+    """`…optim.` of a role. Of a mapping, keys that are absent or None have their defaults."""
+    if isinstance(group, OptimConfig):
+        return group
     return OptimConfig(**{name: value for name, value in (group or {}).items() if value is not None})
 
 
