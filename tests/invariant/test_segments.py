@@ -62,7 +62,7 @@ def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, 
     """A step's passes and updates of a tiny model in this process, by the product's own roles."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
-    engine = FSDPEngine.from_module(module.eval(), role_cfg=vars(actor), device="cpu")
+    engine = FSDPEngine(module=module.eval(), role_cfg=vars(actor), device="cpu")
     algorithm = SimpleNamespace(
         adv_estimator="grpo",
         norm_adv_by_std_in_grpo=True,

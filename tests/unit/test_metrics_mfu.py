@@ -127,8 +127,9 @@ def cost_of_a_rank(path: str) -> tuple[float, float, float]:
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.platform.cpu import CpuPlatform
 
-    engine = FSDPEngine(path, role_cfg={"fsdp_config": {"dtype": "bfloat16"}}, device=CpuPlatform())
-    engine.platform.peak_flops = Known().peak_flops  # type: ignore[method-assign]
+    platform = CpuPlatform()
+    platform.peak_flops = Known().peak_flops  # type: ignore[method-assign]
+    engine = FSDPEngine(path, role_cfg={"fsdp_config": {"dtype": "bfloat16"}}, device=platform)
     cost = engine.cost()
     return cost.per_token, cost.per_pair, cost.peak
 

@@ -80,7 +80,7 @@ def adapter_moves(config: Any) -> bool:
     False without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
     say enable_lora=False: then it is sent merged weights.
     """
-    from verl.engine.training.lora_config import LoraSettings
+    from verl.engine.training.lora import LoraSettings
     from verl.models.load import load_config
 
     arr = config.actor_rollout_ref
@@ -134,7 +134,7 @@ def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
     settings = engine_settings(config, trainer_dtype)
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
     if adapter_moves(config):
-        from verl.engine.training.lora_config import LoraSettings
+        from verl.engine.training.lora import LoraSettings
 
         lora = LoraSettings.of(model, model.path)
         assert lora is not None
@@ -154,7 +154,7 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     module.requires_grad_(False)
     if adapter_moves(config):
         from verl.engine.training.lora import AdapterSource, inject
-        from verl.engine.training.lora_config import LoraSettings
+        from verl.engine.training.lora import LoraSettings
 
         settings = LoraSettings.of(arr.model, arr.model.path)
         assert settings is not None
