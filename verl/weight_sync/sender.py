@@ -1,20 +1,43 @@
-"""From a trainer to a sampler of the same process: nothing moves, or one stream of full tensors."""
+"""What a push of weights is, and the two of one process: nothing moves, or one stream of full tensors.
+
+After a push both sides hold the same weights under one version.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from verl.weight_sync.base import SyncResult, WeightSync
-from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.base import FULL, SAMPLED, UNVERIFIED, SyncResult
 
 if TYPE_CHECKING:
     import torch
 
     from verl.engine.training.base import TrainingEngine
+    from verl.weight_sync.receiver import WeightReceiver
 
 Weights = Iterable[tuple[str, "torch.Tensor"]]
+
+
+class WeightSync(ABC):
+    """Moves weights from a training engine to a sampling engine."""
+
+    _proven = False
+
+    def push(self, version: int, *, verify: bool = False) -> SyncResult:
+        """Make the sampler hold the trainer's current weights. Raises WeightSyncError when it does not.
+
+        verify: compare everything afterwards. The first push compares a sample of every weight without being asked.
+        """
+        result = self._push(version, FULL if verify else UNVERIFIED if self._proven else SAMPLED)
+        self._proven = True
+        return result
+
+    @abstractmethod
+    def _push(self, version: int, verify: str) -> SyncResult:
+        """`push`, verified as `FULL`, `SAMPLED` or `UNVERIFIED` says."""
 
 
 class SharesWeights(Protocol):

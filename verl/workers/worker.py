@@ -129,7 +129,8 @@ class Worker(Profiled):
         "columns": old_log_probs and entropy, each if rows were without}.
         """
         engine = self.engine()
-        codec.fill(self._rows, columns)
+        if columns:
+            codec.fill(self._rows, columns)
         fresh = [
             n for n in ("old_log_probs", "entropy") if any(getattr(row, n) is None for row in self._rows)
         ]

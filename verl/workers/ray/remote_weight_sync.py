@@ -17,7 +17,8 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
-from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSync, WeightSyncError
+from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSyncError
+from verl.weight_sync.sender import WeightSync
 from verl.weight_sync.verify import compare
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.calls import RayCalls, WorkerFailed, is_dead, reason
