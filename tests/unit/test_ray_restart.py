@@ -32,9 +32,9 @@ def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_t
     monkeypatch.setattr(build, "RolloutActor", actor)
     monkeypatch.setattr(build, "RayCalls", Silent)
     monkeypatch.setattr(build, "end_workers", ended.extend)
-    cluster: Any = SimpleNamespace(nodes=list)
+    cluster: Any = SimpleNamespace(addresses=lambda: {"node": "here"})
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
-    starter = build._Starter({}, 0, {}, "here", [], pool, 0, cluster)
+    starter = build._Starter({}, 0, {}, [], pool, 0, cluster)
     with pytest.raises(WorkerFailed, match="within 180 s"):
         starter()
     assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"

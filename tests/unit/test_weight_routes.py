@@ -101,7 +101,7 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
 
     training = SimpleNamespace(call=call, lock=nullcontext(), moved=True)
     pool = SimpleNamespace(
-        hosts=hosts,
+        replicas=hosts,
         find_dead=lambda hosts: [],
         weights_pushed=lambda version: None,
         event=lambda kind, **fields: events.append((kind, fields)),

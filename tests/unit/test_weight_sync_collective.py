@@ -53,7 +53,7 @@ def start(
         for rank in range(1, size)
         for number in range(readers)
     ]
-    return WeightGroup(0, size, "127.0.0.1", port, timeout=20), hosts, samplers
+    return WeightGroup(0, Rendezvous("127.0.0.1", port, size, 20)), hosts, samplers
 
 
 def gathered(out: Any, count: int) -> dict[Any, list[Any]]:
@@ -144,7 +144,7 @@ def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(cha
     blocked = SharedMemoryBlock.create(f"{channel}.1", 1, 1024, 0)
     port = free_port()
     spawn(relays, 1, 2, port, channel, 1, 2, out)
-    group = WeightGroup(0, 2, "127.0.0.1", port, timeout=20)
+    group = WeightGroup(0, Rendezvous("127.0.0.1", port, 2, 20))
     with pytest.raises(WeightSyncError, match=r"relay of rank 1 failed.*is sending on channel"):
         broadcast(group, weights(), 0, bucket_bytes=4096, timeout=10)
     blocked.remove()
@@ -156,12 +156,12 @@ def test_a_relay_whose_channel_is_taken_fails_the_transfer_and_not_the_group(cha
 
 
 def test_the_limit_of_a_meeting_holds_for_its_collectives() -> None:
-    """The sender stands still; the relay, whose own limit is long, gives up after the rendezvous's."""
+    """The sender stands still; the relay gives up after the rendezvous's limit."""
     from verl.platform import detect
 
     rendezvous = Rendezvous("127.0.0.1", free_port(), 2, timeout=2.0)
     with ThreadPoolExecutor(2) as both:
-        sender, relay = both.map(lambda rank: rendezvous.join(rank, "naive", detect("cpu"), 300.0), range(2))
+        sender, relay = both.map(lambda rank: rendezvous.join(rank, "naive", detect("cpu")), range(2))
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"broadcast to 1 relays, seen by rank 1: .*Timed out"):
         relay.broadcast(torch.zeros(4))
@@ -172,9 +172,9 @@ def test_the_limit_of_a_meeting_holds_for_its_collectives() -> None:
 
 def test_ranks_that_do_not_meet_and_collectives_that_are_not_there() -> None:
     with pytest.raises(WeightSyncError, match="rank 1 of 2 cannot meet the others at 127"):
-        WeightGroup(1, 2, "127.0.0.1", free_port(), timeout=1)
+        WeightGroup(1, Rendezvous("127.0.0.1", free_port(), 2, timeout=1))
     with pytest.raises(WeightSyncError, match="no collectives named 'hccl'"):
-        WeightGroup(0, 1, "127.0.0.1", free_port(), backend="hccl", timeout=5)
+        WeightGroup(0, Rendezvous("127.0.0.1", free_port(), 1, timeout=5), "hccl")
 
 
 def test_sockets_listen_on_the_address_given_only() -> None:

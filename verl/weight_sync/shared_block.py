@@ -87,19 +87,27 @@ def _prefix() -> str:
 
 def sweep() -> list[str]:
     """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
-    prefix = _prefix()
     gone = []
-    for path in folder().glob(f"{prefix}*"):
-        try:
-            segment = SharedMemoryBlock.open(path)
-        except WeightSyncError:
-            continue  # another process is just making it, or it is not ours: the side that needs that channel will say
-        if segment is not None:
-            if not segment.sender_alive():
-                segment.remove()
-                gone.append(path.name.removeprefix(prefix))
-            segment.close()
+    for path in folder().glob(f"{_prefix()}*"):
+        with contextlib.suppress(
+            WeightSyncError
+        ):  # just being made, or not ours: the side that needs it will say
+            if not live_sender(path):
+                gone.append(path.name.removeprefix(_prefix()))
     return gone
+
+
+def live_sender(path: Path) -> int:
+    """The process that sends through the segment at `path`; 0 where there is none, and the segment of a dead one is
+    removed. WeightSyncError as `SharedMemoryBlock.open`."""
+    segment = SharedMemoryBlock.open(path)
+    if segment is None:
+        return 0
+    pid = int(segment.control.pid) if segment.sender_alive() else 0
+    if not pid:
+        segment.remove()
+    segment.close()
+    return pid
 
 
 def _fence() -> None:
@@ -129,14 +137,8 @@ class SharedMemoryBlock:
     ) -> SharedMemoryBlock:
         """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
         path = path_of(channel)
-        old = cls.open(path)
-        if old is not None:
-            pid, lives = old.control.pid, old.sender_alive()
-            if not lives:
-                old.remove()
-            old.close()
-            if lives:
-                raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
+        if pid := live_sender(path):
+            raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
         page = -(-(_READERS + ctypes.sizeof(Reader) * readers) // _PAGE) * _PAGE
         hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -152,9 +154,7 @@ class SharedMemoryBlock:
             control.status, control.on_device, control.magic = RUNNING, on_device, _MAGIC
             os.link(hidden, path)
         except FileExistsError:
-            raise WeightSyncError(
-                f"weight sync: {path} exists and is not ours to replace; remove it"
-            ) from None
+            raise WeightSyncError(f"weight sync: {path} is not ours to replace; remove it") from None
         finally:
             os.unlink(hidden)
         return segment
@@ -188,11 +188,6 @@ class SharedMemoryBlock:
     def sender_alive(self) -> bool:
         """The writing process runs."""
         return alive(self.control.pid, self.control.start)
-
-    def reader_alive(self, number: int) -> bool:
-        """The reader's process runs (or it has not come yet)."""
-        entry = self.readers[number]
-        return entry.status == 0 or alive(entry.pid, entry.start)
 
     def _at(self, number: int) -> int:
         """First byte of the header of bucket `number`."""

@@ -3,8 +3,8 @@
     sender's caller ── gathers ──▶ queue ── sender's thread ──▶ bucket 0 │ bucket 1 ──▶ readers 0 … n-1
 
 While the caller gathers the next tensor (a collective, when the model is sharded), a thread copies the one before
-into a bucket, and the readers load the bucket before that. In memory are two buckets, at most one bucket's worth of
-gathered tensors, and, for a reader, one tensor that was larger than a bucket.
+into a bucket, and the readers load the bucket before that. In memory are two buckets, at most three gathered tensors,
+and, for a reader, one tensor that was larger than a bucket.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from verl.platform import platform_of
 from verl.platform.processes import Identity, alive, namespace
-from verl.weight_sync import buckets
+from verl.weight_sync import buckets, shared_block
 from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.copier import Copier
-from verl.weight_sync.shared_block import (
-    DONE,
-    FAILED,
-    RUNNING,
-    SharedMemoryBlock,
-    path_of,
-    sweep,
-    wait,
-)
+from verl.weight_sync.shared_block import DONE, FAILED, RUNNING, SharedMemoryBlock, path_of, wait
 
 TIMEOUT = 300.0
 """Seconds without any progress after which a side gives up."""
@@ -39,25 +31,19 @@ HOST_BUCKET = 16 << 20
 """Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
 buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
 
+DEVICE_BUCKET = 256 << 20
+"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
+trainer's memory and the sampler's just when both are short of it."""
+
+_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
+
 
 def host_bucket(wanted: int) -> int:
     """Bytes that a bucket in host memory gets where `wanted` were asked for."""
     return buckets.bucket_size(min(wanted, HOST_BUCKET))
 
 
-DEVICE_BUCKET = 256 << 20
-"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
-trainer's memory and the sampler's just when both are short of it."""
-
-
-def device_bucket(wanted: int) -> int:
-    """Bytes that a bucket on a device gets where `wanted` were asked for."""
-    return buckets.bucket_size(min(wanted, DEVICE_BUCKET))
-
-
-_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
-
-
+@dataclass
 class BucketSender:
     """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
 
@@ -70,24 +56,22 @@ class BucketSender:
         through the host's memory.
     """
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        *,
-        dtype: torch.dtype | None = None,
-        timeout: float = TIMEOUT,
-        expected: Sequence[Identity] = (),
-        device: torch.device | None = None,
-    ):
-        if readers < 1:
-            raise ValueError(f"readers={readers}: a channel has at least one reader")
-        path_of(channel)
-        self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
-        self._device, self._expected = device, expected
-        self._bucket_bytes = host_bucket(bucket_bytes) if device is None else device_bucket(bucket_bytes)
-        sweep()
+    channel: str
+    readers: int
+    bucket_bytes: int
+    _: KW_ONLY
+    dtype: torch.dtype | None = None
+    timeout: float = TIMEOUT
+    expected: Sequence[Identity] = ()
+    device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        if self.readers < 1:
+            raise ValueError(f"readers={self.readers}: a channel has at least one reader")
+        path_of(self.channel)
+        most = HOST_BUCKET if self.device is None else DEVICE_BUCKET
+        self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
+        shared_block.sweep()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:
         """Make every reader have all weights; returns when they do. `bytes` counts each tensor once.
@@ -97,16 +81,16 @@ class BucketSender:
         WeightSyncError says which reader failed, and how.
         """
         started = time.monotonic()
-        with self._sink(version) as sink:
-            moved = Copier(sink, self._dtype, self._bucket_bytes).run(weights)
+        where = (self.channel, self.readers, self.bucket_bytes, version)
+        options: dict[str, Any] = {"timeout": self.timeout, "expected": self.expected}
+        if self.device is None:
+            sink = SharedMemorySink(*where, **options)
+        else:
+            sink = HandleSink(*where, self.device, **options)
+        with sink:
+            moved = buckets.pack_while_gathering(weights, sink, dtype=self.dtype)
             sink.finish()
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
-
-    def _sink(self, version: int) -> SharedMemorySink:
-        where = (self._channel, self._readers, self._bucket_bytes, version)
-        if self._device is None:
-            return SharedMemorySink(*where, timeout=self._timeout, expected=self._expected)
-        return HandleSink(*where, device=self._device, timeout=self._timeout, expected=self._expected)
 
 
 class SharedMemorySink(buckets.Sink):
@@ -176,7 +160,7 @@ class SharedMemorySink(buckets.Sink):
                 self._look_for(number, self._expected[number])
             if reader.status == FAILED:
                 raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
-            if not self._segment.reader_alive(number) and reader.status == RUNNING:
+            if reader.status == RUNNING and not alive(reader.pid, reader.start):
                 raise WeightSyncError(f"weight sync: {where} died after {reader.taken} buckets")
 
     def _look_for(self, number: int, expected: Identity) -> None:
@@ -189,13 +173,12 @@ class SharedMemorySink(buckets.Sink):
             raise WeightSyncError(f"{text} died before it came")
 
     def _waiting(self, wanted: int) -> str:
-        late = [
-            f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)"
-            if reader.status
-            else f"reader {number}, which has not come"
-            for number, reader in enumerate(self._readers)
-            if reader.status == 0 or (reader.status != DONE and reader.taken <= wanted)
-        ]
+        late = []
+        for number, reader in enumerate(self._readers):
+            if not reader.status:
+                late.append(f"reader {number}, which has not come")
+            elif reader.status != DONE and reader.taken <= wanted:
+                late.append(f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)")
         return f"the sender of channel {self._channel!r} waits for {', '.join(late)}"
 
 
@@ -212,7 +195,6 @@ class HandleSink(SharedMemorySink):
         readers: int,
         bucket_bytes: int,
         version: int,
-        *,
         device: torch.device,
         **options: Any,
     ):
@@ -268,14 +250,13 @@ def receive(
     segment = _attach(channel, reader, timeout)
     done = False
     try:
-        if version is not None and segment.control.version != version:
+        carried = segment.control.version
+        if version is not None and carried != version:
             raise WeightSyncError(
-                f"weight sync: channel {channel!r} carries version {segment.control.version}, version {version} was expected"
+                f"weight sync: channel {channel!r} carries version {carried}, version {version} was expected"
             )
         stream = _buckets(segment, channel, reader, timeout)
-        if segment.control.on_device:
-            stream = opened(stream, reader)
-        yield from buckets.unpack(stream)
+        yield from buckets.unpack(opened(stream, reader) if segment.control.on_device else stream)
         done = True
     finally:
         segment.leave(reader, done=done)
@@ -304,24 +285,21 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
 
 
 def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
-    found: list[SharedMemoryBlock] = []
+    """The segment of a living sender, as soon as there is one that this reader has not read."""
     path = path_of(channel)
+    found: list[SharedMemoryBlock] = []
 
     def come() -> bool:
-        segment = SharedMemoryBlock.open(path)
-        if segment is None:
+        if not shared_block.live_sender(path) or (segment := SharedMemoryBlock.open(path)) is None:
             return False
-        lives, count = segment.sender_alive(), len(segment.readers)
-        if lives and reader < count and segment.attach(reader):
+        count = len(segment.readers)
+        if reader < count and segment.attach(reader):
             found.append(segment)
             return True
-        if not lives:
-            segment.remove()
         segment.close()
-        if lives and reader >= count:
-            raise WeightSyncError(
-                f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
-            )
+        if reader >= count:
+            text = f"channel {channel!r} has {count} readers, there is no reader {reader}"
+            raise WeightSyncError(f"weight sync: {text}")
         return False
 
     who = f"reader {reader} of channel {channel!r} waits for a sender to begin"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from verl.config import Map
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
-from verl.plugins import import_modules
 from verl.tracking.profiler import Profiled, open_profiler
 from verl.workers import codec
 from verl.workers.codec import Payload
@@ -54,13 +54,10 @@ class RolloutWorker(Profiled):
         """
         from verl.data.tokenizer import load_tokenizer, text_of
         from verl.platform import detect
-        from verl.platform.host import tune_allocator
         from verl.workers import build
-        from verl.workers.worker import quiet_libraries
+        from verl.workers.worker import prepare_process
 
-        tune_allocator()
-        quiet_libraries()
-        import_modules(self.config.actor_rollout_ref.model.external_lib)
+        prepare_process(self.config)
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(
             model.path,
@@ -91,31 +88,31 @@ class RolloutWorker(Profiled):
     async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
         """Begin requests; returns at once. A request id that is under way already is left as it is."""
         known = {task.get_name() for task in self._running}
-        for ask in codec.decode_requests(payload):
-            if ask.id not in known:
-                task = asyncio.create_task(self._serve(ask), name=ask.id)
+        for request in codec.decode_requests(payload):
+            if request.id not in known:
+                task = asyncio.create_task(self._serve(request), name=request.id)
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
-    async def _serve(self, ask: codec.GenerateRequest) -> None:
+    async def _serve(self, request: codec.GenerateRequest) -> None:
         try:
             done = await self.engine.generate(
-                ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
+                request.prompt_ids, request.sampling, request_id=request.id, group=request.group
             )
-            done.text = self._text(ask, done)
-            self._done.append(codec.GenerateResult(ask.id, done))
+            done.text = self._text(request, done)
+            self._done.append(codec.GenerateResult(request.id, done))
         except Exception as error:  # it is the response: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
             else:
-                self._done.append(codec.GenerateResult(ask.id, error=(type(error).__name__, str(error))))
+                self._done.append(codec.GenerateResult(request.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
-    def _text(self, ask: codec.GenerateRequest, done: Completion) -> str | None:
+    def _text(self, request: codec.GenerateRequest, done: Completion) -> str | None:
         """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
         if done.finish_reason == "abort" or self._decode is None:
             return None
-        begun = ask.prompt_ids[len(ask.prompt_ids) - ask.sampling.start :]
+        begun = request.prompt_ids[len(request.prompt_ids) - request.sampling.start :]
         return self._decode(np.concatenate([begun, done.token_ids]))
 
     def _note_death(self, error: Exception) -> EngineDead:
@@ -152,7 +149,7 @@ class RolloutWorker(Profiled):
         return codec.encode_results(done)
 
     async def alive(self) -> None:
-        """GenerateResult; EngineDead if the engine can answer nothing any more."""
+        """Returns; EngineDead if the engine can answer nothing any more."""
         if self.engine.dead:
             raise self._note_death(RuntimeError("found before a transfer of weights"))
 
@@ -197,11 +194,8 @@ class RolloutWorker(Profiled):
         platform = detect(self.config.trainer.device)
 
         def work() -> None:
-            group = Rendezvous(**rendezvous).join(rank, backend, platform, timeout)
-            try:
+            with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
                 relay(group, channel, len(readers), expected=readers, timeout=timeout)
-            finally:
-                group.close()
 
         await asyncio.to_thread(work)
 

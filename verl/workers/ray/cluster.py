@@ -20,7 +20,6 @@ from verl.platform.network import check_reachable
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
-"""Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
 _LEAST = (2, 54)
 _TIMELINE_S = 60.0
@@ -62,7 +61,6 @@ class Cluster:
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
-        self.loopback = self.own
 
     def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
         _check_version()
@@ -122,6 +120,10 @@ class Cluster:
             if n["Alive"]
         ]
         return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+
+    def addresses(self) -> dict[str, str]:
+        """Those of the living nodes, by id."""
+        return {node.id: node.address for node in self.nodes()}
 
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
