@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,7 +283,7 @@ def test_a_hub_model_that_a_node_has_yet_to_fetch_is_only_mentioned() -> None:
 
 
 def test_versions_that_matter_are_those_that_the_run_compares(
-    surveyed: Callable[[Found], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    surveyed: Callable[[Found], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def level(name: str, *words: str) -> str:
         surveyed(two(**version(name, "0.1")))
@@ -383,15 +382,15 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str, Any]]]:
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[Any]]:
     """Puts a survey in the place of a look at a cluster; returns what each call of it was given."""
     pytest.importorskip("ray", reason="Ray is not installed")
     monkeypatch.setattr(node_facts, "collect", lambda models=(): copy.deepcopy(FACTS))
-    calls: list[dict[str, Any]] = []
+    calls: list[Any] = []
 
-    def put(found: Found) -> list[dict[str, Any]]:
+    def put(found: Found) -> list[Any]:
         monkeypatch.setattr(
-            "verl.workers.ray.cluster_report.survey", lambda config, **asked: calls.append(asked) or found
+            "verl.workers.ray.cluster_report.Survey.of", lambda asked, config: calls.append(asked) or found
         )
         return calls
 
@@ -399,11 +398,11 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str
 
 
 def test_the_plain_command_needs_no_model(
-    surveyed: Callable[[Found], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    surveyed: Callable[[Found], list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = surveyed(two())
     assert doctor(["--cluster"]) == 0
-    assert asked[0]["model"] is None and "A run can start on this cluster." in capsys.readouterr().out
+    assert asked[0].models == () and "A run can start on this cluster." in capsys.readouterr().out
 
 
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -428,17 +427,17 @@ def test_the_all_reduce_is_between_the_nodes_that_a_run_may_use(monkeypatch: pyt
 
     met: list[tuple[str, list[int]]] = []
 
-    def times(ranks: list[dict[str, Any]], kind: str, *_: Any) -> list[Finding]:
+    def times(asked: Any, ranks: list[dict[str, Any]], kind: str, *_: Any) -> list[Finding]:
         met.append((kind, [node["id"] for node in ranks]))
         return [Finding("network", "all-reduce", "", BAD)]
 
-    monkeypatch.setattr(cluster_report, "_times", times)
+    monkeypatch.setattr(cluster_report.Survey, "_times", times)
 
     def ranks(devices: list[int], *pools: ResourceRequest) -> tuple[str, list[int]]:
         members = [{"id": n, "devices": count} for n, count in enumerate(devices)]
-        used = cluster_report._used(members, pools)
-        ranks = used if len(used) > 1 else used * 2
-        cluster_report._all_reduce(SimpleNamespace(kind="cuda"), ranks, 1, 1.0, lambda text: None)
+        survey = cluster_report.Survey(pools, say=lambda text: None)
+        used = survey.used(members)
+        survey.all_reduce(used if len(used) > 1 else used * 2, "cuda")
         return met.pop()
 
     assert ranks([0, 8, 8], ResourceRequest("", 2, 8)) == ("cuda", [1, 2])
@@ -509,14 +508,14 @@ def test_nodes_are_waited_for_no_longer_than_a_run_would(monkeypatch: pytest.Mon
     pytest.importorskip("ray", reason="Ray is not installed")
     from verl.workers.ray import cluster_report
 
-    asked: dict[str, Any] = {}
+    seen: list[Any] = []
 
-    def look(config: Any, **options: Any) -> None:
-        asked.update(options)
+    def look(asked: Any, config: Any) -> None:
+        seen.append(asked)
         raise UserError("seen enough")
 
-    monkeypatch.setattr(cluster_report, "survey", look)
+    monkeypatch.setattr(cluster_report.Survey, "of", look)
     for words, seconds in (([], 7.0), (["trainer.ray_wait_register_center_timeout=3"], 3.0)):
         with pytest.raises(UserError, match="seen enough"):
             doctor(["--cluster", "--timeout", "7", *words])
-        assert (asked["patience"], asked["timeout"]) == (seconds, 7.0)
+        assert (seen[-1].patience, seen[-1].timeout) == (seconds, 7.0)

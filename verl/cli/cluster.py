@@ -30,7 +30,7 @@ def examine(
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
-    from verl.workers.ray.cluster_report import survey
+    from verl.workers.ray.cluster_report import Survey
 
     config = load(overrides)
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
@@ -40,16 +40,9 @@ def examine(
     pools = resource_requests(config, given)
     needs = compare_nodes.needs_of(config, *([model] if model else []))
     named = given & {"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"}
-    found = survey(
-        config,
-        pools=pools,
-        model=model,
-        folder=Path(config.trainer.default_local_dir) if named else None,
-        megabytes=megabytes,
-        timeout=timeout,
-        patience=min(timeout, config.trainer.ray_wait_register_center_timeout),
-        say=say,
-    )
+    folder = Path(config.trainer.default_local_dir) if named else None
+    patience = min(timeout, config.trainer.ray_wait_register_center_timeout)
+    found = Survey(pools, needs.models, folder, megabytes, timeout, patience, say).of(config)
     return judge(found, node_facts.collect(needs.models), pools, needs)
 
 

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from verl.platform import platform_of
 from verl.workers.compare_nodes import NOTE, Facts, Finding, bad
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerFailed, WorkerHandle
 from verl.workers.ray.cluster import Cluster
-from verl.workers.ray.nodes import ask, ask_all, folder_is_shared, start_probe
+from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
 from verl.workers.resources import ResourceRequest, placeable
 
 
@@ -37,59 +37,139 @@ class ClusterReport:
     between: list[Finding]
 
 
-def survey(
-    config: Any,
-    *,
-    pools: Sequence[ResourceRequest] = (),
-    model: str | None = None,
-    folder: Path | None = None,
-    megabytes: int = 64,
-    timeout: float = 120.0,
-    patience: float = 120.0,
-    say: Callable[[str], None] = print,
-) -> ClusterReport:
-    """Start Ray here or join a cluster, as a run with this configuration would, and look at it.
+@dataclass(slots=True)
+class Survey:
+    """What is asked of a cluster.
 
-    `pools`: what the run asks for; nodes that hold it are waited for, at most `patience` seconds. `timeout`: of every
-    later step. `folder`: a run folder that all nodes should see. UserError when there is no cluster, or its version is refused.
+    pools      what the run takes; nodes that hold it are waited for
+    models     a model's path or hub id, if any
+    folder     a run folder that all nodes should see, if any
+    megabytes  size of the all-reduce
+    timeout    seconds for each step
+    patience   seconds for nodes that are still starting
     """
-    cluster = Cluster(config, config.trainer.device)
-    try:
-        kind = cluster.settle_kind()
-        _await(cluster, pools, patience, say)
-        nodes = _nodes(cluster)
-        say(f"asking {len(nodes)} nodes …")
-        probes = {node["name"]: start_probe(node["id"]) for node in nodes}
-        _ask_facts(nodes, probes, [model] if model else [], timeout)
-        working = [node for node in nodes if "problem" not in node]
-        used = _used(working, pools)
-        between = list(_ports(working, probes, timeout))
-        if folder is not None and len(working) > 1:
-            between.append(folder_is_shared(folder, {n["name"]: probes[n["name"]] for n in used}, timeout))
-        if working:
+
+    pools: Sequence[ResourceRequest] = ()
+    models: Sequence[str] = ()
+    folder: Path | None = None
+    megabytes: int = 64
+    timeout: float = 120.0
+    patience: float = 120.0
+    say: Callable[[str], None] = print
+    probes: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, config: Any) -> ClusterReport:
+        """Start Ray here or join a cluster, as a run with this configuration would, and look at it. UserError when there
+        is no cluster, or its version is refused."""
+        cluster = Cluster(config, config.trainer.device)
+        try:
+            kind = cluster.settle_kind()
+            self._await(cluster)
+            nodes = _nodes(cluster)
+            self.say(f"asking {len(nodes)} nodes …")
+            self.probes = {node["name"]: start_probe(node["id"]) for node in nodes}
+            self._ask_facts(nodes)
+            working = [node for node in nodes if "problem" not in node]
+            if not working:
+                return ClusterReport(kind, nodes, [])
+            between, used = list(self._ports(working)), self.used(working)
+            if self.folder is not None and len(working) > 1:
+                probes = {node["name"]: self.probes[node["name"]] for node in used}
+                between.append(folder_is_shared(self.folder, probes, self.timeout))
             # One rank for each node, two on a single one.
-            ranks = used if len(used) > 1 else used * 2
-            between += _all_reduce(cluster, ranks, megabytes << 20, timeout, say)
-        return ClusterReport(kind, nodes, between)
-    finally:
-        cluster.close()
-        if not cluster.own and ray.is_initialized():
-            ray.shutdown()
+            between += self.all_reduce(used if len(used) > 1 else used * 2, kind)
+            return ClusterReport(kind, nodes, between)
+        finally:
+            cluster.close()
+            if not cluster.own and ray.is_initialized():
+                ray.shutdown()
 
+    def used(self, nodes: list[Facts]) -> list[Facts]:
+        """The nodes that are large enough for a pool of the run, or all where none is."""
+        least = min((pool.devices for pool in self.pools), default=0)
+        return [node for node in nodes if node["devices"] >= least] or nodes
 
-def _await(
-    cluster: Cluster, pools: Sequence[ResourceRequest], patience: float, say: Callable[[str], None]
-) -> None:
-    """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
+    def _await(self, cluster: Cluster) -> None:
+        """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
 
-    def complete() -> bool:
-        return cluster.own or placeable([node.devices for node in cluster.nodes()], pools)
+        def complete() -> bool:
+            return cluster.own or placeable([node.devices for node in cluster.nodes()], self.pools)
 
-    end = time.monotonic() + patience
-    if not complete():
-        say(f"waiting for {' and '.join(map(str, pools))} (at most {patience:g} s) …")
-    while not complete() and time.monotonic() < end:
-        time.sleep(1.0)
+        end = time.monotonic() + self.patience
+        if not complete():
+            self.say(f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …")
+        while not complete() and time.monotonic() < end:
+            time.sleep(1.0)
+
+    def _ask(self, nodes: list[Facts], call: Callable[[Any, Facts], Any]) -> list[tuple[Any, str | None]]:
+        """call(probe, node) for each node: (result, None) or (None, why there is none)."""
+        refs = {node["name"]: call(self.probes[node["name"]], node) for node in nodes}
+        return list(ask_all(refs, self.timeout).values())
+
+    def _ask_facts(self, nodes: list[Facts]) -> None:
+        """Add what each node says of itself, and how far its clock is from ours: half of a round trip is the uncertainty."""
+        said = self._ask(nodes, lambda p, n: p.everything.remote(self.models, n["address"], n["temporary"]))
+        for node, (facts, problem) in zip(nodes, said, strict=True):
+            node |= facts or {"problem": problem}
+            before = time.time()
+            for clock, _ in self._ask([node], lambda probe, _: probe.now.remote()):
+                error = (time.time() - before) / 2
+                node |= {"clock": (clock or before) - before - error, "clock_error": error}
+
+    def _ports(self, nodes: list[Facts]) -> Iterator[Finding]:
+        """Every node listens on a free port of its own address, every node connects to all."""
+        opened = self._ask(nodes, lambda probe, node: probe.free_port.remote(node["address"]))
+        pairs = list(zip(nodes, opened, strict=True))
+        failed = [(n["name"], f"cannot listen on its address: {why}") for n, (_, why) in pairs if why]
+        listening = [(n["name"], (n["address"], port)) for n, (port, why) in pairs if not why]
+        reached = self._ask(nodes, lambda probe, _: probe.reach.remote([place for _, place in listening]))
+        for node, (answers, problem) in zip(nodes, reached, strict=True):
+            for (other, _), why in zip(listening, answers or [problem] * len(listening), strict=True):
+                failed += [(f"{node['name']} → {other}", why)] if why else []
+        for pair, why in failed:
+            todo = (
+                "open all ports between the nodes of the cluster (firewall, security group, network policy)"
+            )
+            yield bad("network", pair, why, todo)
+        if not failed:
+            yield Finding("network", "ports", "every node reaches every other on a free port")
+
+    def all_reduce(self, ranks: list[Facts], kind: str) -> list[Finding]:
+        """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
+        resource = platform_of(kind).ray_resource
+        found: list[Finding] = []
+        if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
+            self.say(f"all-reduce over {len(ranks)} ranks with a {kind} device each …")
+            options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
+            found = self._times(ranks, kind, options)
+            if found[0].level != NOTE:
+                return found
+        self.say(f"all-reduce over {len(ranks)} ranks in host memory …")
+        return found + self._times(ranks, "cpu", {})
+
+    def _times(self, ranks: list[Facts], kind: str, options: dict[str, Any]) -> list[Finding]:
+        """What was measured, or what went wrong. A note if the ranks' devices are not free."""
+        name, world = f"all-reduce ({kind})", len(ranks)
+        probes = [start_probe(node["id"], **options) for node in ranks]
+        group = RayCalls([WorkerHandle(p, f"rank {i}", ranks[i]["name"]) for i, p in enumerate(probes)])
+        try:
+            started, _ = ray.wait(group.start("now"), num_returns=world, timeout=self.timeout)
+            if len(started) < world and options:
+                text = f"no free device on every node within {self.timeout:g} s: another job holds them"
+                return [Finding("network", name, text, NOTE)]
+            where = (
+                ranks[0]["address"],
+                RayCalls(group.workers[:1]).call("free_port", ranks[0]["address"])[0],
+            )
+            size = (kind, self.timeout, self.megabytes << 20)
+            calls = group.start("all_reduce", each=[(rank, world, *where, *size) for rank in range(world)])
+            results = group.wait(calls, "the all-reduce", 2 * self.timeout + 30)[0]
+        except (UserError, WorkerDied, WorkerFailed) as error:
+            todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
+            return [bad("network", name, str(error), todo)]
+        finally:
+            group.kill()
+        return [_measured(result, world) for result in results]
 
 
 def _nodes(cluster: Cluster) -> list[Facts]:
@@ -116,85 +196,6 @@ def _nodes(cluster: Cluster) -> list[Facts]:
             }
         )
     return out
-
-
-def _ask_facts(nodes: list[Facts], probes: dict[str, Any], models: list[str], timeout: float) -> None:
-    """Add what each node says of itself, and how far its clock is from ours: half of a round trip is the uncertainty."""
-    asked = {
-        n["name"]: probes[n["name"]].everything.remote(models, n["address"], n["temporary"]) for n in nodes
-    }
-    for node, (facts, problem) in zip(nodes, ask_all(asked, timeout).values(), strict=True):
-        if problem:
-            node["problem"] = problem
-            continue
-        before = time.time()
-        theirs, _ = ask(probes[node["name"]].now.remote(), timeout)
-        error = (time.time() - before) / 2
-        node |= facts | {"clock": (theirs or before) - before - error, "clock_error": error}
-
-
-def _ports(nodes: list[Facts], probes: dict[str, Any], timeout: float) -> Iterator[Finding]:
-    """Every node listens on a free port of its own address, every node connects to all."""
-    todo = "open all ports between the nodes of the cluster (firewall, security group, network policy)"
-    opened = ask_all({n["name"]: probes[n["name"]].free_port.remote(n["address"]) for n in nodes}, timeout)
-    targets = {n["name"]: (n["address"], opened[n["name"]][0]) for n in nodes if not opened[n["name"]][1]}
-    refs = {n["name"]: probes[n["name"]].reach.remote(list(targets.values())) for n in nodes}
-    failed = [(name, f"cannot listen on its address: {why}") for name, (_, why) in opened.items() if why]
-    for name, (answers, problem) in ask_all(refs, timeout).items():
-        for other, why in zip(targets, answers or [problem] * len(targets), strict=True):
-            if why:
-                failed.append((f"{name} → {other}", why))
-    for pair, why in failed:
-        yield bad("network", pair, why, todo)
-    if not failed:
-        many = "every node reaches every other on a free port"
-        yield Finding("network", "ports", many if len(nodes) > 1 else "a free port can be opened and reached")
-
-
-def _used(nodes: list[Facts], pools: Sequence[ResourceRequest]) -> list[Facts]:
-    """The nodes that are large enough for a pool of the run, or all where none is."""
-    least = min((pool.devices for pool in pools), default=0)
-    return [node for node in nodes if node["devices"] >= least] or nodes
-
-
-def _all_reduce(
-    cluster: Cluster, ranks: list[Facts], count: int, timeout: float, say: Callable[[str], None]
-) -> list[Finding]:
-    """What an all-reduce of `count` bytes takes, on devices where the ranks' nodes have free ones, else in host memory."""
-    resource = platform_of(cluster.kind).ray_resource
-    found: list[Finding] = []
-    if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
-        say(f"all-reduce over {len(ranks)} ranks with a {cluster.kind} device each …")
-        options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
-        found = _times(ranks, cluster.kind, count, timeout, options)
-        if found[0].level != NOTE:
-            return found
-    say(f"all-reduce over {len(ranks)} ranks in host memory …")
-    return found + _times(ranks, "cpu", count, timeout, {})
-
-
-def _times(
-    ranks: list[Facts], kind: str, count: int, timeout: float, options: dict[str, Any]
-) -> list[Finding]:
-    """What was measured, or what went wrong. A note if the ranks' devices are not free."""
-    probes = [
-        WorkerHandle(start_probe(n["id"], **options), f"rank {i}", n["name"]) for i, n in enumerate(ranks)
-    ]
-    group, address, world = RayCalls(probes), ranks[0]["address"], len(ranks)
-    try:
-        started, _ = ray.wait(group.start("now"), num_returns=world, timeout=timeout)
-        if len(started) < world and options:
-            text = f"no free device on every node within {timeout:g} s: another job holds them"
-            return [Finding("network", f"all-reduce ({kind})", text, NOTE)]
-        port = RayCalls(probes[:1]).call("free_port", address)[0]
-        each = [(rank, world, address, port, kind, timeout, count) for rank in range(world)]
-        results = group.wait(group.start("all_reduce", each=each), "the all-reduce", 2 * timeout + 30)[0]
-    except (UserError, WorkerDied, WorkerFailed) as error:
-        todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
-        return [bad("network", f"all-reduce ({kind})", str(error), todo)]
-    finally:
-        group.kill()
-    return [_measured(result, world) for result in results]
 
 
 def _measured(result: dict[str, Any], ranks: int) -> Finding:
