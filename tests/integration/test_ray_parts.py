@@ -350,7 +350,7 @@ def test_a_push_while_every_host_is_started_again_moves_nothing(pool) -> None:
     from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 
     one, _ = pool(hosts=1)
-    training = SimpleNamespace(lock=threading.RLock(), moved=True)
+    training = SimpleNamespace(lock=threading.RLock(), moved=True, facts=[{"device_id": ""}])
     sync = RemoteWeightSync(training, ["node"], one, 10.0)
     one.replicas[0].reviving = True
     assert sync.push(4).bytes == 0

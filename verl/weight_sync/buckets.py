@@ -30,6 +30,9 @@ ALIGN = 64
 HEADER_BYTES = 1 << 18
 """Most bytes of a bucket's header; a bucket of very many small tensors is closed when its header is full."""
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors, maybe gathered as they are asked for."""
+
 _HUGE = 4 << 20  # bytes from which on huge pages are worth asking for
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -131,7 +134,7 @@ class _Filling:
         self._sink.publish(f"[{','.join(self._entries)}]".encode("ascii"), self.used)
 
 
-def pack(weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, *, dtype: torch.dtype | None = None) -> int:
+def pack(weights: Weights, sink: Sink, *, dtype: torch.dtype | None = None) -> int:
     """Copy weights into the sink's buckets; returns the bytes of all tensors as they travelled.
 
     dtype: what floating point weights are converted to on the way; None leaves them. `weights` is used up even when the
@@ -145,9 +148,7 @@ def pack(weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, *, dtype: torc
             continue
 
 
-def pack_while_gathering(
-    weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, *, dtype: torch.dtype | None = None
-) -> int:
+def pack_while_gathering(weights: Weights, sink: Sink, *, dtype: torch.dtype | None = None) -> int:
     """`pack` in a thread of its own, while the caller's thread gathers the next tensor. One gathered tensor waits."""
     gathered: Queue[tuple[str, torch.Tensor] | None] = Queue(maxsize=1)
     with ThreadPoolExecutor(1, "weight-sync-copy") as thread:
@@ -161,7 +162,7 @@ def pack_while_gathering(
 
 
 @torch.no_grad()
-def _pack(weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, dtype: torch.dtype | None) -> int:
+def _pack(weights: Weights, sink: Sink, dtype: torch.dtype | None) -> int:
     filling: _Filling | None = None
     moved = 0
     for name, tensor in weights:
@@ -199,11 +200,11 @@ def parse(header: bytes, size: int) -> list[Part]:
         raise WeightSyncError(f"weight sync: a bucket's header cannot be read ({error})") from error
     for part in parts:
         total = math.prod(part.shape)
-        fits = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
-        if not isinstance(part.name, str) or min(part.shape, default=0) < 0 or not fits:
-            raise WeightSyncError(f"weight sync: a bucket's header names bytes outside it ({part})")
-        if not (0 <= part.start <= part.start + part.count <= total and (part.count or not total)):
-            raise WeightSyncError(f"weight sync: a bucket's header names elements that do not exist ({part})")
+        inside = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
+        exist = 0 <= part.start <= part.start + part.count <= total and (part.count or not total)
+        if not (inside and exist and min(part.shape, default=0) >= 0):
+            text = "names bytes outside it, or elements that do not exist"
+            raise WeightSyncError(f"weight sync: a bucket's header {text} ({part})")
     return parts
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +25,9 @@ import torch.distributed as dist
 
 from verl.platform import platform_of
 from verl.platform.network import address_towards, listen
-from verl.platform.processes import Identity
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
+from verl.weight_sync.shared_memory import TIMEOUT, Channel, SharedMemorySink
 
 if TYPE_CHECKING:
     from verl.platform import Platform
@@ -162,17 +161,14 @@ def _named(what: str) -> Iterator[None]:
 
 def broadcast(
     group: WeightGroup,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: buckets.Weights,
     version: int,
     *,
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
-    channel: str = "",
-    readers: int = 0,
-    expected: Sequence[Identity] = (),
-    timeout: float = TIMEOUT,
+    channel: Channel | None = None,
 ) -> SyncResult:
-    """Rank 0's side: weights to the relays, and to the `readers` of this host on `channel`, if any.
+    """Rank 0's side: weights to the relays, and to the readers of this host on `channel`, if any.
 
     The other ranks call `relay` meanwhile. As with `BucketSender.send`, `weights` is used up whatever happens, and
     WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything.
@@ -181,7 +177,7 @@ def broadcast(
     size = buckets.bucket_size(bucket_bytes)
     group.tell(_BEGIN, json.dumps([version, size]))
     try:
-        with _readers_here(channel, readers, expected, size, version, timeout) as local:
+        with _readers_here(channel, size, version) as local:
             sink = _Broadcast(group, _place(group, size, local))
             pack = buckets.pack_while_gathering if group.on_host else buckets.pack
             moved = pack(weights, sink, dtype=dtype)
@@ -198,16 +194,8 @@ def broadcast(
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
 
-def relay(
-    group: WeightGroup,
-    channel: str,
-    readers: int,
-    *,
-    expected: Sequence[Identity] = (),
-    timeout: float = TIMEOUT,
-) -> SyncResult:
-    """A relay's side of one `broadcast`: what comes goes to the `readers` of this host on `channel`, the processes
-    `expected`.
+def relay(group: WeightGroup, channel: Channel) -> SyncResult:
+    """A relay's side of one `broadcast`: what comes goes to the readers of this host on `channel`.
 
     A reader that fails does not keep the other hosts from getting their buckets; after the last one every rank raises
     WeightSyncError with its name. `bytes` counts the gaps between tensors too.
@@ -217,7 +205,7 @@ def relay(
     incoming = _Incoming(group)
     error, moved = "", 0
     try:
-        with _readers_here(channel, readers, expected, size, version, timeout) as local:
+        with _readers_here(channel, size, version) as local:
             here = _place(group, size, local)
             for header, used in incoming:
                 room = here.room()
@@ -235,11 +223,9 @@ def relay(
 
 
 def _readers_here(
-    channel: str, readers: int, expected: Sequence[Identity], size: int, version: int, timeout: float
+    channel: Channel | None, size: int, version: int
 ) -> AbstractContextManager[SharedMemorySink | None]:
-    if not readers:
-        return nullcontext()
-    return SharedMemorySink(channel, readers, size, version, timeout=timeout, expected=expected)
+    return nullcontext() if channel is None else SharedMemorySink(channel, size, version)
 
 
 def _place(group: WeightGroup, size: int, local: SharedMemorySink | None) -> buckets.Sink:

@@ -47,9 +47,8 @@ class Control(ctypes.Structure):
     the two buckets; reason: why the sender failed."""
 
     _fields_ = [
-        *_integers(
-            "magic", "pid", "start", "readers", "bucket", "version", "status", "produced", "on_device"
-        ),
+        *_integers("magic", "pid", "start", "readers", "bucket", "version"),
+        *_integers("status", "produced", "on_device"),
         ("header", ctypes.c_int64 * 2),
         ("used", ctypes.c_int64 * 2),
         ("reason", ctypes.c_char * 1024),
@@ -255,8 +254,6 @@ class SharedMemoryBlock:
         """Header and bytes of published bucket `number`, a view until `taken`."""
         _fence()
         at, header, used = self._at(number), self.control.header[number % 2], self.control.used[number % 2]
-        if not (0 <= header <= HEADER_BYTES and 0 <= used <= self.control.bucket):
-            raise WeightSyncError(f"weight sync: {self.path} holds a bucket of impossible size")
         return self._map[at : at + header], self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + used]
 
     def taken(self, reader: int, count: int) -> None:

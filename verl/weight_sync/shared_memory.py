@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 
@@ -43,15 +42,27 @@ def host_bucket(wanted: int) -> int:
     return buckets.bucket_size(min(wanted, HOST_BUCKET))
 
 
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What one transfer goes through, on the side that writes.
+
+    name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number: one
+    that dies before it comes is not waited for. timeout: seconds without progress after which the sender gives up.
+    """
+
+    name: str
+    readers: int
+    expected: Sequence[Identity] = ()
+    timeout: float = TIMEOUT
+
+
 @dataclass
 class BucketSender:
     """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
 
-    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device
-        DEVICE_BUCKET); two are in memory.
+    channel, readers, timeout, expected: see `Channel`.
+    bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device DEVICE_BUCKET); two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
-    timeout: seconds without progress after which `send` gives up.
-    expected: the processes that are to come, by reader number: one that dies before it comes is not waited for.
     device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
         through the host's memory.
     """
@@ -73,7 +84,7 @@ class BucketSender:
         self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
         shared_block.sweep()
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:
+    def send(self, weights: buckets.Weights, version: int) -> SyncResult:
         """Make every reader have all weights; returns when they do. `bytes` counts each tensor once.
 
         A tensor may be looked at until the call returns, so what `weights` yields must not be written again by then.
@@ -81,12 +92,11 @@ class BucketSender:
         WeightSyncError says which reader failed, and how.
         """
         started = time.monotonic()
-        where = (self.channel, self.readers, self.bucket_bytes, version)
-        options: dict[str, Any] = {"timeout": self.timeout, "expected": self.expected}
+        channel = Channel(self.channel, self.readers, self.expected, self.timeout)
         if self.device is None:
-            sink = SharedMemorySink(*where, **options)
+            sink = SharedMemorySink(channel, self.bucket_bytes, version)
         else:
-            sink = HandleSink(*where, self.device, **options)
+            sink = HandleSink(channel, self.bucket_bytes, version, self.device)
         with sink:
             moved = buckets.pack_while_gathering(weights, sink, dtype=self.dtype)
             sink.finish()
@@ -96,19 +106,10 @@ class BucketSender:
 class SharedMemorySink(buckets.Sink):
     """The writing side of one transfer. A context: leaving it by an exception tells the readers, and removes the file."""
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        version: int,
-        *,
-        timeout: float = TIMEOUT,
-        expected: Sequence[Identity] = (),
-        on_device: bool = False,
-    ):
-        self._channel, self._timeout, self._expected = channel, timeout, expected
-        self._segment = SharedMemoryBlock.create(channel, readers, bucket_bytes, version, on_device=on_device)
+    def __init__(self, channel: Channel, bucket_bytes: int, version: int, *, on_device: bool = False):
+        self._channel = channel
+        where = (channel.name, channel.readers, bucket_bytes, version)
+        self._segment = SharedMemoryBlock.create(*where, on_device=on_device)
         self._readers = list(self._segment.readers)
         self._number = 0
 
@@ -125,7 +126,7 @@ class SharedMemorySink(buckets.Sink):
     def room(self) -> torch.Tensor:
         """See Sink.room: bucket n is free when every reader has taken bucket n - 2."""
         wanted = self._number - 1
-        wait(lambda: self._least() >= wanted, self._check, self._timeout, lambda: self._waiting(wanted))
+        self._wait(lambda: self._least() >= wanted, wanted)
         return self._segment.room(self._number)
 
     def reserve(self, upto: int) -> None:
@@ -145,19 +146,19 @@ class SharedMemorySink(buckets.Sink):
         """No more buckets: wait until every reader has them all."""
         self._segment.finish()
 
-        def all_done() -> bool:
-            return all(reader.status == DONE for reader in self._readers)
+        self._wait(lambda: all(reader.status == DONE for reader in self._readers), self._number)
 
-        wait(all_done, self._check, self._timeout, lambda: self._waiting(self._number))
+    def _wait(self, until: Callable[[], bool], wanted: int) -> None:
+        wait(until, self._check, self._channel.timeout, lambda: self._waiting(wanted))
 
     def _least(self) -> int:
         return min(reader.taken for reader in self._readers)
 
     def _check(self) -> None:
         for number, reader in enumerate(self._readers):
-            where = f"reader {number} of channel {self._channel!r} (process {reader.pid})"
-            if not reader.status and number < len(self._expected):
-                self._look_for(number, self._expected[number])
+            where = f"reader {number} of channel {self._channel.name!r} (process {reader.pid})"
+            if not reader.status and number < len(self._channel.expected):
+                self._look_for(number, self._channel.expected[number])
             if reader.status == FAILED:
                 raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
             if reader.status == RUNNING and not alive(reader.pid, reader.start):
@@ -165,7 +166,7 @@ class SharedMemorySink(buckets.Sink):
 
     def _look_for(self, number: int, expected: Identity) -> None:
         pid, start, where = expected
-        text = f"weight sync: process {pid}, reader {number} of channel {self._channel!r},"
+        text = f"weight sync: process {pid}, reader {number} of channel {self._channel.name!r},"
         if where != namespace():
             raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
         # It may have come, and gone, since its fields were looked at.
@@ -179,7 +180,7 @@ class SharedMemorySink(buckets.Sink):
                 late.append(f"reader {number}, which has not come")
             elif reader.status != DONE and reader.taken <= wanted:
                 late.append(f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)")
-        return f"the sender of channel {self._channel!r} waits for {', '.join(late)}"
+        return f"the sender of channel {self._channel.name!r} waits for {', '.join(late)}"
 
 
 _HANDLES_BYTES = 1 << 16
@@ -189,17 +190,9 @@ class HandleSink(SharedMemorySink):
     """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the counters,
     the headers, and in place of a bucket's bytes the handles of the two device buffers, one for each reader."""
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        version: int,
-        device: torch.device,
-        **options: Any,
-    ):
+    def __init__(self, channel: Channel, bucket_bytes: int, version: int, device: torch.device):
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        super().__init__(channel, readers, _HANDLES_BYTES, version, on_device=True, **options)
+        super().__init__(channel, _HANDLES_BYTES, version, on_device=True)
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
@@ -216,8 +209,6 @@ class HandleSink(SharedMemorySink):
         platform.synchronize()
         told = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
         text = json.dumps({"used": used, "kind": platform.name, "handles": told}).encode("ascii")
-        if len(text) > _HANDLES_BYTES:
-            raise WeightSyncError(f"weight sync: {len(self._readers)} readers of one device are too many")
         super().reserve(len(text))
         super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         super().publish(header, len(text))
@@ -231,8 +222,6 @@ def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator
         if number < 2:
             buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
         buffer = buffers[number % 2]
-        if not 0 <= note["used"] <= buffer.numel():
-            raise WeightSyncError("weight sync: a bucket of impossible size on the device")
         yield header, buffer[: note["used"]]
         platform_of(buffer.device).synchronize()
 
@@ -340,11 +329,7 @@ _TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
 
 
 def offer(
-    channel: str,
-    readers: int,
-    device: torch.device | None,
-    timeout: float,
-    expected: Sequence[Identity] = (),
+    channel: str, readers: int, device: torch.device | None, timeout: float, expected: Sequence[Identity] = ()
 ) -> str:
     """The sender's side of a first, small transfer: what went wrong, "" for nothing. Handles of device memory depend on
     drivers, containers and which devices a process sees; a trial finds out before a model's weights are half loaded."""

@@ -188,14 +188,14 @@ class RolloutWorker(Profiled):
     ) -> None:
         """Take part in a broadcast for this node, and hand it on to the node's readers, this host's among them."""
         from verl.platform import detect
-        from verl.weight_sync.collective import Rendezvous, relay
+        from verl.weight_sync.collective import Channel, Rendezvous, relay
 
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         platform = detect(self.config.trainer.device)
 
         def work() -> None:
             with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
-                relay(group, channel, len(readers), expected=readers, timeout=timeout)
+                relay(group, Channel(channel, len(readers), readers, timeout))
 
         await asyncio.to_thread(work)
 

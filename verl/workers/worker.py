@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from verl.algorithms.objective import ActorObjective
+    from verl.weight_sync.shared_memory import Channel
 
 
 class Worker(Profiled):
@@ -75,10 +76,10 @@ class Worker(Profiled):
         from verl.algorithms.needs import needs_reference
 
         config, platform = self.config, self.platform
-        actor = build.actor_engine(config, total_steps, platform=platform, shared=shared)
+        actor = build.actor_engine(config, total_steps, platform, shared=shared)
         self.engines["actor"] = actor
         if needs_reference(config):
-            self.engines["ref"] = build.reference_engine(config, actor, platform=platform)
+            self.engines["ref"] = build.reference_engine(config, actor, platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
@@ -175,6 +176,7 @@ class Worker(Profiled):
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
         """
         from verl.engine.training.settings import named_dtype
+        from verl.weight_sync.shared_memory import Channel
         from verl.weight_sync.verify import digesting
 
         engine, sums = self.engine(), dict[str, str]()
@@ -185,13 +187,8 @@ class Worker(Profiled):
         try:
             if channel is not None or rendezvous is not None:
                 stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
-                target = {
-                    "channel": channel or "",
-                    "readers": len(readers),
-                    "expected": readers,
-                    "dtype": kind,
-                }
-                result = self._deliver(stream, version, target, on_device, rendezvous)
+                target = None if channel is None else Channel(channel, len(readers), readers)
+                result = self._deliver(stream, version, kind, target, on_device, rendezvous)
         finally:
             # The other ranks gather all of it, whatever happened to this one.
             for _ in weights:
@@ -205,19 +202,30 @@ class Worker(Profiled):
             self.engine().release_cached_memory()
 
     def _deliver(
-        self, weights: Any, version: int, target: dict[str, Any], on_device: bool, rendezvous: Any
+        self,
+        weights: Any,
+        version: int,
+        dtype: Any,
+        channel: Channel | None,
+        on_device: bool,
+        rendezvous: Any,
     ) -> SyncResult:
         """Write weights to the readers of this node, or broadcast them to those of other nodes, too."""
         from verl.weight_sync.collective import Rendezvous, broadcast
         from verl.weight_sync.shared_memory import BucketSender
 
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
-        target["bucket_bytes"] = int(settings.update_weights_bucket_megabytes) << 20
+        bucket = int(settings.update_weights_bucket_megabytes) << 20
         if rendezvous is None:
+            assert channel is not None
             device = self.platform.device() if on_device else None
-            return BucketSender(**target, device=device).send(weights, version)
+            readers, expected = channel.readers, channel.expected
+            sender = BucketSender(
+                channel.name, readers, bucket, dtype=dtype, expected=expected, device=device
+            )
+            return sender.send(weights, version)
         with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
-            return broadcast(group, weights, version, **target)
+            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=channel)
 
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float

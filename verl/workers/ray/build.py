@@ -93,7 +93,7 @@ class _Builder:
             f"{_some(len(replicas), 'sampler')}"
         )
         limit = float(config.actor_rollout_ref.nccl_timeout)
-        sync = RemoteWeightSync(training, nodes, pool, limit, [fact["device_id"] for fact in facts])
+        sync = RemoteWeightSync(training, nodes, pool, limit)
         return WorkerSet(
             roles_of(training),
             pool,

@@ -17,11 +17,11 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
+from verl.versions import satisfies
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
 LOOPBACK = "127.0.0.1"
-_LEAST = (2, 54)
 _TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
@@ -109,17 +109,12 @@ class Cluster:
         """Living nodes, the driver's first, then by address and id."""
         mine = ray.get_runtime_context().get_node_id()
         name = platform_of(self.kind).ray_resource or "CPU"
-        found = [
-            Node(
-                n["NodeID"],
-                n["NodeManagerAddress"],
-                int(n["Resources"].get(name, 0)),
-                float(n["Resources"].get("CPU", 0)),
-            )
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
-        return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+        found = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                devices, cpus = (float(node["Resources"].get(kind, 0)) for kind in (name, "CPU"))
+                found.append(Node(node["NodeID"], node["NodeManagerAddress"], int(devices), cpus))
+        return sorted(found, key=lambda node: (node.id != mine, node.address, node.id))
 
     def addresses(self) -> dict[str, str]:
         """Those of the living nodes, by id."""
@@ -200,8 +195,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def _check_version() -> None:
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not _LEAST <= version < (3, 0):
+    if not satisfies(ray.__version__, ">=2.54,<3"):
         raise UserError(
             f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
             "holes): pip install 'ray>=2.54,<3'"

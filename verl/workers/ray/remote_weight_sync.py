@@ -31,19 +31,13 @@ _TRIAL_S = 60.0
 
 
 class RemoteWeightSync(WeightSync):
-    """`nodes[i]` is the node of training worker i, `devices[i]` the id of its device ("": none whose memory has handles).
-    `limit`: seconds for each collective of a broadcast."""
+    """`nodes[i]` is the node of training worker i. `limit`: seconds for each collective of a broadcast.
 
-    def __init__(
-        self,
-        training: WorkerGroup,
-        nodes: Sequence[str],
-        pool: ReplicaPool,
-        limit: float,
-        devices: Sequence[str] = (),
-    ):
-        self._training, self._nodes, self._pool = training, list(nodes), pool
-        self._limit, self._devices = limit, list(devices)
+    Workers whose "device_id" is "" have no device memory that has handles."""
+
+    def __init__(self, training: WorkerGroup, nodes: Sequence[str], pool: ReplicaPool, limit: float):
+        self._training, self._nodes, self._pool, self._limit = training, list(nodes), pool, limit
+        self._devices = [fact["device_id"] for fact in training.facts]
         self._by_device: bool | None = None if any(self._devices) else False
         self._version = 0
         # Drivers in two containers may have the same process id, and share the nodes that their workers are on.

@@ -40,10 +40,7 @@ class Watch:
     `phase` names the run's."""
 
     def __init__(
-        self,
-        group: RayCalls,
-        on_death: Callable[[WorkerDied], None],
-        phase: Callable[[], str] = lambda: "",
+        self, group: RayCalls, on_death: Callable[[WorkerDied], None], phase: Callable[[], str] = lambda: ""
     ):
         self._on_death, self._phase = on_death, phase
         self._refs = {worker.handle.stay.remote(): worker for worker in group.workers}
