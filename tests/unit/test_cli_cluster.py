@@ -307,7 +307,9 @@ def test_a_clock_that_cannot_be_measured_so_well_is_not_blamed() -> None:
 def test_holes_are_refused_on_every_node() -> None:
     found = two(**version("ray", "2.50.0"))
     found.nodes[0] |= version("ray", "2.50.0")
-    findings = [f for f in nodes.judge(found, copy.deepcopy(FACTS)) if "security hole" in f.found]
+    findings = [
+        f for f in nodes.judge(found, copy.deepcopy(FACTS), (), NodeNeeds()) if "security hole" in f.found
+    ]
     assert [f.level for f in findings] == [BAD, BAD]
 
 

@@ -91,6 +91,7 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
     from contextlib import nullcontext
 
     monkeypatch.setattr(remote_weight_sync.ray, "get", lambda ref, timeout=None: ref)
+    monkeypatch.setattr(remote_weight_sync, "troubles_of", lambda asked, timeout: ([], []))
     worker = SimpleNamespace(handle=Remote(try_channel=[trial], receive_weights={}), name="sampler 0")
     hosts, events = [host(0, "A", ["g1"], worker)], []
     asked: list[tuple[str, list[Any]]] = []

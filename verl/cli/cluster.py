@@ -47,10 +47,7 @@ def examine(
 
 
 def judge(
-    found: Any,
-    driver: Facts,
-    pools: Sequence[ResourceRequest] = (),
-    needs: compare_nodes.NodeNeeds | None = None,
+    found: Any, driver: Facts, pools: Sequence[ResourceRequest], needs: compare_nodes.NodeNeeds
 ) -> list[Finding]:
     """What a survey means. `driver`: the facts of this process; `pools`, `needs`: what the run asks for.
 
@@ -60,7 +57,7 @@ def judge(
     alive = [node for node in found.nodes if "problem" not in node]
     used = [node for node in alive if node["devices"] >= least] or alive
     out = list(_nodes(found, pools, least))
-    out += compare(used, driver, needs or compare_nodes.NodeNeeds())
+    out += compare(used, driver, needs)
     for node in used:
         out += _room(node)
     for node in alive:

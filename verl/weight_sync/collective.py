@@ -71,7 +71,8 @@ class WeightGroup:
         device: torch.device = torch.device("cpu"),
     ):
         self.rank, self.size = rank, rendezvous.size
-        self.device, self.on_host = device, platform_of(device).on_host
+        self.device = device or torch.device("cpu")
+        self.on_host = platform_of(self.device).on_host
         self._told = 0
         limit, where = timedelta(seconds=rendezvous.timeout), (rendezvous.address, rendezvous.port)
         with _named(f"rank {rank} of {self.size} cannot meet the others at {where[0]}:{where[1]}"):

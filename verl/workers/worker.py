@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from verl.weight_sync.shared_memory import Channel
 
 
+_OPEN_FILES = 65536
+
+
 class Worker(Profiled):
     """`config` is the resolved configuration, typed or as the same keys in mappings; `rank` of `world`."""
 
@@ -283,11 +286,12 @@ class RecordOldLogProbs:
 
 
 def prepare_process(config: Any) -> None:
-    """What every worker process needs before it loads anything: allocator, no progress bars, plug-ins."""
+    """What every worker process needs before it loads anything: allocator, open files, no progress bars, plug-ins."""
     from transformers.utils import logging
 
-    from verl.platform.host import tune_allocator
+    from verl.platform.host import raise_open_files, tune_allocator
 
     tune_allocator()
+    raise_open_files(_OPEN_FILES)
     logging.disable_progress_bar()
     import_modules(config.actor_rollout_ref.model.external_lib)

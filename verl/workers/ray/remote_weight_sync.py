@@ -21,8 +21,8 @@ from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSyncError
 from verl.weight_sync.sender import WeightSync
 from verl.weight_sync.verify import compare
 from verl.workers.group import WorkerGroup
-from verl.workers.ray.calls import RayCalls, WorkerFailed, is_dead, reason
-from verl.workers.ray.replicas import Replica, ReplicaPool, dead_among
+from verl.workers.ray.calls import RayCalls, WorkerFailed, reason
+from verl.workers.ray.replicas import Replica, ReplicaPool, Troubles, troubles_of
 from verl.workers.ray.transfer_plan import TransferPlan, by_device, by_node
 
 _TIMEOUT_S = 300.0
@@ -87,9 +87,7 @@ class RemoteWeightSync(WeightSync):
             replica.reviving = False
         return None
 
-    def _transfer(
-        self, replicas: Sequence[Replica], version: int, verify: str
-    ) -> tuple[list[tuple[Replica, str]], int]:
+    def _transfer(self, replicas: Sequence[Replica], version: int, verify: str) -> tuple[Troubles, int]:
         """One pass from the ranks to `replicas`. Returns the replicas that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
         routes = self._routes(replicas)
@@ -108,23 +106,24 @@ class RemoteWeightSync(WeightSync):
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed as error:
             # One that still reads is left alone.
-            dead = dead_among(receiving, _GRACE_S)
+            dead, failed = troubles_of(receiving, _GRACE_S)
             if not dead:
-                _, reading = ray.wait(list(receiving.values()), num_returns=len(receiving), timeout=0)
-                names = ", ".join(str(replica.worker) for replica, ref in receiving.items() if ref in reading)
-                raise WorkerFailed(f"{error}; still loading: {names or 'none'}") from error
+                others = "".join(f"; {replica.worker}: {why}" for replica, why in failed)
+                raise WorkerFailed(f"{error}{others}") from error
             return dead, 0
-        dead = _dead(receiving)
-        if not dead:
-            ray.get(relays)
-        if not dead and verify:
-            sums = next((response["checksums"] for response in sent if response["checksums"]), {})
-            for replica, ref in receiving.items():
-                try:
-                    compare(sums, ray.get(ref))
-                except WeightSyncError as error:
-                    raise WeightSyncError(f"{error} ({replica.worker})") from None
-        return dead, max(response["bytes"] for response in sent)
+        dead, failed = troubles_of(receiving, _TIMEOUT_S)
+        if dead:  # which explains what others raised
+            return dead, 0
+        for replica, why in failed:
+            raise WeightSyncError(f"{replica.worker}: {why}")
+        ray.get(relays)
+        sums = next((response["checksums"] for response in sent if response["checksums"]), {})
+        for replica, ref in receiving.items() if verify else ():
+            try:
+                compare(sums, ray.get(ref))
+            except WeightSyncError as error:
+                raise WeightSyncError(f"{error} ({replica.worker})") from None
+        return [], max(response["bytes"] for response in sent)
 
     def _routes(self, replicas: Sequence[Replica]) -> TransferPlan:
         """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
@@ -168,20 +167,3 @@ class RemoteWeightSync(WeightSync):
             relay = replica.worker.handle.relay_weights
             relays.append(relay.remote(rendezvous, rank, channel, readers, _TIMEOUT_S))
         return relays
-
-
-def _dead(receiving: dict[Replica, Any]) -> list[tuple[Replica, str]]:
-    """Hosts whose process is gone. Raises what a living one raised, unless another's death explains it."""
-    dead: list[tuple[Replica, str]] = []
-    errors: list[Exception] = []
-    for replica, ref in receiving.items():
-        try:
-            ray.get(ref, timeout=_TIMEOUT_S)
-        except faults.RayError as error:
-            if is_dead(error):
-                dead.append((replica, reason(error)))
-            else:
-                errors.append(WeightSyncError(f"{replica.worker}: {reason(error)}"))
-    if errors and not dead:
-        raise errors[0]
-    return dead

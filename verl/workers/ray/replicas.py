@@ -313,7 +313,7 @@ class ReplicaPool(RolloutEngine):
 
     def find_dead(self, replicas: Sequence[Replica]) -> list[tuple[Replica, str]]:
         """Those of `replicas` whose process or engine is gone, and why. One that is too busy to answer lives."""
-        return dead_among({replica: replica.worker.handle.alive.remote() for replica in replicas}, _PING_S)
+        return troubles_of({one: one.worker.handle.alive.remote() for one in replicas}, _PING_S)[0]
 
     def replace_dead(self, replica: Replica, why: str) -> bool:
         """Start a dead replica again for a weight transfer, which brings its weights and then says `reviving = False`.
@@ -394,17 +394,20 @@ def end_workers(workers: Sequence[WorkerHandle]) -> None:
         calls.kill(worker.handle)
 
 
-def dead_among(asked: Mapping[Replica, Any], timeout: float) -> list[tuple[Replica, str]]:
-    """Replicas whose call has ended within `timeout` seconds because the process is gone, and why."""
-    if not asked:
-        return []
-    ended, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout)
-    dead = []
+Troubles = list[tuple[Replica, str]]
+"""Replicas, and what is wrong with each."""
+
+
+def troubles_of(asked: Mapping[Replica, Any], timeout: float) -> tuple[Troubles, Troubles]:
+    """Among calls, after at most `timeout` seconds: replicas whose process is gone, and others that raised or are not done."""
+    refs = list(asked.values())
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout)
+    dead: Troubles = []
+    failed: Troubles = []
     for replica, ref in asked.items():
         try:
-            if ref in ended:
-                ray.get(ref)
+            ray.get(ref, timeout=0)
         except faults.RayError as error:
-            if is_dead(error):
-                dead.append((replica, reason(error)))
-    return dead
+            (dead if is_dead(error) else failed).append((replica, reason(error)))
+    return dead, failed
