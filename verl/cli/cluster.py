@@ -103,9 +103,8 @@ def _node(node: Facts, kind: str) -> Finding:
     there = {"cuda": len(node["gpus"]), "npu": node["npus"]}.get(kind, node["devices"])
     other = node["devices"] != there
     text = f"{node['hostname']}: {', '.join(parts)}" + (f"; the node has {there}" if other else "")
-    return graded(
-        "nodes", node["name"], text, (other, WARN, "ray stop, and start it with all devices visible")
-    )
+    todo = "ray stop, and start it with all devices visible"
+    return graded("nodes", node["name"], text, (other, WARN, todo))
 
 
 def _room(node: Facts) -> Iterator[Finding]:
@@ -133,15 +132,12 @@ def _room(node: Facts) -> Iterator[Finding]:
 def _surroundings(node: Facts, nodes: Sequence[Facts]) -> Iterator[Finding]:
     """The node's clock, and what its host name means there."""
     clock, error = node["clock"], node["clock_error"]
-    text = (
-        f"{abs(clock):.3f} s {'ahead of' if clock > 0 else 'behind'} the driver's (measured to {error:.3f} s)"
-    )
+    side = "ahead of" if clock > 0 else "behind"
+    text = f"{abs(clock):.3f} s {side} the driver's (measured to {error:.3f} s)"
     far = abs(clock) - error > _MAX_CLOCK_S
     yield graded("network", f"clock of {node['name']}", text, (far, WARN, "run chrony or ntpd there"))
     own = (node["resolves_to"] or "127.").startswith("127.")
     if own and len({other["address"] for other in nodes}) > 1:
         text = f"its host name ({node['hostname']}) means {node['resolves_to'] or 'nothing'} there, not {node['address']}"
-        todo = (
-            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME before `ray start` (SOCKET_IFNAME of ray_start.sh)"
-        )
+        todo = "correct /etc/hosts, or set SOCKET_IFNAME of ray_start.sh (GLOO_SOCKET_IFNAME)"
         yield Finding("network", node["name"], text, WARN, todo)

@@ -19,3 +19,6 @@ class SyncResult:
 
 class WeightSyncError(RuntimeError):
     """The two sides hold different weights after a push, or a transfer failed; names the weights, or the side."""
+
+    def __init__(self, text: str):
+        super().__init__(f"weight sync: {text.removeprefix('weight sync: ')}")

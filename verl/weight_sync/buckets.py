@@ -119,7 +119,7 @@ class _Filling:
         entry = json.dumps([name, _name(dtype), list(shape), start, count, offset])
         if self._header + len(entry) + 1 > HEADER_BYTES:
             if not self._entries:
-                raise WeightSyncError(f"weight sync: a weight's name is too long ({len(name)} characters)")
+                raise WeightSyncError(f"a weight's name is too long ({len(name)} characters)")
             return -1
         self._entries.append(entry)
         self._header += len(entry) + 1
@@ -168,7 +168,7 @@ def _pack(weights: Weights, sink: Sink, dtype: torch.dtype | None) -> int:
     for name, tensor in weights:
         kind = converted(tensor, dtype)
         if _name(kind) not in _DTYPES:
-            raise WeightSyncError(f"weight sync: {name} has data type {kind}, which does not travel")
+            raise WeightSyncError(f"{name} has data type {kind}, which does not travel")
         flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
         moved += flat.numel() * kind.itemsize
         start, done = 0, False
@@ -197,14 +197,14 @@ def parse(header: bytes, size: int) -> list[Part]:
             Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightSyncError(f"weight sync: a bucket's header cannot be read ({error})") from error
+        raise WeightSyncError(f"a bucket's header cannot be read ({error})") from error
     for part in parts:
         total = math.prod(part.shape)
         inside = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
         exist = 0 <= part.start <= part.start + part.count <= total and (part.count or not total)
         if not (inside and exist and min(part.shape, default=0) >= 0):
             text = "names bytes outside it, or elements that do not exist"
-            raise WeightSyncError(f"weight sync: a bucket's header {text} ({part})")
+            raise WeightSyncError(f"a bucket's header {text} ({part})")
     return parts
 
 
@@ -238,7 +238,7 @@ def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str,
                 joined = _whole(part.shape, part.dtype, data.device)
             if (part.name, part.start) != (name, filled) or part.dtype != joined.dtype:
                 raise WeightSyncError(
-                    f"weight sync: after {filled} elements of {name} came element {part.start} of {part.name}"
+                    f"after {filled} elements of {name} came element {part.start} of {part.name}"
                 )
             joined.view(-1)[filled : filled + part.count].copy_(values)
             filled += part.count
@@ -246,6 +246,4 @@ def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str,
                 yield name, joined
                 joined = None
     if joined is not None:
-        raise WeightSyncError(
-            f"weight sync: the stream ended after {filled} of {joined.numel()} elements of {name}"
-        )
+        raise WeightSyncError(f"the stream ended after {filled} of {joined.numel()} elements of {name}")

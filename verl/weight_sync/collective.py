@@ -141,7 +141,7 @@ def _process_group(
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
         raise WeightSyncError(
-            f"weight sync: torch here has no collectives named {backend!r}: install the device's torch package, or set "
+            f"torch here has no collectives named {backend!r}: install the device's torch package, or set "
             "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
         )
     common = dist.distributed_c10d._DistributedBackendOptions()
@@ -157,7 +157,7 @@ def _named(what: str) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if isinstance(error, WeightSyncError):
             raise
-        raise WeightSyncError(f"weight sync: {what}: {error}") from error
+        raise WeightSyncError(f"{what}: {error}") from error
 
 
 def broadcast(
@@ -288,7 +288,7 @@ class _Incoming:
             kind, text, self._pending = self._group.hear()
             self._ended = kind != _BUCKET
             if kind == _FAILED:
-                raise WeightSyncError(f"weight sync: the sender of the broadcast failed: {text}")
+                raise WeightSyncError(f"the sender of the broadcast failed: {text}")
             if kind == _BUCKET:
                 yield text.encode("ascii"), self._pending
 
@@ -315,4 +315,4 @@ def _agree(group: WeightGroup, error: str) -> None:
     for rank, text in enumerate(reports):
         if text:
             where = "the sender" if rank == 0 else f"the relay of rank {rank}"
-            raise WeightSyncError(text if rank == group.rank else f"weight sync: {where} failed: {text}")
+            raise WeightSyncError(text if rank == group.rank else f"{where} failed: {text}")

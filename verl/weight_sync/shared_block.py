@@ -88,9 +88,8 @@ def sweep() -> list[str]:
     """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
     gone = []
     for path in folder().glob(f"{_prefix()}*"):
-        with contextlib.suppress(
-            WeightSyncError
-        ):  # just being made, or not ours: the side that needs it will say
+        # One that is just being made, or is not ours: the side that needs it will say.
+        with contextlib.suppress(WeightSyncError):
             if not live_sender(path):
                 gone.append(path.name.removeprefix(_prefix()))
     return gone
@@ -137,7 +136,7 @@ class SharedMemoryBlock:
         """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
         path = path_of(channel)
         if pid := live_sender(path):
-            raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
+            raise WeightSyncError(f"process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
         page = -(-(_READERS + ctypes.sizeof(Reader) * readers) // _PAGE) * _PAGE
         hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -153,7 +152,7 @@ class SharedMemoryBlock:
             control.status, control.on_device, control.magic = RUNNING, on_device, _MAGIC
             os.link(hidden, path)
         except FileExistsError:
-            raise WeightSyncError(f"weight sync: {path} is not ours to replace; remove it") from None
+            raise WeightSyncError(f"{path} is not ours to replace; remove it") from None
         finally:
             os.unlink(hidden)
         return segment
@@ -166,19 +165,19 @@ class SharedMemoryBlock:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise WeightSyncError(f"weight sync: {path} cannot be opened ({error.strerror})") from error
+            raise WeightSyncError(f"{path} cannot be opened ({error.strerror})") from error
         info = os.fstat(fd)
         private = stat.S_ISREG(info.st_mode) and not info.st_mode & 0o077 and info.st_uid == os.geteuid()
         if not private or info.st_size < _PAGE:
             os.close(fd)
             raise WeightSyncError(
-                f"weight sync: {path} is not a segment that only this user can read; find out who made it, remove it"
+                f"{path} is not a segment that only this user can read; find out who made it, remove it"
             )
         segment = cls(path, fd, info.st_size)
         if segment.control.magic != _MAGIC:
             segment.close()
             raise WeightSyncError(
-                f"weight sync: {path} was written by another version of verl; install the same on both sides, or remove it"
+                f"{path} was written by another version of verl; install the same on both sides, or remove it"
             )
         return segment
 
@@ -279,7 +278,7 @@ def _reserve(fd: int, start: int, size: int) -> None:
         info = os.fstatvfs(fd)
         free = info.f_bavail * info.f_frsize
         raise WeightSyncError(
-            f"weight sync: {folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
+            f"{folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
             "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container more shared "
             "memory (docker run --shm-size, an emptyDir of medium Memory)"
         ) from error
@@ -300,6 +299,6 @@ def wait(
             looked = now
             check()
         if now - started > timeout:
-            raise WeightSyncError(f"weight sync: nothing moved for {timeout:g} s; {who()}")
+            raise WeightSyncError(f"nothing moved for {timeout:g} s; {who()}")
         time.sleep(pause)
         pause = min(pause * 1.5, 1e-3)

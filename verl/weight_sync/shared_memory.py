@@ -145,7 +145,6 @@ class SharedMemorySink(buckets.Sink):
     def finish(self) -> None:
         """No more buckets: wait until every reader has them all."""
         self._segment.finish()
-
         self._wait(lambda: all(reader.status == DONE for reader in self._readers), self._number)
 
     def _wait(self, until: Callable[[], bool], wanted: int) -> None:
@@ -160,13 +159,13 @@ class SharedMemorySink(buckets.Sink):
             if not reader.status and number < len(self._channel.expected):
                 self._look_for(number, self._channel.expected[number])
             if reader.status == FAILED:
-                raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
+                raise WeightSyncError(f"{where} stopped reading after {reader.taken} buckets")
             if reader.status == RUNNING and not alive(reader.pid, reader.start):
-                raise WeightSyncError(f"weight sync: {where} died after {reader.taken} buckets")
+                raise WeightSyncError(f"{where} died after {reader.taken} buckets")
 
     def _look_for(self, number: int, expected: Identity) -> None:
         pid, start, where = expected
-        text = f"weight sync: process {pid}, reader {number} of channel {self._channel.name!r},"
+        text = f"process {pid}, reader {number} of channel {self._channel.name!r},"
         if where != namespace():
             raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
         # It may have come, and gone, since its fields were looked at.
@@ -241,9 +240,8 @@ def receive(
     try:
         carried = segment.control.version
         if version is not None and carried != version:
-            raise WeightSyncError(
-                f"weight sync: channel {channel!r} carries version {carried}, version {version} was expected"
-            )
+            text = f"channel {channel!r} carries version {carried}, version {version} was expected"
+            raise WeightSyncError(text)
         stream = _buckets(segment, channel, reader, timeout)
         yield from buckets.unpack(opened(stream, reader) if segment.control.on_device else stream)
         done = True
@@ -287,8 +285,7 @@ def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
             return True
         segment.close()
         if reader >= count:
-            text = f"channel {channel!r} has {count} readers, there is no reader {reader}"
-            raise WeightSyncError(f"weight sync: {text}")
+            raise WeightSyncError(f"channel {channel!r} has {count} readers, there is no reader {reader}")
         return False
 
     who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
@@ -304,7 +301,7 @@ def _buckets(
     def look() -> None:
         if control.status == RUNNING and not segment.sender_alive():
             raise WeightSyncError(
-                f"weight sync: the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
+                f"the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
             )
 
     def who() -> str:
@@ -317,7 +314,7 @@ def _buckets(
         wait(moved, look, timeout, who)
         if control.status == FAILED:
             reason = control.reason.decode(errors="replace")
-            raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {reason}")
+            raise WeightSyncError(f"the sender of channel {channel!r} failed: {reason}")
         if control.produced <= number:
             return
         yield segment.bucket(number)

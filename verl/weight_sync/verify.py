@@ -79,7 +79,7 @@ def compare(trainer: dict[str, str], sampler: dict[str, str]) -> None:
         ({n for n in trainer if trainer[n] != sampler.get(n)}, "trainer and sampler differ in {}"),
     ):
         if wrong:
-            raise WeightSyncError(f"weight sync: {what.format(named(wrong))}")
+            raise WeightSyncError(f"{what.format(named(wrong))}")
 
 
 def named(names: Iterable[str]) -> str:

@@ -18,10 +18,8 @@ from verl.platform import Platform
 
 def longest(config: Any) -> int:
     """Most tokens of prompt and response together."""
-    data = config.data
-    return int(
-        config.actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    )
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    return int(rollout.max_model_len or data.max_prompt_length + data.max_response_length)
 
 
 def actor_engine(

@@ -97,9 +97,7 @@ def model_files(path: str) -> dict[str, Any]:
         text = f"revision {folder.name}"
     else:
         listing = "\n".join(f"{name} {size}" for name, size in sizes).encode()
-        text = (
-            f"config.json {_hash(config.read_bytes())}, names and sizes of the weight files {_hash(listing)}"
-        )
+        text = f"config.json {_hash(config.read_bytes())}, names and sizes of weights {_hash(listing)}"
     return {"bytes": sum(size for _, size in sizes), "text": text}
 
 

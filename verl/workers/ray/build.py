@@ -88,17 +88,14 @@ class _Builder:
         self._say("all workers are ready")
         pool = ReplicaPool(replicas, event=self._of_sampler)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.hooks.phase)
-        words = (
-            f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}; "
-            f"{_some(len(replicas), 'sampler')}"
-        )
+        words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
         limit = float(config.actor_rollout_ref.nccl_timeout)
         sync = RemoteWeightSync(training, nodes, pool, limit)
         return WorkerSet(
             roles_of(training),
             pool,
             sync,
-            words,
+            f"{words}; {_some(len(replicas), 'sampler')}",
             devices=trainer.devices + (sampling.devices if own else 0),
             release=self.release,
             profiler=worker_profiler(config, training, pool),
@@ -128,10 +125,8 @@ class _Builder:
         if kind == "sampler_died":
             self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")
         elif kind == "sampler_restarted":
-            again = f"{fields['asked_again']} responses are asked for again"
-            self._say(
-                f"{fields['sampler']} (node {fields['node']}, process {fields['pid']}) is there again; {again}"
-            )
+            who = f"{fields['sampler']} (node {fields['node']}, process {fields['pid']})"
+            self._say(f"{who} is there again; {fields['asked_again']} responses are asked for again")
 
     def _on_death(self, error: WorkerDied, pool: ReplicaPool) -> None:
         lost = isinstance(error, ClusterLost)
@@ -165,9 +160,8 @@ class _Builder:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         # Before they load anything, so that one that hangs there can be asked where it stands.
-        for worker, pid in zip(
-            engines.workers, engines.call("pid", doing="starting the samplers"), strict=True
-        ):
+        pids = engines.call("pid", doing="starting the samplers")
+        for worker, pid in zip(engines.workers, pids, strict=True):
             worker.pid = pid
         facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
         starting, began = engines.start("start"), time.monotonic()

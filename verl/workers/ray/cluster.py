@@ -77,9 +77,8 @@ class Cluster:
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
             # It tells how to switch off what this run has asked for.
-            logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
-                logging.ERROR
-            )
+            token_log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+            token_log.setLevel(logging.ERROR)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             check_reachable(address)
@@ -143,9 +142,8 @@ class Cluster:
                     f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )
             if not said:
-                notice(
-                    f"waiting for nodes: {len(fit)} of {count} with {devices} {self.kind} devices are there"
-                )
+                there = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
+                notice(f"waiting for nodes: {there}")
                 said = True
             time.sleep(1.0)
 

@@ -127,9 +127,7 @@ class Survey:
             for (other, _), why in zip(listening, answers or [problem] * len(listening), strict=True):
                 failed += [(f"{node['name']} → {other}", why)] if why else []
         for pair, why in failed:
-            todo = (
-                "open all ports between the nodes of the cluster (firewall, security group, network policy)"
-            )
+            todo = "open all ports between the nodes (firewall, security group, network policy)"
             yield bad("network", pair, why, todo)
         if not failed:
             yield Finding("network", "ports", "every node reaches every other on a free port")
@@ -157,10 +155,8 @@ class Survey:
             if len(started) < world and options:
                 text = f"no free device on every node within {self.timeout:g} s: another job holds them"
                 return [Finding("network", name, text, NOTE)]
-            where = (
-                ranks[0]["address"],
-                RayCalls(group.workers[:1]).call("free_port", ranks[0]["address"])[0],
-            )
+            address = ranks[0]["address"]
+            where = (address, RayCalls(group.workers[:1]).call("free_port", address)[0])
             size = (kind, self.timeout, self.megabytes << 20)
             calls = group.start("all_reduce", each=[(rank, world, *where, *size) for rank in range(world)])
             results = group.wait(calls, "the all-reduce", 2 * self.timeout + 30)[0]

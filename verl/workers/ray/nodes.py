@@ -55,9 +55,7 @@ def folder_is_shared(folder: Path, probes: Mapping[str, Any], timeout: float = _
     while not place.is_dir():
         place = place.parent
     token = place / f".seen-by-all-nodes-{secrets.token_hex(8)}"
-    todo = (
-        "set trainer.default_local_dir to a folder that all nodes see: ranks write their part of a checkpoint"
-    )
+    todo = "set trainer.default_local_dir to a folder that all nodes see: ranks write there"
     try:
         token.touch(exist_ok=False)
     except OSError as error:

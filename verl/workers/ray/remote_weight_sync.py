@@ -91,10 +91,8 @@ class RemoteWeightSync(WeightSync):
         """One pass from the ranks to `replicas`. Returns the replicas that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
         routes = self._routes(replicas)
-        each = [
-            (*(written or (None, [])), version, verify, replicas[0].dtype, routes.on_device)
-            for written in routes.writes
-        ]
+        how = (version, verify, replicas[0].dtype, routes.on_device)
+        each = [(*(written or (None, [])), *how) for written in routes.writes]
         relays = self._relays(routes, replicas, each)
         receiving = {
             replica: replica.worker.handle.receive_weights.remote(
@@ -135,9 +133,9 @@ class RemoteWeightSync(WeightSync):
 
     def _try(self, routes: TransferPlan) -> bool:
         """Do handles of device memory work between these processes? Says so in the run's events."""
+        handles = {replica: replica.worker.handle for replica in routes.places}
         asked = {
-            replica: replica.worker.handle.try_channel.remote(places, _TRIAL_S)
-            for replica, places in routes.places.items()
+            one: handles[one].try_channel.remote(places, _TRIAL_S) for one, places in routes.places.items()
         }
         each = [(*(written or (None, [])), routes.on_device, _TRIAL_S) for written in routes.writes]
         said = list(self._training.call("try_channel", each=each, doing="update_weights"))

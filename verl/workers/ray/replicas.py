@@ -285,9 +285,8 @@ class ReplicaPool(RolloutEngine):
         """
         while True:
             replica.deaths += 1
-            self.event(
-                "sampler_died", sampler=str(replica.worker), reason=why, unfinished=len(replica.requests)
-            )
+            unfinished = len(replica.requests)
+            self.event("sampler_died", sampler=str(replica.worker), reason=why, unfinished=unfinished)
             if self._ended is not None:
                 raise self._ended
             if replica.deaths > MAX_RESTARTS:
@@ -307,9 +306,8 @@ class ReplicaPool(RolloutEngine):
                 break
             why = again
         owed, worker = len(replica.unfinished()), replica.worker
-        self.event(
-            "sampler_restarted", sampler=worker.name, asked_again=owed, node=worker.node, pid=worker.pid
-        )
+        where = {"node": worker.node, "pid": worker.pid}
+        self.event("sampler_restarted", sampler=worker.name, asked_again=owed, **where)
 
     def find_dead(self, replicas: Sequence[Replica]) -> list[tuple[Replica, str]]:
         """Those of `replicas` whose process or engine is gone, and why. One that is too busy to answer lives."""

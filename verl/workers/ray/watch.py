@@ -25,9 +25,8 @@ _SILENCE_S = 30.0  # of the head, after which it counts as lost
 _PAUSE_S = 1.0
 _REFUSALS = 2  # of the daemon, one after the other, after which it counts as lost
 _END_S = 2.0
-_SUSPECT_S = (
-    4.0  # a head that was silent for so long when the run ended is waited for: that end may never come
-)
+# A head that was silent for so long when the run ended is waited for: that end may never come.
+_SUSPECT_S = 4.0
 _LAST_S = 22.0  # from the loss to the last word: before Ray's minute is over
 
 
@@ -51,9 +50,7 @@ class Watch:
         self._silent, self._refused = 0.0, 0
         self._stop, self._told = threading.Event(), False
         loops = (self._ask_head, self._watch_workers, self._watch_cluster)
-        self._threads = [
-            threading.Thread(target=loop, name=f"verl{loop.__name__}", daemon=True) for loop in loops
-        ]
+        self._threads = [threading.Thread(target=loop, name=loop.__name__, daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
@@ -124,7 +121,6 @@ class Watch:
     def stop(self) -> None:
         """Before workers are ended on purpose. The cluster is watched on if the end that now begins may be the stuck one."""
         self._stop.set()
+        # One may be finding out why a worker is out of reach, which is not asked any more.
         for thread in self._threads[:2]:
-            thread.join(
-                _END_S
-            )  # one may be finding out why a worker is out of reach, which is not asked any more
+            thread.join(_END_S)
