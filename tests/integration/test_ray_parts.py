@@ -105,7 +105,7 @@ def group(cluster):
 
 
 def test_answers_come_in_the_workers_order(group) -> None:
-    assert group.call("work", each=[("a",), ("b",)]) == ["a", "b"] and group.pending() == []
+    assert group.call("work", each=[("a",), ("b",)]) == ["a", "b"] and group.waiting == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -98,8 +98,7 @@ class WeightGroup:
 
     def tell(self, kind: int, text: str = "", used: int = 0) -> None:
         """Rank 0 says what comes: a kind, a text, and how many bytes of a bucket follow."""
-        with _named("the sender"):
-            self._store.set(f"told/{self._told}", json.dumps([kind, text, used]))
+        self._store.set(f"told/{self._told}", json.dumps([kind, text, used]))
         self._told += 1
 
     def hear(self) -> tuple[int, str, int]:
@@ -178,7 +177,7 @@ def broadcast(
     size = buckets.bucket_size(bucket_bytes)
     group.tell(_BEGIN, json.dumps([version, size]))
     try:
-        with _readers_here(channel, size, version) as local:
+        with nullcontext() if channel is None else SharedMemorySink(channel, size, version) as local:
             sink = _Broadcast(group, _place(group, size, local))
             pack = buckets.pack_while_gathering if group.on_host else buckets.pack
             moved = pack(weights, sink, dtype=dtype)
@@ -206,7 +205,7 @@ def relay(group: WeightGroup, channel: Channel) -> SyncResult:
     incoming = _Incoming(group)
     error, moved = "", 0
     try:
-        with _readers_here(channel, size, version) as local:
+        with SharedMemorySink(channel, size, version) as local:
             here = _place(group, size, local)
             for header, used in incoming:
                 room = here.room()
@@ -214,19 +213,12 @@ def relay(group: WeightGroup, channel: Channel) -> SyncResult:
                 incoming.receive(room)
                 here.publish(header, used)
                 moved += used
-            if local is not None:
-                local.finish()
+            local.finish()
     except Exception as caught:  # told to every rank, and raised here by _agree
         error = str(caught) if isinstance(caught, WeightSyncError) else f"{type(caught).__name__}: {caught}"
         incoming.drain(size)
     _agree(group, error)
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
-
-
-def _readers_here(
-    channel: Channel | None, size: int, version: int
-) -> AbstractContextManager[SharedMemorySink | None]:
-    return nullcontext() if channel is None else SharedMemorySink(channel, size, version)
 
 
 def _place(group: WeightGroup, size: int, local: SharedMemorySink | None) -> buckets.Sink:

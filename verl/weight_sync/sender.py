@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from verl.weight_sync.base import FULL, SAMPLED, UNVERIFIED, SyncResult
@@ -54,19 +54,15 @@ class InProcessSync(WeightSync):
     """The sampler reads the trainer's own tensors, nothing is copied. A push tells it that the values changed (it refreshes
     what it derived from them) and names the version."""
 
-    def __init__(
-        self, trainer: TrainingEngine, sampler: SharesWeights, clock: Callable[[], float] = time.monotonic
-    ):
-        self._trainer = trainer
-        self._sampler = sampler
-        self._clock = clock
+    def __init__(self, trainer: TrainingEngine, sampler: SharesWeights):
+        self._trainer, self._sampler = trainer, sampler
 
     def _push(self, version: int, verify: str) -> SyncResult:
-        started = self._clock()
+        started = time.monotonic()
         self._sampler.weights_updated(version)
         if verify:
             self._sampler.check_shared(self._trainer.module, verify)
-        return SyncResult(bytes=0, seconds=self._clock() - started, verified=bool(verify))
+        return SyncResult(bytes=0, seconds=time.monotonic() - started, verified=bool(verify))
 
 
 class StreamedSync(WeightSync):

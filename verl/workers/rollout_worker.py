@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ class RolloutWorker(Profiled):
     def __init__(self, config: dict[str, Any], number: int):
         self.config = Map.of(config)
         self.number = number
-        self._engine: Any = None
+        self.engine: Any = None  # a `RolloutEngine` and a `WeightReceiver`, from `start` on
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[codec.GenerateResult] = []
         self._death = ""
@@ -66,24 +66,17 @@ class RolloutWorker(Profiled):
             chat_template=model.custom_chat_template,
         )
         platform = detect(self.config.trainer.device)
-        self._engine = build.own_sampler(self.config, tokenizer, platform)
+        self.engine = build.own_sampler(self.config, tokenizer, platform)
         self._decode = partial(text_of, tokenizer)
         self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
-        dtype = self._engine.weights_dtype
+        dtype = self.engine.weights_dtype
         return {
             "pid": os.getpid(),
             "device": platform.describe(),
-            "readers": [processes.identity()] * len(self._engine.readers),
-            "devices": self._engine.readers,
+            "readers": [processes.identity()] * len(self.engine.readers),
+            "devices": self.engine.readers,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
-
-    @property
-    def engine(self) -> Any:
-        """The engine, a `RolloutEngine` and a `WeightReceiver`; RuntimeError before `start`."""
-        if self._engine is None:
-            raise RuntimeError(f"sampler {self.number}: start() comes before any other call")
-        return self._engine
 
     async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
         """Begin requests; returns at once. A request id that is under way already is left as it is."""
@@ -116,7 +109,7 @@ class RolloutWorker(Profiled):
         return self._decode(np.concatenate([begun, done.token_ids]))
 
     def _note_death(self, error: Exception) -> EngineDead:
-        """The engine is dead: no request gets its error as a response, the host is to be replaced."""
+        """The engine is dead: no request gets its error as a response, the worker is to be replaced."""
         kind = "" if isinstance(error, EngineDead) else f"{type(error).__name__}: "
         self._death = self._death or f"its engine died ({kind}{error})"
         return EngineDead(self._death)
@@ -132,14 +125,10 @@ class RolloutWorker(Profiled):
 
     async def results(self, timeout: float) -> Payload:
         """Finished responses, soon after the first of them; none after `timeout` seconds. EngineDead after the last."""
-        if not self._done:
-            if self._death:
-                raise EngineDead(self._death)
+        if not self._done and not self._death:
             self._wakeup.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._wakeup.wait(), timeout)
-            except TimeoutError:
-                return codec.encode_results([])
         # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for alone;
         # where few are, only those that end in the same pass of the model leave together.
         await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
@@ -162,7 +151,7 @@ class RolloutWorker(Profiled):
     ) -> dict[str, str]:
         """See `WeightReceiver.receive_weights`. EngineDead if the engine does not survive a load that failed.
 
-        An earlier transfer that still waits for its sender is over: it was given up before this host came.
+        An earlier transfer that still waits for its sender is over: it was given up before this call came.
         """
 
         def load() -> dict[str, str]:
@@ -186,7 +175,7 @@ class RolloutWorker(Profiled):
     async def relay_weights(
         self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
     ) -> None:
-        """Take part in a broadcast for this node, and hand it on to the node's readers, this host's among them."""
+        """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them."""
         from verl.platform import detect
         from verl.weight_sync.collective import Channel, Rendezvous, relay
 
@@ -213,5 +202,5 @@ class RolloutWorker(Profiled):
 
     async def close(self) -> None:
         """Release everything."""
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()

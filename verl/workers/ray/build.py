@@ -59,7 +59,7 @@ class _Builder:
         self.workers: list[WorkerHandle] = []
         self.ranks: list[tuple[str, WorkerHandle]] = []
         self.replicas: list[Replica] = []
-        self.starters: list[_Starter] = []
+        self.restart_limit = _RESTART_S
         self.groups: list[RayCalls] = []
         hooks.watch(self._stacks)
 
@@ -136,7 +136,7 @@ class _Builder:
     def _stacks(self) -> str:
         """For the watchdog: who is waited for, what each of them does, and where it stands."""
         calling = [group.calling for group in self.groups if group.calling]
-        waited = [group.workers[i] for group in self.groups for i in group.pending()]
+        waited = [worker for group in self.groups for worker in group.waiting]
         asked = [(node, worker) for node, worker in self.ranks if worker in waited]
         asked += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
         found = {} if self.agents is None else self.agents.stacks(asked)
@@ -169,8 +169,7 @@ class _Builder:
         started = engines.wait(starting, "starting the samplers")
         for replica, fact in zip(self.replicas, started, strict=True):
             replica.started(fact)
-        for starter in self.starters:
-            starter.took(time.monotonic() - began)
+        self.restart_limit = max(_RESTART_S, _PATIENCE * (time.monotonic() - began))
         return facts
 
     def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
@@ -204,8 +203,7 @@ class _Builder:
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
             options, node = under_nsys(options, self.config), pool.node_of(bundle)
-            starter = _Starter(self.plain, number, options, self.workers, pool, bundle, self.cluster)
-            self.starters.append(starter)
+            starter = _Starter(self, number, options, pool, bundle)
             replicas.append(Replica(number, starter, starter.create(node), node))
         return replicas
 
@@ -226,24 +224,17 @@ class _Builder:
 class _Starter:
     """Starts a sampler, the first time and again after its death."""
 
-    plain: dict[str, Any]
+    builder: Any
     number: int
     options: dict[str, Any]
-    workers: list[WorkerHandle]
     pool: Pool
     bundle: int
-    cluster: Cluster
-    limit: float = _RESTART_S
-
-    def took(self, seconds: float) -> None:
-        """How long the first start took, of all together: a start again may take a few times as long."""
-        self.limit = max(_RESTART_S, _PATIENCE * seconds)
 
     def create(self, node: str) -> WorkerHandle:
         """The process; its engine is not there yet. It ends with the run."""
-        handle = RolloutActor.options(**self.options).remote(self.plain, self.number)
-        worker = WorkerHandle(handle, f"sampler {self.number}", self.cluster.addresses()[node])
-        self.workers.append(worker)
+        handle = RolloutActor.options(**self.options).remote(self.builder.plain, self.number)
+        worker = WorkerHandle(handle, f"sampler {self.number}", self.builder.cluster.addresses()[node])
+        self.builder.workers.append(worker)
         return worker
 
     def __call__(self) -> tuple[WorkerHandle, str, dict[str, Any]]:
@@ -252,9 +243,9 @@ class _Starter:
 
     def _started(self, node: str) -> tuple[WorkerHandle, dict[str, Any]]:
         worker = self.create(node)
-        group = RayCalls([worker])
+        group, limit = RayCalls([worker]), self.builder.restart_limit
         try:
-            return worker, group.wait(group.start("start"), "starting a sampler again", self.limit)[0]
+            return worker, group.wait(group.start("start"), "starting a sampler again", limit)[0]
         except BaseException:
             end_workers([worker])  # it may live, and the next one needs its memory
             raise

@@ -91,14 +91,17 @@ class WorkerHandle:
 
 
 class RayCalls:
-    """Workers that are called together (`verl.workers.group.Calls`). `beat` is told when a result comes."""
+    """Workers that are called together (`verl.workers.group.Calls`). `beat` is told when a result comes.
+
+    `calling` says what is waited for, `waiting` are those that have not answered; from any thread.
+    """
 
     shares_rows = False
 
     def __init__(self, workers: Sequence[WorkerHandle], beat: Callable[[], None] | None = None):
         self.workers = list(workers)
         self.calling = ""
-        self._pending: list[int] = []
+        self.waiting: list[WorkerHandle] = []
         self._beat = beat
 
     def __len__(self) -> int:
@@ -137,9 +140,8 @@ class RayCalls:
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
         while pending:
-            self._pending = [place[ref] for ref in pending]
-            named = ", ".join(str(self.workers[place[ref]]) for ref in pending[:4])
-            self.calling = f"{doing}: waiting for {named}"
+            self.waiting = [self.workers[place[ref]] for ref in pending]
+            self.calling = f"{doing}: waiting for {', '.join(map(str, self.waiting[:4]))}"
             if _lost:
                 raise _lost[-1]
             if time.monotonic() > end:
@@ -152,12 +154,8 @@ class RayCalls:
                     self._explain(place[ref], error, {place[p]: p for p in pending}, doing)
                 if self._beat is not None:
                     self._beat()
-        self.calling, self._pending = "", []
+        self.calling, self.waiting = "", []
         return results
-
-    def pending(self) -> list[int]:
-        """Positions of the workers that are waited for; from any thread."""
-        return list(self._pending)
 
     def _explain(self, number: int, error: Exception, pending: dict[int, Any], doing: str) -> None:
         """Raise what happened, from the point of view of the user; a dead worker beats its peers' errors."""
