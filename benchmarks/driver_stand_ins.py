@@ -88,7 +88,7 @@ class Teller(RolloutWorker):
         from verl.data.tokenizer import load_tokenizer, text_of
 
         self._decode = partial(text_of, load_tokenizer(folder))
-        self._engine = Canned(np.load(Path(folder) / STREAM), tokens, seconds)
+        self.engine = Canned(np.load(Path(folder) / STREAM), tokens, seconds)
 
 
 class Echo:

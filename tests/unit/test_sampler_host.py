@@ -86,7 +86,7 @@ def merged_tokenizer() -> Any:
 
 def _host(tokenizer: Any, engine: RolloutEngine) -> RolloutWorker:
     host = RolloutWorker({}, 0)
-    host._engine, host._decode = engine, partial(text_of, tokenizer)
+    host.engine, host._decode = engine, partial(text_of, tokenizer)
     return host
 
 

@@ -18,57 +18,37 @@ from verl.platform import Platform
 
 def longest(config: Any) -> int:
     """Most tokens of prompt and response together."""
-    data = config.data
-    return int(
-        config.actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    )
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    return int(rollout.max_model_len or data.max_prompt_length + data.max_response_length)
 
 
 def actor_engine(
-    config: Any,
-    total_steps: int,
-    *,
-    platform: Platform | None = None,
-    shared: bool = False,
+    config: Any, total_steps: int, platform: Platform, *, shared: bool = False
 ) -> TrainingEngine:
     """The engine of the policy in training, its schedule set, idle. Where there are several ranks they must have joined.
 
     shared: a sampler of this process is to work on its tensors (one rank only).
     """
     arr = config.actor_rollout_ref
-    engine = get_engine(arr.actor.strategy)(
-        arr.model.path,
-        model_cfg=arr.model,
-        role_cfg=arr.actor,
-        log_prob_cfg=arr.rollout,
-        device=platform or config.trainer.device,
-        seed=config.trainer.seed,
-        longest=longest(config),
-        shared=shared,
-    )
+    engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared)
     engine.schedule(total_steps)
-    engine.offload()
-    engine.release_cached_memory()
     return engine
 
 
-def reference_engine(
-    config: Any, actor: TrainingEngine, *, platform: Platform | None = None
-) -> TrainingEngine:
+def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> TrainingEngine:
     """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
-    engine = get_engine(arr.ref.strategy)(
-        arr.ref.model.path or arr.model.path,
-        model_cfg=arr.model,
-        role_cfg=arr.ref,
-        device=platform or config.trainer.device,
-        seed=config.trainer.seed,
-        trainable=False,
-        longest=longest(config),
-        role="ref",
-    )
+    path = arr.ref.model.path or arr.model.path
+    return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
+
+
+def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options: Any) -> TrainingEngine:
+    """An engine of the strategy of a role, idle."""
+    options |= {"seed": config.trainer.seed, "longest": longest(config), "device": platform}
+    model_cfg = config.actor_rollout_ref.model
+    engine = get_engine(role_cfg.strategy)(path, model_cfg=model_cfg, role_cfg=role_cfg, **options)
     engine.offload()
     engine.release_cached_memory()
     return engine

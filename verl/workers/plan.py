@@ -87,10 +87,8 @@ class UpdatePlan:
         self.correction = parse_correction(rollout_correction)
         loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
-        self.columns = (
-            *_COLUMNS,
-            *sorted((LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}),
-        )
+        needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
+        self.columns = (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property
@@ -101,11 +99,8 @@ class UpdatePlan:
     def mini_batches(self, batch: Batch, step: int) -> list[MiniBatch]:
         """Every optimizer step of a training step, in order. A group is never split between mini-batches."""
         minis = [self._mini_batch(rows) for rows in self.parts(batch)]
-        return [
-            minis[index]
-            for epoch in range(self._cfg.ppo_epochs)
-            for index in self._order(len(minis), step, epoch)
-        ]
+        epochs = range(self._cfg.ppo_epochs)
+        return [minis[index] for epoch in epochs for index in self._order(len(minis), step, epoch)]
 
     def parts(self, batch: Batch) -> list[list[Trajectory]]:
         """The trajectories of each mini-batch, as they are in the first epoch without shuffling."""
@@ -115,12 +110,16 @@ class UpdatePlan:
     def needs_pass(self, mini: MiniBatch) -> bool:
         """True if something must be known of the whole mini-batch before its update, under its current weights
         (algorithms.md §7, bypass mode): also a weight per trajectory whose segments may be on several ranks."""
-        if self.correction.needs_mini_batch_pass:
+        correction, weighting = self.correction, self.correction.weighting
+        if correction.needs_mini_batch_pass:
             return True
-        weighting = self.correction.weighting
-        sums = self.correction.bypass and self.correction.reinforce and weighting is not None
-        split = any(len(row.segments) > 1 for row in mini.rows)
-        return split and sums and weighting is not None and weighting.kind == "sequence"
+        if (
+            weighting is None
+            or weighting.kind != "sequence"
+            or not (correction.bypass and correction.reinforce)
+        ):
+            return False
+        return any(len(row.segments) > 1 for row in mini.rows)
 
     def corrected(
         self, mini: MiniBatch, log_probs: Callable[[list[Segment]], np.ndarray]
@@ -185,7 +184,8 @@ def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True) -> l
     """
     units = _units(rows, ranks)
     if not balance:
-        return _runs(units, ranks)
+        runs = np.array_split(np.arange(len(units)), ranks)
+        return [sorted(i for unit in run for i in units[unit]) for run in runs]
     weights = [len(rows[unit[0]].context_ids) + sum(rows[i].length for i in unit) for unit in units]
     heap = [(0, rank) for rank in range(ranks)]
     out: list[list[int]] = [[] for _ in range(ranks)]
@@ -209,13 +209,3 @@ def _units(rows: Sequence[Segment], ranks: int) -> list[list[int]]:
         unit = units[longest]
         units[longest : longest + 1] = [unit[: len(unit) // 2], unit[len(unit) // 2 :]]
     return units
-
-
-def _runs(units: Sequence[list[int]], ranks: int) -> list[list[int]]:
-    size, extra = divmod(len(units), ranks)
-    out, start = [], 0
-    for rank in range(ranks):
-        end = start + size + (rank < extra)
-        out.append(sorted(i for unit in units[start:end] for i in unit))
-        start = end
-    return out

@@ -19,7 +19,7 @@ from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
     from verl.tracking.profiler import Profiler
-    from verl.weight_sync.base import WeightSync
+    from verl.weight_sync.sender import WeightSync
 
 Outcome = tuple[MiniBatch, StepResult | None]
 

@@ -16,7 +16,7 @@ from verl.errors import UserError
 from verl.platform.network import check_reachable
 from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
-from verl.weight_sync.sender import InProcessSync, StreamedSync
+from verl.weight_sync.sender import InProcessSync, StreamedSync, WeightSync
 from verl.workers import build
 from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.resources import no_cluster
@@ -25,7 +25,6 @@ from verl.workers.worker import Worker
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.weight_sync.base import WeightSync
 
 
 def wants_ray(config: Any) -> bool:

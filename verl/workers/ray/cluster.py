@@ -17,12 +17,11 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
+from verl.versions import satisfies
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
-"""Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
-_LEAST = (2, 54)
 _TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
@@ -62,7 +61,6 @@ class Cluster:
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
-        self.loopback = self.own
 
     def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
         _check_version()
@@ -79,9 +77,8 @@ class Cluster:
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
             # It tells how to switch off what this run has asked for.
-            logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
-                logging.ERROR
-            )
+            token_log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+            token_log.setLevel(logging.ERROR)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             check_reachable(address)
@@ -111,17 +108,16 @@ class Cluster:
         """Living nodes, the driver's first, then by address and id."""
         mine = ray.get_runtime_context().get_node_id()
         name = platform_of(self.kind).ray_resource or "CPU"
-        found = [
-            Node(
-                n["NodeID"],
-                n["NodeManagerAddress"],
-                int(n["Resources"].get(name, 0)),
-                float(n["Resources"].get("CPU", 0)),
-            )
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
-        return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+        found = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                devices, cpus = (float(node["Resources"].get(kind, 0)) for kind in (name, "CPU"))
+                found.append(Node(node["NodeID"], node["NodeManagerAddress"], int(devices), cpus))
+        return sorted(found, key=lambda node: (node.id != mine, node.address, node.id))
+
+    def addresses(self) -> dict[str, str]:
+        """Those of the living nodes, by id."""
+        return {node.id: node.address for node in self.nodes()}
 
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
@@ -146,9 +142,8 @@ class Cluster:
                     f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )
             if not said:
-                notice(
-                    f"waiting for nodes: {len(fit)} of {count} with {devices} {self.kind} devices are there"
-                )
+                there = f"{len(fit)} of {count} with {devices} {self.kind} devices are there"
+                notice(f"waiting for nodes: {there}")
                 said = True
             time.sleep(1.0)
 
@@ -198,8 +193,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def _check_version() -> None:
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not _LEAST <= version < (3, 0):
+    if not satisfies(ray.__version__, ">=2.54,<3"):
         raise UserError(
             f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
             "holes): pip install 'ray>=2.54,<3'"
