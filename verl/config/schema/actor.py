@@ -7,6 +7,7 @@ from verl.config.schema.training import (
     CheckpointConfig,
     CriticOptimConfig,
     FSDPConfig,
+    LogProbConfig,
     MegatronConfig,
     OptimConfig,
     RefMegatronConfig,
@@ -56,21 +57,33 @@ class PolicyLossConfig(Group):
     """sapo: temperature for negative advantages."""
 
 
-class ActorConfig(Group):
-    """The policy update."""
+class TrainedRoleConfig(Group):
+    """What the policy's update and the value model's have in common."""
 
     strategy: str = choice("fsdp", *STRATEGIES)
     """`fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
+    """Responses per forward of the update on one device; null = by token budget."""
+    data_loader_seed: int = 42
+    """Seed of the order of mini-batches with `shuffle`."""
+    grad_clip: float = key(1.0, above=0)
+    """Largest global gradient norm."""
+    ulysses_sequence_parallel_size: int = key(1, low=1)
+    """Devices a sequence is split over."""
+    megatron: MegatronConfig = sub(MegatronConfig)
+    checkpoint: CheckpointConfig = sub(CheckpointConfig)
+    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+
+
+class ActorConfig(TrainedRoleConfig):
+    """The policy update."""
+
     ppo_mini_batch_size: int = key(256, low=1)
     """Prompts per optimizer step, global; × `rollout.n` responses."""
     ppo_epochs: int = key(1, low=1)
     """Passes over the step's batch."""
     shuffle: bool = False
     """Mini-batches in random order."""
-    data_loader_seed: int = 42
-    """Seed of that order."""
-    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward on one device; null = by token budget."""
     use_dynamic_bsz: bool | None = key(None, ours=True)
     """True: token budget even if a micro-batch size is given; null: budget only if none is."""
     ppo_max_token_len_per_gpu: int = key(16384, low=1)
@@ -96,10 +109,6 @@ class ActorConfig(Group):
     """Weight of that KL."""
     kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
     """Estimator: `kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`, each also with `+` (straight-through gradient)."""
-    grad_clip: float = key(1.0, above=0)
-    """Largest global gradient norm."""
-    ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""
     use_prefix_grouper: bool | None = key(None, ours=True)
     """Compute the shared prompt once per group; null = when it pays."""
     freeze_vision_tower: bool = False
@@ -110,15 +119,12 @@ class ActorConfig(Group):
     """Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`."""
     optim: OptimConfig = sub(OptimConfig)
     fsdp_config: FSDPConfig = sub(FSDPConfig)
-    megatron: MegatronConfig = sub(MegatronConfig)
-    checkpoint: CheckpointConfig = sub(CheckpointConfig)
-    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
 _ACTOR = "actor_rollout_ref.actor."
 
 
-class RefConfig(Group):
+class RefConfig(LogProbConfig):
     """The reference policy; built only when `use_kl_loss` or `use_kl_in_reward` asks for it."""
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)
@@ -130,37 +136,22 @@ class RefConfig(Group):
     """Devices a sequence is split over."""
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")
     """Compile the log-prob kernel where the platform can."""
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward on one device; null = by token budget."""
-    log_prob_use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
-    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
-    log_prob_max_token_len_per_gpu: int = same_as(_ACTOR + "ppo_max_token_len_per_gpu", low=1)
-    """Token budget of a forward."""
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
-class CriticConfig(Group):
+class CriticConfig(TrainedRoleConfig):
     """The value model."""
 
     enable: bool = key(None, nullable=True)
     """null = only if the estimator needs values (`gae`)."""
-    strategy: str = choice("fsdp", *STRATEGIES)
-    """As `actor.strategy`."""
     model: CriticModelConfig = sub(CriticModelConfig)
     optim: CriticOptimConfig = sub(CriticOptimConfig)
-    megatron: MegatronConfig = sub(MegatronConfig)
-    checkpoint: CheckpointConfig = sub(CheckpointConfig)
-    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
     ppo_mini_batch_size: int = same_as(_ACTOR + "ppo_mini_batch_size", low=1)
     """Prompts per optimizer step."""
     ppo_epochs: int = same_as(_ACTOR + "ppo_epochs", low=1)
     """Passes over the step's batch."""
     shuffle: bool = same_as(_ACTOR + "shuffle")
     """Mini-batches in random order."""
-    data_loader_seed: int = 42
-    """Seed of that order."""
-    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward of the update; null = by token budget."""
     use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
     """As the actor's."""
     ppo_max_token_len_per_gpu: int = key(32768, low=1)
@@ -175,7 +166,3 @@ class CriticConfig(Group):
     """As the actor's."""
     cliprange_value: float = key(0.5, low=0)
     """How far a value may move from the old one."""
-    grad_clip: float = key(1.0, above=0)
-    """Largest global gradient norm."""
-    ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""

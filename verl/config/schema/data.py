@@ -3,8 +3,8 @@
 from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 
 
-class CustomClassConfig(Group):
-    """The user's own dataset class."""
+class UserClassConfig(Group):
+    """A class of the user's own."""
 
     path: FilePath | None = None
     """`file.py` or `pkg://module`."""
@@ -21,22 +21,42 @@ class SamplerConfig(Group):
     """Name of the class in it."""
 
 
-class DatagenConfig(Group):
-    """The user's own generator of rows."""
-
-    path: FilePath | None = None
-    """`file.py` or `pkg://module`."""
-    name: str | None = None
-    """Name of the class in it."""
-
-
-class DataConfig(Group):
-    """Prompts: files, columns, lengths, order."""
+class FilesConfig(Group):
+    """Files of rows: which of them, their media, their order."""
 
     train_files: list[FilePath] = items("~/data/gsm8k/train.parquet", ours=True)
     """One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to `cache_dir`)."""
-    val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
+    val_files: list[FilePath] | None = None
     """The same for validation; null = no validation."""
+    image_key: str = "images"
+    """Column of the images."""
+    video_key: str = "videos"
+    """Column of the videos."""
+    shuffle: bool = True
+    """New order each epoch; order = f(seed, epoch)."""
+    seed: int = same_as("trainer.seed")
+    """Seed of the order."""
+    train_max_samples: int = -1
+    """Use at most this many rows (random with `shuffle`, else the first); -1 = all."""
+    val_max_samples: int = -1
+    """The same for validation."""
+    apply_chat_template_kwargs: Map = open_map()
+    """Passed to the chat template (`enable_thinking`, …); same for training, validation, filtering."""
+    mm_processor_kwargs: Map = open_map()
+    """Passed to the processor (`min_pixels`, …)."""
+    custom_cls: UserClassConfig = sub(UserClassConfig)
+    use_shm: bool = False
+    """Copy files to shared memory first."""
+    cache_dir: FilePath = "~/.cache/verl/rlhf"
+    """Where remote files are kept."""
+    max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
+    """More unusable rows than this refuse the run."""
+
+
+class DataConfig(FilesConfig):
+    """Prompts: files, columns, lengths, order."""
+
+    val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
     train_batch_size: int = key(1024, low=1)
     """Prompts per step; responses per step = this × `rollout.n`."""
     gen_batch_size: int | None = key(None, low=1)
@@ -53,28 +73,12 @@ class DataConfig(Group):
     """Prompts that are too long and not filtered: `error`, `left`, `right`, `middle`."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
-    image_key: str = "images"
-    """Column of the images."""
-    video_key: str = "videos"
-    """Column of the videos."""
     audio_key: str = "audios"
     """Column of the audio."""
     reward_fn_key: str = "data_source"
     """Column that selects the reward function."""
-    shuffle: bool = True
-    """New order each epoch; order = f(seed, epoch)."""
     validation_shuffle: bool = False
     """Shuffle the validation rows."""
-    seed: int = same_as("trainer.seed")
-    """Seed of the order."""
-    train_max_samples: int = -1
-    """Use at most this many rows (random with `shuffle`, else the first); -1 = all."""
-    val_max_samples: int = -1
-    """The same for validation."""
-    apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template (`enable_thinking`, …); same for training, validation, filtering."""
-    mm_processor_kwargs: Map = open_map()
-    """Passed to the processor (`min_pixels`, …)."""
     image_patch_size: int | None = key(None, low=1, ours=True)
     """null = the processor's own."""
     tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
@@ -85,26 +89,15 @@ class DataConfig(Group):
     """Tools counted in the prompt length."""
     function_tool_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.function_tool_path")
     """Function tools counted in the prompt length."""
-    custom_cls: CustomClassConfig = sub(CustomClassConfig)
     sampler: SamplerConfig = sub(SamplerConfig)
-    datagen: DatagenConfig = sub(DatagenConfig)
+    datagen: UserClassConfig = sub(UserClassConfig)
     dataloader_num_workers: int = key(8, low=0)
     """At most this many loading processes."""
-    use_shm: bool = False
-    """Copy files to shared memory first."""
-    cache_dir: FilePath = "~/.cache/verl/rlhf"
-    """Where remote files are kept."""
-    max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
-    """More unusable rows than this refuse the run."""
 
 
-class SFTDataConfig(Group):
+class SFTDataConfig(FilesConfig):
     """Rows to learn from."""
 
-    train_files: list[FilePath] = items("~/data/gsm8k/train.parquet", ours=True)
-    """One or several parquet, json or jsonl files."""
-    val_files: list[FilePath] | None = None
-    """The same for validation; null = no validation."""
     train_batch_size: int = key(256, low=1)
     """Sequences per optimizer step, global."""
     micro_batch_size_per_gpu: int | None = key(None, low=1)
@@ -125,10 +118,6 @@ class SFTDataConfig(Group):
     """Column that switches thinking per row."""
     enable_thinking_default: bool | None = None
     """Rows without that column; null = the template's default."""
-    image_key: str = "images"
-    """Column of the images."""
-    video_key: str = "videos"
-    """Column of the videos."""
     prompt_key: str | None = None
     """Column of the question; set it for question/answer rows."""
     response_key: str | None = None
@@ -139,26 +128,8 @@ class SFTDataConfig(Group):
     """Keys inside a struct column."""
     ignore_input_ids_mismatch: bool = False
     """Accept a template that renders turns differently alone and together."""
-    apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template."""
-    mm_processor_kwargs: Map = open_map()
-    """Passed to the processor."""
-    shuffle: bool = True
-    """New order each epoch."""
-    seed: int = same_as("trainer.seed")
-    """Seed of the order."""
-    train_max_samples: int = -1
-    """Use at most this many rows; -1 = all."""
-    val_max_samples: int = -1
-    """The same for validation."""
     tokenizer: FilePath | None = same_as("model.tokenizer_path")
     """Tokenizer of the data; null = the model's."""
-    custom_cls: CustomClassConfig = sub(CustomClassConfig)
     num_workers: int = key(8, low=0)
     """At most this many loading processes."""
-    use_shm: bool = False
-    """Copy files to shared memory first."""
     cache_dir: FilePath = "~/.cache/verl/sft"
-    """Where remote files are kept."""
-    max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
-    """More unusable rows than this refuse the run."""

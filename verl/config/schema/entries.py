@@ -70,13 +70,18 @@ class SFTConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class EvalDataConfig(Group):
-    """Responses to score."""
+class TableConfig(Group):
+    """A file of rows."""
 
     path: FilePath | None = key(None, required=True)
-    """Parquet file with responses; required."""
+    """Parquet file with the rows; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
+
+
+class EvalDataConfig(TableConfig):
+    """Responses to score."""
+
     response_key: str = "responses"
     """Column of the responses."""
     data_source_key: str = "data_source"
@@ -94,13 +99,9 @@ class EvalConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class GenerationDataConfig(Group):
+class GenerationDataConfig(TableConfig):
     """Prompts to sample responses for."""
 
-    path: FilePath | None = key(None, required=True)
-    """Parquet file with prompts; required."""
-    prompt_key: str = "prompt"
-    """Column of the prompt."""
     n_samples: int = key(5, low=1)
     """Responses per prompt."""
     batch_size: int = key(128, low=1)

@@ -2,25 +2,32 @@
 
 from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
+from verl.config.schema.training import LogProbConfig
 
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
 TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
 TOOL_FORMATS += ("deepseek_v4", "gemma4")
 
 
-class ValKwargs(Group):
-    """Sampling during validation."""
+class SamplingConfig(Group):
+    """What is cut from the distribution that is sampled from."""
 
-    temperature: float = key(0.0, low=0)
-    """0 = greedy."""
     top_p: float = key(1.0, above=0, high=1)
     """Smallest set of tokens with this mass; 1 = off."""
     top_k: int = key(-1, low=-1)
     """Most likely tokens only; -1 or 0 = off."""
     min_p: float = key(0.0, low=0, high=1, ours=True)
     """Tokens with at least this share of the most likely one's probability; 0 = off."""
-    repetition_penalty: float = key(1.0, above=0, ours=True)
+    repetition_penalty: float = key(1.0, above=0)
     """1 = off."""
+
+
+class ValKwargs(SamplingConfig):
+    """Sampling during validation."""
+
+    temperature: float = key(0.0, low=0)
+    """0 = greedy."""
+    repetition_penalty: float = key(1.0, above=0, ours=True)
     n: int = key(1, low=1)
     """Responses per prompt."""
     do_sample: bool | None = key(None, ours=True)
@@ -111,7 +118,7 @@ class TraceConfig(Group):
     """Responses traced per step."""
 
 
-class RolloutConfig(Group):
+class RolloutConfig(LogProbConfig, SamplingConfig):
     """Sampling and its engine."""
 
     name: str = choice("auto", *ENGINES, ours=True)
@@ -120,18 +127,10 @@ class RolloutConfig(Group):
     """Responses per prompt (group size)."""
     temperature: float = 1.0
     """Training log-probs are taken at the same temperature."""
-    top_p: float = key(1.0, above=0, high=1)
-    """Smallest set of tokens with this mass; 1 = off."""
-    top_k: int = key(-1, low=-1)
-    """Most likely tokens only; -1 or 0 = off."""
-    min_p: float = key(0.0, low=0, high=1, ours=True)
-    """Tokens with at least this share of the most likely one's probability; 0 = off."""
     do_sample: bool = True
     """False = greedy (refused in training)."""
     ignore_eos: bool = False
     """Go on to `response_length` whatever is sampled."""
-    repetition_penalty: float = key(1.0, above=0)
-    """1 = off."""
     stop: list[str] = items(ours=True)
     """Strings that end a response."""
     stop_token_ids: list[int] = items(ours=True)
@@ -177,12 +176,6 @@ class RolloutConfig(Group):
     """Keep the sampler's log-probs."""
     logprobs_mode: str = choice("processed_logprobs", "processed_logprobs", "raw_logprobs")
     """Of the distribution sampled from, or before temperature and top-p."""
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Pass that recomputes old log-probs: responses per forward; null = by token budget."""
-    log_prob_use_dynamic_bsz: bool | None = same_as("actor_rollout_ref.actor.use_dynamic_bsz")
-    """That pass by token budget."""
-    log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
-    """Its token budget."""
     val_kwargs: ValKwargs = sub(ValKwargs)
     engine_kwargs: EngineKwargs = sub(EngineKwargs)
     limit_images: int | None = key(None, low=0)

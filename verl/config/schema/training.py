@@ -21,13 +21,20 @@ class WrapPolicyConfig(Group):
     """0 = one unit per decoder layer; else layers are merged up to this many parameters."""
 
 
-class FSDPConfig(Group):
-    """Placement, precision and sharding."""
+class PlacementConfig(Group):
+    """Where a role's state is while the role is idle, and its randomness."""
 
     param_offload: bool = False
     """Weights to host memory while the role is idle."""
     optimizer_offload: bool = False
     """Optimizer state to host memory while the role is idle."""
+    seed: int = same_as("trainer.seed")
+    """Seed of the role's own randomness."""
+
+
+class FSDPConfig(PlacementConfig):
+    """Placement, precision and sharding."""
+
     offload_policy: bool = False
     """FSDP2 CPU offload during the step."""
     fsdp_size: int = -1
@@ -47,11 +54,9 @@ class FSDPConfig(Group):
     wrap_policy: WrapPolicyConfig = sub(WrapPolicyConfig)
     full_determinism: bool = False
     """Deterministic kernels only."""
-    seed: int = same_as("trainer.seed")
-    """Seed of the role's own randomness."""
 
 
-class MegatronConfig(Group):
+class MegatronConfig(PlacementConfig):
     """Parallel layout, offload and overrides of megatron-core."""
 
     tensor_model_parallel_size: int = key(1, low=1)
@@ -70,10 +75,6 @@ class MegatronConfig(Group):
     """Split activations between tensor-parallel regions along the sequence; off with one tensor-parallel rank."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
-    param_offload: bool = False
-    """Weights to host memory while the role is idle."""
-    optimizer_offload: bool = False
-    """Optimizer state to host memory while the role is idle."""
     grad_offload: bool = False
     """Gradients to host memory while the role is idle."""
     use_dist_checkpointing: bool = False
@@ -86,8 +87,6 @@ class MegatronConfig(Group):
     """Use mbridge's own model definition unchanged."""
     dtype: str | None = "bfloat16"
     """Precision of computation."""
-    seed: int = same_as("trainer.seed")
-    """Seed of the role's own randomness."""
     override_ddp_config: Map = open_map()
     """Overrides of megatron-core's data-parallel config."""
     override_transformer_config: Map = open_map()
@@ -167,6 +166,17 @@ class SFTOptimConfig(OptimConfig):
     lr: float = key(1e-5, low=0)
     grad_clip: float = key(1.0, above=0)
     """Largest global gradient norm."""
+
+
+class LogProbConfig(Group):
+    """Batches of a pass that only computes log-probs."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
+    """Responses per forward on one device; null = by token budget."""
+    log_prob_use_dynamic_bsz: bool | None = same_as("actor_rollout_ref.actor.use_dynamic_bsz")
+    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
+    log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", low=1)
+    """Token budget of a forward."""
 
 
 class CheckpointConfig(Group):
