@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from verl.reward.codec import NotPlain
-from verl.reward.errors import RewardErrorLimit
+from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
-from verl.reward.outcome import Outcome, failed
+from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Batch, Prompt, Trajectory
