@@ -72,7 +72,7 @@ def other_names() -> Iterator[str]:
     unread = [(plain(row.keys), row.reason) for row in names.UNREAD]
     rows = [*((plain(glob), reason) for glob, reason in names.NO_EFFECT.items()), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
-    refused = [(plain(glob.replace(":", ".")), *absent) for glob, absent in names.REFUSED.items()]
+    refused = [(plain(glob), *absent) for glob, absent in names.REFUSED.items()]
     for key, values in names.REFUSED_VALUES.items():
         refused += [(f"{key}={value}", *absent) for value, absent in values.items()]
     refused += [(key, *absent) for key, absent in names.FEATURES.items()]

@@ -125,7 +125,7 @@ def keys_in(text: str) -> set[str]:
 
 def known(key: str) -> bool:
     """True for a key, or a group, of one of the entry points."""
-    return any(locate(kind(), key) is not None for kind in ROOTS.values())
+    return any(locate(kind, key) is not None for kind in ROOTS.values())
 
 
 def test_unknown_keys_are_found() -> None:

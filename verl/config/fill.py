@@ -20,8 +20,6 @@ from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
 
-_MISSING = object()
-
 
 def fill(resolver: Resolver) -> None:
     """Resolve interpolations, then give every automatic key its value."""
@@ -57,7 +55,7 @@ def _interpolate(resolver: Resolver) -> None:
     tree = OmegaConf.create(preview.to_dict())
     broken: dict[str, OmegaConfBaseException] = {}
     for path, data in resolver.written.items():
-        place = locate(preview, path)
+        place = locate(type(preview), path)
         if isinstance(data, str) and place is not None and place.field.is_path:
             data = _environment(data, tree)
         try:
@@ -65,7 +63,7 @@ def _interpolate(resolver: Resolver) -> None:
         except OmegaConfBaseException as error:
             broken[path] = error
     for path, value in resolver.interpolated.items():
-        place = locate(resolver.root, path)
+        place = locate(type(resolver.root), path)
         assert place is not None
         try:
             if path in broken:
@@ -96,11 +94,10 @@ def _micro_batches(resolver: Resolver) -> None:
     ranks = max(1, devices // split)
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"
-        place = locate(root, path)
-        if place is None:
+        if path not in leaves(type(root)):
             continue
         try:
-            size = coerce(value, place.field)
+            size = coerce(value, leaves(type(root))[path])
         except GrammarError as error:
             resolver.problems.append(Problem(old, str(error)))
             continue
@@ -110,7 +107,7 @@ def _micro_batches(resolver: Resolver) -> None:
             resolver.problems.append(Problem(f"{old}, {path}", message))
         elif size is not None:
             share = math.ceil(size / ranks)
-            setattr(place.owner, place.field.name, share)
+            resolver.store(path, share)
             resolver.notice(f"{old} is deprecated; {path}={share} ({size} over {ranks} data-parallel ranks)")
 
 
@@ -157,11 +154,10 @@ def _devices(root: Root) -> None:
 
 
 def _follow(root: Root) -> None:
-    """Null keys that follow another one get its value, or that of the key which it follows."""
+    """Null keys that follow another one get its value."""
     for node, name, path, known in _each(root):
         if node[name] is None and "same_as" in known.about:
-            found = _leader(root, path)
-            node[name] = None if found is _MISSING else copy.copy(found)
+            node[name] = copy.copy(_leaders(root, path, known))
 
 
 def _settle(root: Root) -> None:
@@ -184,18 +180,16 @@ def _each(root: Root) -> Iterator[tuple[Any, str, str, Field]]:
         yield select(root, group), name, path, known
 
 
-def _leader(root: Root, path: str) -> Any:
-    """The value at a path, or of the key that it follows."""
-    value = select(root, path, _MISSING)
-    place = locate(root, path)
-    if place is None:
-        return value
-    if value is None and "same_as" in place.field.about:
-        target = place.field.about["same_as"]
-        name = target.lstrip(".")
-        up = len(target) - len(name)
-        value = _leader(root, ".".join([*path.split(".")[:-up], name]) if up else name)
-    return float(value) if place.field.type is float and isinstance(value, int) else value
+def _leaders(root: Root, path: str, known: Field) -> Any:
+    """The value of the key that this one follows, which may follow another itself."""
+    target = known.about["same_as"]
+    name = target.lstrip(".")
+    up = len(target) - len(name)
+    leader = ".".join([*path.split(".")[:-up], name]) if up else name
+    value, next_one = select(root, leader), leaves(type(root)).get(leader)
+    if value is None and next_one is not None and "same_as" in next_one.about:
+        value = _leaders(root, leader, next_one)
+    return float(value) if known.type is float and isinstance(value, int) else value
 
 
 def _ppo(root: Any, say: Callable[[str], None]) -> None:

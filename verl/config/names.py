@@ -85,6 +85,8 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
+    "{distillation, transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
+    "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
         "sequences are packed without padding; results are the same"
     ),
@@ -116,6 +118,8 @@ NO_EFFECT: dict[str, str] = {
     "reward_manager.module.name": "the class is `reward_manager.name`",
 }
 """Keys that are accepted and change nothing, with the reason that is printed."""
+SILENT = ("not needed", "of what is off")
+"""Reasons that are not worth a line."""
 
 
 class Unread(NamedTuple):
@@ -192,19 +196,19 @@ class Absent(NamedTuple):
 
 _ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
-    "distillation:enabled": Absent(
+    "distillation.enabled": Absent(
         "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
     ),
-    "*.model.mtp:enable": Absent("multi-token prediction", "train without the extra heads"),
-    "actor_rollout_ref.actor.qat:enable": Absent(
+    "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
+    "actor_rollout_ref.actor.qat.enable": Absent(
         "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"
     ),
-    "transfer_queue:enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
-    "actor_rollout_ref.rollout.disaggregation:enabled": Absent(
+    "transfer_queue.enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
+    "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay:mode": _ROUTES,
-    "actor_rollout_ref.rollout.agent.custom_async_server:path": Absent(
+    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay.mode": _ROUTES,
+    "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
@@ -212,7 +216,7 @@ REFUSED = {
         "over-sampling of prompts", "algorithm.filter_groups.enable"
     ),
 }
-"""Keys outside the schema that switch something on; in front of a colon a group whose other keys are accepted."""
+"""Keys outside the schema that switch something on."""
 OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
 """Values of a switch that leave it off, in lower case."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from verl.config import devices
+from verl.config.fields import leaves
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.problems import Problem, Report
 from verl.config.schema.base import Root
@@ -24,6 +25,7 @@ class Check:
         self.ppo = cfg.entry == "ppo"
         self.model_key = "actor_rollout_ref.model" if self.ppo else "model"
         self.rollout_key = ROLLOUT if self.ppo else "rollout"
+        self.keys = leaves(type(cfg))
         self.rows: dict[str, int] = {}
         self._look_at(cfg)
 

@@ -226,14 +226,10 @@ def _source(c: Check, key: str) -> Path | None:
 
 def _bound_otherwise(tree: ast.Module, name: str) -> bool:
     """True if the module may bind the name by an assignment, an import or a nested statement."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
-            return True
-        if getattr(node, "name", None) == name:  # a function or a class
-            return True
-    return False
+    nodes = list(ast.walk(tree))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
+    return bool({name, "*"} & bound)
 
 
 def _takes(c: Check, key: str, function: Any) -> None:

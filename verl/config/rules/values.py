@@ -9,7 +9,7 @@ from typing import Any
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
-from verl.config.fields import Field, leaves
+from verl.config.fields import Field
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
@@ -24,7 +24,7 @@ REGISTRIES = {
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
     mended: dict[str, Any] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if "same_as" in known.about and not c.was_set(path):
             if not isinstance(value, list) and _outside(value, known):
@@ -69,7 +69,7 @@ def _unread(c: Check) -> None:
     )
     rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
     found: dict[str, list[str]] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if not c.was_set(path) or value == known.default():
             continue
