@@ -69,7 +69,7 @@ def other_names() -> Iterator[str]:
     old.append(("*_micro_batch_size (over all devices)", "*_micro_batch_size_per_gpu"))
     old.append((f"{names.STALENESS_MODE}, {names.STALENESS_LIMIT}", "trainer.max_staleness"))
     yield table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
-    unread = [(plain(row.keys), row.reason) for row in names.UNREAD]
+    unread = [(plain(glob), why) for table in names.UNREAD.values() for glob, why in table.items()]
     rows = [*((plain(glob), reason) for glob, reason in names.NO_EFFECT.items()), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
     refused = [(plain(glob), *absent) for glob, absent in names.REFUSED.items()]

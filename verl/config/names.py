@@ -122,69 +122,44 @@ SILENT = ("not needed", "of what is off")
 """Reasons that are not worth a line."""
 
 
-class Unread(NamedTuple):
-    """Keys of the schema that nothing reads, when ("" always, or an engine's name, …; see `rules.values`), and why."""
-
-    when: str
-    keys: str
-    reason: str
-
-
 _ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
-UNREAD = (
-    Unread(
-        "native",
+_ALONE = "on one device nothing is sharded or kept in host memory during a step"
+_SHARED = "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are"
+UNREAD: dict[str, dict[str, str]] = {
+    "native": {
         _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
         "gpu_memory_utilization, scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
-        "calculate_log_probs, logprobs_mode}",
-        "the native engine decides it by itself",
-    ),
-    Unread(
-        "vllm",
-        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}",
-        "the vllm engine always does what is best here",
-    ),
-    Unread(
-        "",
-        _ROLLOUT + "checkpoint_engine.engine_kwargs",
-        "the ways that weights travel here take no arguments",
-    ),
-    Unread(
-        "",
-        _ROLLOUT + "checkpoint_engine.backend",
-        "weights travel through shared memory; only nodes that sample and do not train get a broadcast",
-    ),
-    Unread(
-        "",
-        "{*.fsdp_config, engine}.model_dtype",
-        "master weights and the optimizer's state are float32; the precision of computation is dtype beside it",
-    ),
-    Unread(
-        "",
+        "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
+    },
+    "vllm": {
+        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}": (
+            "the vllm engine always does what is best here"
+        ),
+    },
+    "": {
+        _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
+        _ROLLOUT + "checkpoint_engine.backend": (
+            "weights travel through shared memory; only nodes that sample and do not train get a broadcast"
+        ),
+        "{*.fsdp_config, engine}.model_dtype": (
+            "master weights and the optimizer's state are float32; the precision of computation is dtype beside it"
+        ),
         "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, data.gen_batch_size, "
         "data.dataloader_num_workers, data.num_workers, data.mm_processor_kwargs, data.image_patch_size, "
-        "trainer.esi_redundant_time}",
-        "not in this release, the run is as without",
-    ),
-    Unread(
-        "one device",
+        "trainer.esi_redundant_time}": "not in this release, the run is as without",
+    },
+    "one device": {
         "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, mixed_precision.reduce_dtype, "
-        "mixed_precision.buffer_dtype, wrap_policy}",
-        "on one device nothing is sharded or kept in host memory during a step",
-    ),
-    Unread(
-        "one device",
-        "engine.{param, optimizer}_offload",
-        "on one device nothing is sharded or kept in host memory during a step",
-    ),
-    Unread(
-        "one process",
-        "{actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, "
-        "rollout.checkpoint_engine.update_weights_bucket_megabytes, actor_rollout_ref.actor.fsdp_config.param_offload}",
-        "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are",
-    ),
-)
+        "mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
+        "engine.{param, optimizer}_offload": _ALONE,
+    },
+    "one process": {
+        _ROLLOUT + "checkpoint_engine.update_weights_bucket_megabytes": _SHARED,
+        "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
+    },
+}
+"""Keys of the schema that nothing reads, and why; by when ("" always, or an engine's name, …: see `rules.values`)."""
 
 
 class Absent(NamedTuple):

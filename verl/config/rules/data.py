@@ -126,10 +126,10 @@ def _filled(file: Any, column: str) -> bool:
 def _enough_rows(c: Check) -> None:
     rows, size = c.rows.get("data.train_files"), c.cfg.data.train_batch_size
     limit = c.cfg.data.train_max_samples
-    usable = min(rows, limit) if rows and limit > 0 else rows
-    if usable is not None and usable < size:
+    most = min(rows, limit) if rows and limit > 0 else rows
+    if most is not None and most < size:
         c.refuse(
-            "data.train_batch_size", f"more than the {usable} rows of data.train_files; lower it to {usable}"
+            "data.train_batch_size", f"more than the {most} rows of data.train_files; lower it to {most}"
         )
 
 
@@ -227,9 +227,9 @@ def _source(c: Check, key: str) -> Path | None:
 def _bound_otherwise(tree: ast.Module, name: str) -> bool:
     """True if the module may bind the name by an assignment, an import or a nested statement."""
     nodes = list(ast.walk(tree))
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
-    return bool({name, "*"} & bound)
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    named = {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
+    return name in stored or bool({name, "*"} & named)
 
 
 def _takes(c: Check, key: str, function: Any) -> None:

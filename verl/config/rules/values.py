@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 from verl.config import names
@@ -13,6 +11,7 @@ from verl.config.fields import Field
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
+from verl.errors import UserError
 
 REGISTRIES = {
     "algorithm.adv_estimator": "ESTIMATORS",
@@ -67,7 +66,8 @@ def _unread(c: Check) -> None:
     alone = (
         () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
     )
-    rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
+    tables = [table for when, table in names.UNREAD.items() if when in ("", engine, *alone)]
+    rows = [row for table in tables for row in table.items()]
     found: dict[str, list[str]] = {}
     for path, known in c.keys.items():
         value = c.cfg.select(path)
@@ -79,7 +79,7 @@ def _unread(c: Check) -> None:
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
-        reason = next((row.reason for row in rows if names.compiled(row.keys).match(path)), None)
+        reason = next((reason for glob, reason in rows if names.compiled(glob).match(path)), None)
         if reason:
             found.setdefault(reason, []).append(c.at(path))
     for reason, keys in found.items():
@@ -142,14 +142,11 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
 
 def _plugins(c: Check, registry: str) -> set[str]:
     """Names that plug-in modules register; they are imported only when a name is not one of ours."""
-    modules = list(c.model.external_lib or ()) if c.model is not None else []
-    modules += [m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m.strip()]
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            trouble = f"importing {module} failed: {type(error).__name__}: {error}"
-            c.refuse(f"{c.model_key}.external_lib", trouble)
     from verl.algorithms import registry as registries
+    from verl.plugins import import_modules
 
+    try:
+        import_modules(c.model.external_lib if c.model is not None else None)
+    except UserError as error:
+        c.refuse(f"{c.model_key}.external_lib", str(error))
     return set(getattr(registries, registry).functions)
