@@ -15,7 +15,6 @@ from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
 from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
-from verl.config.problems import Problem
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
@@ -73,7 +72,7 @@ def _interpolate(resolver: Resolver) -> None:
             resolver.set_leaf(place, path, Value.given(plain), value.text)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            resolver.problems.append(Problem(path, f"{value.text!r} cannot be resolved: {reason}"))
+            resolver.refuse(path, f"{value.text!r} cannot be resolved: {reason}")
 
 
 def _environment(text: str, tree: Any) -> str:
@@ -99,12 +98,11 @@ def _micro_batches(resolver: Resolver) -> None:
         try:
             size = coerce(value, leaves(type(root))[path])
         except GrammarError as error:
-            resolver.problems.append(Problem(old, str(error)))
+            resolver.refuse(old, str(error))
             continue
         given = root.select(path)
         if size is not None and root.was_set(path) and given not in (None, size):
-            message = f"both are set, to {size} and {given}; keep {path}"
-            resolver.problems.append(Problem(f"{old}, {path}", message))
+            resolver.refuse(f"{old}, {path}", f"both are set, to {size} and {given}; keep {path}")
         elif size is not None:
             share = math.ceil(size / ranks)
             resolver.store(path, share)
@@ -113,32 +111,29 @@ def _micro_batches(resolver: Resolver) -> None:
 
 def _staleness(resolver: Resolver) -> None:
     """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
-    mode, threshold = (
-        resolver.old[key].data if key in resolver.old else None for key in (STALENESS_MODE, STALENESS_LIMIT)
-    )
+    given = {key: value.data for key, value in resolver.old.items()}
+    mode, threshold = given.get(STALENESS_MODE), given.get(STALENESS_LIMIT)
     if mode is None:
         if threshold is not None:
             unused = f"{STALENESS_LIMIT}={threshold} without {STALENESS_MODE}"
             resolver.notice(f"no effect: {unused}; set trainer.max_staleness")
-        return
-    if threshold is not None and not (type(threshold) is int and threshold > 0):
-        message = f"{threshold!r} is no whole number above 0; trainer.max_staleness is one less"
-        resolver.problems.append(Problem(STALENESS_LIMIT, message))
-        return
-    if mode not in ("sync", "colocate_async", "separate_async"):
-        message = f"{mode!r} is none of sync, colocate_async, separate_async; or set trainer.max_staleness"
-        resolver.problems.append(Problem(STALENESS_MODE, message))
-        return
-    lag = 0 if mode == "sync" else (threshold or 2) - 1
+    elif threshold is not None and not (type(threshold) is int and threshold > 0):
+        resolver.refuse(STALENESS_LIMIT, f"{threshold!r} is no whole number above 0")
+    elif mode not in ("sync", "colocate_async", "separate_async"):
+        resolver.refuse(STALENESS_MODE, f"{mode!r} is none of sync, colocate_async, separate_async")
+    else:
+        _lag(resolver, f"{STALENESS_MODE}={mode}", 0 if mode == "sync" else (threshold or 2) - 1)
+
+
+def _lag(resolver: Resolver, said: str, lag: int) -> None:
     root = resolver.root
     given = root["trainer"].max_staleness
     if not root.was_set("trainer.max_staleness"):
         root["trainer"].max_staleness = lag
         root._set["trainer.max_staleness"] = 0
-        resolver.notice(f"{STALENESS_MODE}={mode} is now called trainer.max_staleness={lag}")
+        resolver.notice(f"{said} is now called trainer.max_staleness={lag}")
     elif given != lag:
-        kept = f"trainer.max_staleness={given} is kept"
-        resolver.notice(f"{STALENESS_MODE}={mode} means trainer.max_staleness={lag}; {kept}")
+        resolver.notice(f"{said} means trainer.max_staleness={lag}; trainer.max_staleness={given} is kept")
 
 
 def _devices(root: Root) -> None:

@@ -53,7 +53,7 @@ class Resolver:
         try:
             override = parse(argument)
         except GrammarError as error:
-            self.problems.append(Problem("", str(error)))
+            self.refuse("", str(error))
             return
         key, value = override.key, override.value
         if key.split("/")[0].split(".")[0] == "hydra":
@@ -78,9 +78,8 @@ class Resolver:
             targets = roles if self.entry == "ppo" else ["engine"]
         strategy = choices.get(choice)
         if choice not in choices or (strategy and locate(type(self.root), targets[0]) is None):
-            known = f"choices of {package}: {', '.join(choices)}"
-            offer = known if choices else f"{package!r} is no group with choices"
-            self.problems.append(Problem(source, f"no such group choice; {offer}"))
+            offer = f"choices of {package}: {', '.join(choices)}" if choices else f"{package!r} has none"
+            self.refuse(source, f"no such group choice; {offer}")
         elif strategy:
             for target in targets:
                 self.assign(f"{target}.strategy", Value.given(strategy), "", source)
@@ -106,7 +105,7 @@ class Resolver:
                 self.choose(name, value.data, source)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
-                self.problems.append(Problem(source, f"{name} is a group of keys; set one of {keys}"))
+                self.refuse(source, f"{name} is a group of keys; set one of {keys}")
 
     def _assign_parts(self, name: str, value: Value, op: str, source: str, spelled: str) -> None:
         for child, content in value.data.items():
@@ -134,7 +133,7 @@ class Resolver:
         try:
             self.store(name, free(value) if place.inside else _synonym(name, coerce(value, place.field)))
         except GrammarError as error:
-            self.problems.append(Problem(name, f"{error} (from {source})"))
+            self.refuse(name, f"{error} (from {source})")
 
     def store(self, name: str, value: Any) -> None:
         """Put a value at a path; maps on the way to it are made."""
@@ -144,7 +143,7 @@ class Resolver:
             inner = node.get(part)
             if not isinstance(inner, (Group, Map)):
                 if isinstance(node, Group) and part in fields_of(type(node)):
-                    self.problems.append(Problem(name, f"{part} is a value and has no keys of its own"))
+                    self.refuse(name, f"{part} is a value and has no keys of its own")
                     return
                 inner = node[part] = Map()
             node = inner
@@ -195,8 +194,8 @@ class Resolver:
         found = (absent for glob, absent in names.REFUSED.items() if names.compiled(glob).match(name))
         absent = next(found, None)
         if absent is not None and str(value.data).lower() not in names.OFF:
-            message = f"{absent.what} is not in this release; closest: {absent.instead}"
-            self.problems.append(Problem(f"{name}={value.data}", message))
+            where = f"{name}={value.data}"
+            self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
         return absent is not None
 
     # ---- removal ----
@@ -222,6 +221,10 @@ class Resolver:
 
     # ---- what is said at the end ----
 
+    def refuse(self, key: str, message: str) -> None:
+        """Collect a problem."""
+        self.problems.append(Problem(key, message))
+
     def notice(self, text: str) -> None:
         """Say something once."""
         if text not in self.root._notices:
@@ -242,7 +245,7 @@ class Resolver:
             if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
                 self._add(name, value)
             else:
-                self.problems.append(Problem(source if name in source else name, self._nearest(name)))
+                self.refuse(source if name in source else name, self._nearest(name))
         if self._unread:
             self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
         for reason, keys in self._without_effect.items():
