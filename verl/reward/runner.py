@@ -58,11 +58,14 @@ class RewardRunner:
             self._apply(trajectory, *await self._run([trajectory]))
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
-        """Score all that have no result yet: in one call with the batch manager, else one by one, at once.
+        """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
+        at once.
 
         The batch call as a whole gets `reward_model.timeout` seconds.
         """
-        todo = [t for t in trajectories if _open(t)]
+        rows = list(trajectories)
+        rows += dict.fromkeys(t.baseline for t in rows if t.baseline is not None)
+        todo = [t for t in rows if _open(t)]
         if self.per_response:
             await asyncio.gather(*(self.score(t) for t in todo))
         elif todo:

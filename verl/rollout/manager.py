@@ -24,6 +24,9 @@ from verl.rollout.loop_processes import LoopFailed, LoopProcesses
 from verl.rollout.session import ResumableGeneration, Session
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
+GREEDY = -1
+"""The number of a group's greedy response: none of the n that are trained on."""
+
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
 
@@ -41,22 +44,24 @@ def response_seed(seed: int, uid: str, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What the sampling side needs to know of the configuration."""
+    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside the n."""
 
     sampling: SamplingParams
     n: int
     seed: int
     default_loop: str = "single_turn_agent"
     max_lost_ratio: float = 0.1
+    greedy_baseline: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """A prompt and the responses to it. `responses[i]` is None until response i is back."""
+    """A prompt and the responses to it. `responses[i]` is None until response i is back; `baseline` is the greedy one."""
 
     prompt: Prompt
     size: int
     responses: list[Trajectory | None] = field(init=False)
+    baseline: Trajectory | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -65,6 +70,9 @@ class PromptGroup:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Record one response. ValueError if it is there already."""
+        if trajectory.index == GREEDY:
+            self.baseline = trajectory
+            return
         if self.responses[trajectory.index] is not None:
             raise ValueError(f"response {trajectory.index} of {self.prompt.uid} came back twice")
         self.responses[trajectory.index] = trajectory
@@ -142,7 +150,8 @@ class RolloutManager:
 
     async def scored(self, batch: Iterable[Trajectory] | None = None) -> None:
         """Wait for the scoring of these responses (None: of all). Errors of the scorer itself are raised."""
-        rows = list(self._scoring) if batch is None else batch
+        rows = list(self._scoring) if batch is None else [*batch]
+        rows += [t.baseline for t in rows if t.baseline is not None]
         await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
 
     async def pause(self) -> int:
@@ -169,19 +178,28 @@ class RolloutManager:
     def _begin(self, prompts: Sequence[Prompt]) -> None:
         groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
         self._groups += groups
-        self._spawn(groups, self.settings.sampling)
+        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
-    def _spawn(self, groups: Sequence[PromptGroup], sampling: SamplingParams, prefix: str = "") -> None:
+    def _spawn(
+        self,
+        groups: Sequence[PromptGroup],
+        sampling: SamplingParams,
+        prefix: str = "",
+        *,
+        baseline: bool = False,
+    ) -> None:
         """Start every response. `prefix` keeps requests apart whose prompts come from different files."""
 
         async def one(group: PromptGroup, index: int) -> None:
-            trajectory = await self._response(group.prompt, index, sampling, prefix)
+            params = replace(sampling, temperature=0.0) if index == GREEDY else sampling
+            trajectory = await self._response(group.prompt, index, params, prefix)
             group.finish(trajectory)
             if trajectory.score_error is None and trajectory.score is None:
                 self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
 
         for group in groups:
-            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in range(group.size)]
+            numbers = [*range(group.size), *([GREEDY] if baseline else [])]
+            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in numbers]
 
     async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
         """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""
@@ -300,6 +318,10 @@ class RolloutManager:
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
         batch = Batch(t for group in groups for t in group.responses if t is not None)
+        for group in groups:
+            for trajectory in group.responses:
+                assert trajectory is not None
+                trajectory.baseline = group.baseline
         lost = [t for t in batch if t.finish_reason == "lost"]
         if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
             raise RolloutError(
