@@ -11,7 +11,8 @@ from verl.config import names
 from verl.config.fields import Field, fields_of, type_name
 from verl.config.reference import allowed, default_text, first_line, help_of
 from verl.config.rollout_engines import RELEASED
-from verl.config.schema import ROOTS, Group
+from verl.config.schema.base import Group
+from verl.config.schema.entries import ROOTS
 
 PAGE = Path(__file__).with_name("config.md")
 

@@ -10,8 +10,8 @@ from typing import Any
 from verl.config import names
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
-from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
+from verl.config.schema.entries import ROOTS
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 

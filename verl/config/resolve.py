@@ -15,7 +15,8 @@ from verl.config.files import Layer
 from verl.config.grammar import NULLS, GrammarError, Value, parse
 from verl.config.names import canonical, no_effect
 from verl.config.problems import Problem
-from verl.config.schema import ROOTS, Group, Map, Root, select
+from verl.config.schema.base import Group, Map, Root, select
+from verl.config.schema.entries import ROOTS
 
 
 class Resolver:

@@ -16,18 +16,8 @@ from verl.config.schema.training import (
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 AGG_MODES += ("seq-mean-token-sum-norm",)
-POLICY_LOSSES: tuple[str, ...] = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "cispo",
-    "dppo_tv",
-)
-POLICY_LOSSES += ("dppo_kl", "dro", "bypass_mode")
+POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
+POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "bypass_mode")
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
 

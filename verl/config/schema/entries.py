@@ -138,3 +138,9 @@ class GenerationConfig(Root):
     rollout: GenerationRolloutConfig = sub(GenerationRolloutConfig)
     trainer: GenerationTrainerConfig = sub(GenerationTrainerConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
+
+
+ROOTS: dict[str, type[Root]] = {
+    root.entry: root for root in (Config, SFTConfig, EvalConfig, GenerationConfig)
+}
+"""The whole configuration by entry point."""

@@ -2,17 +2,8 @@
 
 from verl.config.schema.base import FilePath, Group, choice, items, key
 
-LOGGERS: tuple[str, ...] = (
-    "console",
-    "wandb",
-    "tracking",
-    "tensorboard",
-    "swanlab",
-    "mlflow",
-    "clearml",
-    "trackio",
-)
-LOGGERS += ("vemlp_wandb", "file")
+LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
+LOGGERS += ("clearml", "trackio", "vemlp_wandb")
 DEVICES = ("auto", "cuda", "npu", "cpu")
 
 
