@@ -16,7 +16,8 @@ from verl.config.command_line import to_yaml
 from verl.config.fields import leaves
 from verl.config.files import dump_yaml
 from verl.config.reference import help_of, written
-from verl.config.schema import ROOTS, Map, select
+from verl.config.schema.base import Map, select
+from verl.config.schema.entries import ROOTS
 
 # Group → defaults, as spec/config.md §2-§12 has them.
 DEFAULTS = """

@@ -100,11 +100,6 @@ def test_engine_kwargs_that_are_refused(given, said) -> None:
     assert problem[0].startswith("rollout.engine_kwargs.vllm.") and said in problem[1]
 
 
-def test_what_an_old_vllm_still_knows_is_passed_to_it() -> None:
-    out = translated({"swap_space": 4, "disable_mm_preprocessor_cache": True}, known=KNOWN | {"swap_space", "disable_mm_preprocessor_cache"})  # fmt: skip
-    assert out.arguments == {"swap_space": 4, "disable_mm_preprocessor_cache": True} and not out.notices
-
-
 def test_multimodal_keys_are_dropped_for_a_text_model() -> None:
     out = translated({"mm_processor_cache_gb": 1, "limit_mm_per_prompt": {"image": 1}}, text_only=True)
     assert out.arguments == {} and len(out.notices) == 2 and not out.problems

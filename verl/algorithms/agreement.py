@@ -140,29 +140,38 @@ compute in float32, on average in half precision. Measured agreement is some hun
 (docs/weight-sync.md)."""
 
 
-def first_step_disagreement(metrics: Mapping[str, Any], config: Any) -> str:
-    """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
+def first_step_bound(config: Any) -> tuple[str, float] | None:
+    """What a run's first batch is held to: `FAR` of the precision in use.
 
-    Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
-    cache. Nothing is said where both may differ by design (several weight versions in a batch, bypass mode, a
-    distribution that is truncated or not the one sampled from), and where the user has set a limit.
+    None where both may differ by design (several weight versions in a batch, bypass mode, a distribution that is
+    truncated or not the one sampled from), and where the user has set a limit.
     """
     rollout, training = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
     other = truncated or rollout.logprobs_mode != "processed_logprobs" or rollout.quantization
     if other or config.trainer.max_staleness or config.algorithm.rollout_correction.bypass_mode:
-        return ""
+        return None
     if config.trainer.logprob_diff_limit is not None:
-        return ""
+        return None
     names = rollout.dtype, training.mixed_precision.param_dtype or training.dtype
-    exact = all(float_name(name) == "float32" for name in names)
-    kind, limit = FAR["float32" if exact else "half"]
+    return FAR["float32" if all(float_name(name) == "float32" for name in names) else "half"]
+
+
+def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float] | None) -> str:
+    """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
+
+    Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
+    cache. `bound`: of `first_step_bound`.
+    """
+    if bound is None:
+        return ""
+    kind, limit = bound
     found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
     if found is None or not found > limit:
         return ""
     return (
         f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "
-        f"by {found:.3g} nats ({kind}), rounding explains at most {limit:g} (rollout.dtype={names[0]}, trainer {names[1]}). "
+        f"by {found:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
         "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
         "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
     )

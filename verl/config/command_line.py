@@ -15,7 +15,7 @@ from verl.config.grammar import GrammarError
 from verl.config.names import PROGRAMS
 from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
 from verl.config.resolve import Resolver
-from verl.config.schema import Root
+from verl.config.schema.base import Root
 
 
 def _parser() -> argparse.ArgumentParser:

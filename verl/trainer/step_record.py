@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.algorithms.agreement import first_step_disagreement
+from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.importance import parse_correction
 from verl.tracking.mfu import step_mfu
@@ -118,7 +118,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._config, self._parts, self._schedule = config, parts, schedule
-        self._first = True
+        self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
@@ -191,8 +191,8 @@ class StepRecord:
     def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
         """TooManyRefused and DisagreementError at their limits. After the step is logged, so that its record is there."""
         self._refused.check()
-        first, self._first = self._first, False
-        if first and (said := first_step_disagreement(metrics, self._config)):
+        bound, self._bound = self._bound, None  # only the first step is held to it
+        if said := first_step_disagreement(metrics, bound):
             raise DisagreementError(f"step {step}: {said}")
         limit = self._config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
-from verl.config.fields import Field, leaves
+from verl.config.fields import Field
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
+from verl.errors import UserError
 
 REGISTRIES = {
     "algorithm.adv_estimator": "ESTIMATORS",
@@ -24,7 +23,7 @@ REGISTRIES = {
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
     mended: dict[str, Any] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if "same_as" in known.about and not c.was_set(path):
             if not isinstance(value, list) and _outside(value, known):
@@ -67,9 +66,10 @@ def _unread(c: Check) -> None:
     alone = (
         () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
     )
-    rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
+    tables = [table for when, table in names.UNREAD.items() if when in ("", engine, *alone)]
+    rows = [row for table in tables for row in table.items()]
     found: dict[str, list[str]] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if not c.was_set(path) or value == known.default():
             continue
@@ -79,7 +79,7 @@ def _unread(c: Check) -> None:
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
-        reason = next((row.reason for row in rows if names.compiled(row.keys).match(path)), None)
+        reason = next((reason for glob, reason in rows if names.compiled(glob).match(path)), None)
         if reason:
             found.setdefault(reason, []).append(c.at(path))
     for reason, keys in found.items():
@@ -142,14 +142,11 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
 
 def _plugins(c: Check, registry: str) -> set[str]:
     """Names that plug-in modules register; they are imported only when a name is not one of ours."""
-    modules = list(c.model.external_lib or ()) if c.model is not None else []
-    modules += [m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m.strip()]
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            trouble = f"importing {module} failed: {type(error).__name__}: {error}"
-            c.refuse(f"{c.model_key}.external_lib", trouble)
     from verl.algorithms import registry as registries
+    from verl.plugins import import_modules
 
+    try:
+        import_modules(c.model.external_lib if c.model is not None else None)
+    except UserError as error:
+        c.refuse(f"{c.model_key}.external_lib", str(error))
     return set(getattr(registries, registry).functions)
