@@ -39,7 +39,7 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
 
 _AS_WITHOUT_AVX512 = """
 import sys, torch
-from verl.engine.rollout.native.linear import FastLinears
+from verl.engine.rollout.native.runner import FastLinears
 from verl.platform.cpu import CpuPlatform, has_packed_products
 assert not has_packed_products(torch.bfloat16) and CpuPlatform().default_dtype == torch.float32
 torch.manual_seed(0)
@@ -105,7 +105,8 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
 
 _FAULTS = """
 import resource, sys, torch
-from verl.platform.host import trim, tune_allocator
+from verl.platform.cpu import PLATFORM
+from verl.platform.host import tune_allocator
 torch.set_num_threads(1)
 took = tune_allocator() if sys.argv[1] == "tuned" else False
 def touch():
@@ -115,7 +116,7 @@ touch()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 touch()
 print(int(took), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-trim()
+PLATFORM.empty_cache()
 """
 
 

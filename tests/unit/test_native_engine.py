@@ -68,8 +68,8 @@ def test_a_group_is_prefilled_once(model: Any) -> None:
     engine = engine_of(model)
     grouped = run(engine, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
     assert engine.stats()["prompt_tokens"] == 12
-    plain = engine_of(model, prefill_once=False)
-    alone = run(plain, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
+    plain = engine_of(model)
+    alone = run(plain, [(prompt(0), replace(DRAWN, seed=s), None) for s in range(5)])
     assert plain.stats()["prompt_tokens"] == 60
     assert tokens(grouped) == tokens(alone)
 
@@ -378,7 +378,7 @@ def test_sleep_lets_go_of_the_memory_and_changes_no_response(model: Any, dtype: 
     work = [(prompt(1), replace(DRAWN, seed=i), "a") for i in range(2)]
     before = run(engine, work)
     # a view keeps its storage: the storages themselves must be gone, not only the pool's list of them
-    stored = [StorageWeakRef(t.untyped_storage()) for layer in engine._pool.layers() for t in layer]
+    stored = [StorageWeakRef(tensor.untyped_storage()) for tensor in engine._pool.tensors()]
     copies = [weakref.ref(c) for c, _ in engine._runner.linears._copies.values()]
     assert stored and copies and not any(ref.expired() for ref in stored)
     engine.sleep()

@@ -6,13 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl.errors import UserError
-from verl.platform.base import Platform
+from verl.platform.base import Accelerator
 
 _FLASH_CAPABILITY = (8, 0)
 # Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
@@ -23,7 +22,7 @@ _NSYS = (
 )
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(Accelerator):
     """torch's "cuda" devices; AMD's builds of torch use the same name."""
 
     name = "cuda"
@@ -31,45 +30,21 @@ class CudaPlatform(Platform):
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"
     deterministic_cumsum = False
-    has_memory_history = True
 
-    def count(self) -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-    def memory(self, index: int = 0) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(index)
-
-    def room(self, index: int = 0) -> int:
-        return self.memory(index)[0] + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-
-    def peak_memory(self, index: int = 0) -> int:
-        return torch.cuda.max_memory_allocated(index)
+    @property
+    def module(self) -> Any:
+        return torch.cuda
 
     def supports(self, dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16:
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return dtype in (torch.float32, torch.float16)
 
-    def device_name(self, index: int = 0) -> str:
-        return torch.cuda.get_device_name(index)
-
     def be_deterministic(self) -> None:
         # cuBLAS looks at it when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         super().be_deterministic()
-
-    def select(self, index: int) -> None:
-        torch.cuda.set_device(index)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
 
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
         # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
@@ -105,18 +80,15 @@ class CudaPlatform(Platform):
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         storage = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle["storage"]]
-        size, index = (handle["size"],), self._index(handle["uuid"])
+        seen = [_uuid(index) for index in range(self.count())]
+        if handle["uuid"] not in seen:
+            raise ValueError(
+                f"the weights are on device {handle['uuid']}, which this process cannot see: place sampler and trainer on "
+                "the same devices, or send through shared memory"
+            )
+        size, index = (handle["size"],), seen.index(handle["uuid"])
         kinds = torch.storage.TypedStorage, torch.uint8
         return rebuild_cuda_tensor(torch.Tensor, size, (1,), handle["offset"], *kinds, index, *storage)
-
-    def _index(self, uuid: str) -> int:
-        for index in range(self.count()):
-            if _uuid(index) == uuid:
-                return index
-        raise ValueError(
-            f"the weights are on device {uuid}, which this process cannot see: place sampler and trainer on the same "
-            "devices, or send through shared memory"
-        )
 
     def require_nsys(self) -> None:
         import psutil
@@ -125,12 +97,7 @@ class CudaPlatform(Platform):
             raise UserError(_NSYS)
 
     def record_memory(self, entries: int, depth: int) -> None:
-        """See Platform. The depth of stacks is torch's own."""
         torch.cuda.memory._record_memory_history(max_entries=entries, stacks="all" if depth else "python")
-
-    def write_memory(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
 
     def capture(self, on: bool) -> None:
         torch.cuda.synchronize()
@@ -144,6 +111,9 @@ class CudaPlatform(Platform):
             yield
         finally:
             torch.cuda.nvtx.range_pop()
+
+
+PLATFORM = CudaPlatform()
 
 
 def _uuid(index: int) -> str:

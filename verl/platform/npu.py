@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.errors import UserError
-from verl.platform.base import Platform
+from verl.platform.base import Accelerator
 
 
 def _npu() -> Any:
@@ -22,57 +22,26 @@ def _npu() -> Any:
     return torch.npu  # type: ignore[attr-defined]
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(Accelerator):
     """torch's "npu" devices."""
 
     name = "npu"
     collectives = "hccl"
     ray_resource = "NPU"
     visible_devices = "ASCEND_RT_VISIBLE_DEVICES"
-    has_memory_history = True
 
-    def count(self) -> int:
-        npu = _npu()
-        return int(npu.device_count()) if npu is not None and npu.is_available() else 0
-
-    def memory(self, index: int = 0) -> tuple[int, int]:
-        free, total = _npu().mem_get_info(index)
-        return int(free), int(total)
-
-    def room(self, index: int = 0) -> int:
-        npu = _npu()
-        return self.memory(index)[0] + int(npu.memory_reserved(index) - npu.memory_allocated(index))
-
-    def peak_memory(self, index: int = 0) -> int:
-        return int(_npu().max_memory_allocated(index))
+    @property
+    def module(self) -> Any:
+        return _npu()
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16, torch.float32)
 
-    def device_name(self, index: int = 0) -> str:
-        return str(_npu().get_device_name(index))
-
-    def select(self, index: int) -> None:
-        _npu().set_device(index)
-
-    def synchronize(self) -> None:
-        _npu().synchronize()
-
-    def empty_cache(self) -> None:
-        _npu().empty_cache()
-
-    def reset_peak_memory(self) -> None:
-        _npu().reset_peak_memory_stats()
-
     def own_tracer(self, options: dict[str, Any]) -> Any:
         return _NpuTrace(options)
 
-    def record_memory(self, entries: int, depth: int) -> None:
-        _npu().memory._record_memory_history(max_entries=entries)
 
-    def write_memory(self, path: Path) -> None:
-        _npu().memory._dump_snapshot(str(path))
-        _npu().memory._record_memory_history(enabled=None)
+PLATFORM = NpuPlatform()
 
 
 class _NpuTrace:

@@ -24,7 +24,6 @@ _CUTTING = {
     "max_num_partial_prefills",
     "max_num_scheduled_tokens",
 }
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +179,9 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parts = settings.tensor_parallel_size
-    per_token = sum(
-        max(1, s.kv_heads // parts) * (s.key_width + s.value_width) for s in attention_sizes(text)
-    )
-    item = _DTYPE_BYTES.get(settings.dtype, 2)
+    sizes = attention_sizes(text)
+    per_token = sum(max(1, s.kv_heads // parts) * (s.key_width + s.value_width) for s in sizes)
+    item = 4 if settings.dtype == "float32" else 2
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     wanted = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
@@ -227,21 +225,9 @@ def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[
     return arguments
 
 
-def check_request(request_id: str, length: int, sampling: SamplingParams, max_model_len: int) -> None:
-    """ValueError for a request that cannot be sampled, naming the numbers."""
-    s, problem = sampling, ""
-    if length == 0:
-        problem = "the prompt must be a non-empty list of token ids"
-    elif length + 1 > max_model_len:
-        problem = (
-            f"a prompt of {length} tokens leaves no room for a response in max_model_len={max_model_len}: "
-            "shorten the prompt or raise max_model_len"
+def check_temperature(request_id: str, temperature: float) -> None:
+    """ValueError for a temperature that vLLM would raise to its least one."""
+    if 0 < temperature < 0.01:
+        raise ValueError(
+            f"request {request_id!r}: temperature={temperature}: vLLM samples at 0.01 or above, or at 0 (greedy)"
         )
-    elif s.max_tokens < 1 or s.temperature < 0 or not 0 < s.top_p <= 1:
-        problem = f"max_tokens={s.max_tokens} must be ≥ 1, temperature={s.temperature} ≥ 0, top_p={s.top_p} in (0, 1]"
-    elif not 0 <= s.min_p <= 1 or s.repetition_penalty <= 0:
-        problem = f"min_p={s.min_p} must be in [0, 1], repetition_penalty={s.repetition_penalty} > 0"
-    elif 0 < s.temperature < 0.01:
-        problem = f"temperature={s.temperature}: vLLM samples at 0.01 or above, or at 0 (greedy)"
-    if problem:
-        raise ValueError(f"request {request_id!r}: {problem}")

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from verl.config.engine_packages import vllm_arguments
-from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
-    check_request,
+    check_temperature,
     engine_arguments,
     request_arguments,
 )
@@ -181,6 +181,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         if media:
             raise ValueError("images are not in this release: leave media out")
         check_request(request_id, len(prompt), sampling, self._max_model_len)
+        check_temperature(request_id, sampling.temperature)
         if sampling.stop and self._settings.skip_tokenizer_init:
             raise ValueError(
                 f"request {request_id!r}: stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False "

@@ -25,8 +25,8 @@ from verl.platform.host import thread_limit
 from verl.platform.processes import alive
 
 T = TypeVar("T")
+# A process: its id and when it started.
 Process = tuple[int, int]
-"""A process: its id and when it started."""
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -261,18 +261,12 @@ def lora_requests(path: str) -> tuple[Any, Any]:
 
 
 def end(processes: set[Process], patience: float = 5.0) -> None:
-    """Wait for processes to be gone; kill those that are not. This process is never among them.
-
-    One that a driver holds in the kernel cannot be killed: it is left, and named.
-    """
+    """Wait for processes to be gone; kill those that are not, and wait again. This process is never among them."""
     left = {p for p in processes if p[0] != os.getpid() and p[1]}
-    for last in (False, True):
+    for _ in range(2):
         deadline = time.monotonic() + patience
         while (left := {p for p in left if alive(*p)}) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for pid, _ in () if last else left:
+        for pid, _ in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    if left:
-        named = ", ".join(str(pid) for pid, _ in sorted(left))
-        print(f"verl: processes of vLLM that do not end: {named}", file=sys.stderr)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from verl.engine.rollout.vllm.launch import LoopThread
 
+# Seconds that a call of the workers may take.
 RPC_TIMEOUT = 600.0
-"""Seconds that a call of the workers may take."""
-
 _LOAD_TIMEOUT = 300.0
 _TRIAL_TIMEOUT = 60.0
 _PREFIX = "base_model.model."
@@ -150,9 +149,8 @@ class AdapterFolder:
         from safetensors.torch import save_file
 
         if self._root is None:
-            where = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
-            _sweep(where)
-            self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=where))
+            _sweep()
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=_SHARED))
         stored = {
             _PREFIX + name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous().clone()
             for name, tensor in tensors
@@ -181,10 +179,10 @@ class AdapterFolder:
             self._root = None
 
 
-def _sweep(where: Path) -> None:
+def _sweep() -> None:
     """Remove what engines that were killed have left."""
     start = f"{_FOLDER}{namespace()}-"
-    for folder in where.glob(f"{start}*"):
+    for folder in _SHARED.glob(f"{start}*"):
         pid = folder.name.removeprefix(start).partition("-")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(folder, ignore_errors=True)
