@@ -272,11 +272,11 @@ class Accelerator(Platform):
 
 
 def platform_of(device: torch.device | str) -> Platform:
-    """The platform of a torch device, or of a device type by its name."""
+    """The platform of a torch device, or of a device type by its name; the processor's for one that is not of KINDS."""
     return _platform(device if isinstance(device, str) else device.type)
 
 
 @cache
 def _platform(kind: str) -> Platform:
-    found: Platform = importlib.import_module(f"verl.platform.{kind}").PLATFORM
+    found: Platform = importlib.import_module(f"verl.platform.{kind if kind in KINDS else 'cpu'}").PLATFORM
     return found
