@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.errors import UserError
 from verl.platform.base import Accelerator
@@ -127,8 +128,8 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
+    q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float
+) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
     lengths = part.queries, part.keys, part.max_queries, part.max_keys
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, part.causal, False, scale=scale
@@ -137,16 +138,16 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     part: Any,
-    state: tuple[Any, Any],
+    state: Any,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     lengths = part.queries, part.keys, part.max_queries, part.max_keys
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, part.causal, *state, scale=scale
@@ -187,20 +188,17 @@ class GraphRecorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it repeats that the capture went wrong
                     graph.capture_end()
-                self._leave(place)
+                # Some versions of torch end it for the allocator too, and say so here; in others the allocator and the
+                # generator would take all that follows for a part of it.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(place, self._pool)
+                    torch._C._cuda_releasePool(place, self._pool)
                 random.graphsafe_set_state(drawn)
                 raise
             graph.capture_end()
         finally:
             torch.cuda.set_stream(before)
         return graph.replay
-
-    def _leave(self, place: int) -> None:
-        """End a failed capture for torch's allocator too. Some versions do it themselves, and say so here; in others
-        the allocator and the generator would take all that follows for a part of it."""
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(place, self._pool)
-            torch._C._cuda_releasePool(place, self._pool)
 
     def forget(self) -> None:
         """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from verl.models.names import CheckpointViews
 from verl.platform import platform_of
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,8 +66,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
-        if min(max_num_seqs, max_num_batched_tokens) < 1:
-            raise ValueError(f"{max_num_seqs=} and {max_num_batched_tokens=} must be at least 1")
         refuse_unfit(model)
         compute = _DTYPES[dtype]
         self._eos = frozenset(int(i) for i in eos_token_ids)
@@ -84,12 +79,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
-        self._scheduler = Scheduler(
-            self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
         self._runner = Runner(model, self._scheduler, compute, forbidden_token_ids)
-        recorder = None if enforce_eager else self._platform.graph_recorder()
-        if recorder is not None:
+        if not enforce_eager and (recorder := self._platform.graph_recorder()):
             self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
@@ -113,29 +105,30 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
-        loop = asyncio.get_running_loop()
-        request = self._request(prompt_ids, sampling, request_id, group, media)
-        request.future = loop.create_future()
+        prompt = np.asarray(prompt_ids, np.int64)
+        self._check(request_id, prompt, sampling, media)
+        request = Request(
+            id=request_id,
+            number=self._submitted,
+            group_key=f"request {request_id}" if group is None else f"group {group}",
+            prompt=prompt,
+            sampling=sampling,
+            future=asyncio.get_running_loop().create_future(),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
+        )
         self._scheduler.add(request)
         self._requests[request_id] = request
         self._submitted += 1
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._run())
+            self._task = asyncio.create_task(self._run())
         try:
             return await request.future
         except asyncio.CancelledError:
             self.abort([request_id])
             raise
 
-    def _request(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: SamplingParams,
-        request_id: str,
-        group: str | None,
-        media: dict[str, Any] | None,
-    ) -> Request:
-        prompt = np.asarray(prompt_ids, np.int64)
+    def _check(self, request_id: str, prompt: np.ndarray, sampling: SamplingParams, media: Any) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
         if self._incomplete:
@@ -146,17 +139,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             raise ValueError("the embedded sampler takes text only: use the vllm rollout engine for images")
         check_request(request_id, len(prompt) if prompt.ndim == 1 else 0, sampling, self._max_model_len)
         self._stopper.check(sampling.stop)
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        return Request(
-            id=request_id,
-            number=self._submitted,
-            group_key=f"request {request_id}" if group is None else f"group {group}",
-            prompt=prompt,
-            sampling=sampling,
-            future=None,
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
-            stop_ids=stop_ids,
-        )
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
@@ -165,11 +147,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 self._finish(self._requests[name], "abort")
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.reason = reason
         self._scheduler.finish(request)
         del self._requests[request.id]
-        if request.future is not None and not request.future.done():
-            request.future.set_result(request.completion())
+        if not request.future.done():
+            request.future.set_result(request.completion(reason))
 
     # ---- the loop
 
@@ -183,7 +164,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             failed, self._requests = self._requests, {}
             for request in failed.values():
                 self._scheduler.finish(request)
-                if request.future is not None and not request.future.done():
+                if not request.future.done():
                     request.future.set_exception(error)
             self._scheduler.forget_cache()
 
@@ -219,8 +200,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             request.log_probs.append(log_prob)
             if not request.versions or request.versions[-1] != self._version:
                 request.versions.append(self._version)
-            reason = self._stopper.reason(request)
-            if reason:
+            if reason := self._stopper.reason(request):
                 self._finish(request, reason)
         self._counters["tokens"] += len(requests)
 
@@ -235,8 +215,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights this engine samples with, under the names of a Hugging Face checkpoint; views, not copies (but of
         weights with an adapter, which are merged)."""
-        model = cast("PreTrainedModel", self._runner.model)
-        return exported(model) if self.holds_adapter else self._views.named()
+        return exported(self._runner.model) if self.holds_adapter else self._views.named()
 
     @property
     def holds_adapter(self) -> bool:
@@ -306,7 +285,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     @cached_property
     def _views(self) -> CheckpointViews:
-        return CheckpointViews(cast("PreTrainedModel", self._runner.model))
+        return CheckpointViews(self._runner.model)
 
     def sleep(self) -> None:
         """Drop the cache and the copies of weights, and give their memory back to the device."""

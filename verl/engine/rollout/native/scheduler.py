@@ -29,7 +29,7 @@ _BYTES_PER_CHARACTER = 4
 class Group:
     """One prompt in the cache, and how many unfinished responses need it."""
 
-    key: str
+    group_key: str
     prompt: np.ndarray
     slot: int = -1
     computed: int = 0
@@ -50,7 +50,7 @@ class Request:
     group_key: str
     prompt: np.ndarray
     sampling: SamplingParams
-    future: asyncio.Future[Completion] | None
+    future: asyncio.Future[Completion]
     max_tokens: int
     stop_ids: frozenset[int]
     group: Group | None = None
@@ -62,7 +62,6 @@ class Request:
     num_preempted: int = 0
     started: float = field(default_factory=time.monotonic)
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
-    reason: str = ""
 
     @property
     def response(self) -> list[int]:
@@ -70,12 +69,12 @@ class Request:
         start = self.sampling.start
         return [*self.prompt[len(self.prompt) - start :].tolist(), *self.tokens] if start else self.tokens
 
-    def completion(self) -> Completion:
-        """What there is of the response."""
+    def completion(self, reason: str) -> Completion:
+        """What there is of the response, and why it is no more."""
         return Completion(
             token_ids=np.array(self.tokens, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
-            finish_reason=self.reason,
+            finish_reason=reason,
             versions=tuple(self.versions),
             num_preempted=self.num_preempted,
             started=self.started,
@@ -100,7 +99,7 @@ class Prefill:
 class Scheduler:
     """State of every unfinished request. Owns both tables."""
 
-    def __init__(self, pool: KVBlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, pool: KVBlockPool, max_num_seqs: int, max_num_batched_tokens: int):
         self.prompts = KVSlotTable(pool, max_num_seqs, from_end=True)
         self.responses = KVSlotTable(pool, max_num_seqs)
         self.waiting: list[Request] = []
@@ -113,12 +112,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
-        other = self._same_group(request.group_key)
-        if other is not None:
+        if (other := self._same_group(request.group_key)) is not None:
             if not _same_prompt(other, request):
                 raise ValueError(
-                    f"request {request.id!r} names group {request.group_key!r}, whose prompt has {len(other.prompt)} tokens "
-                    f"and differs from its own ({len(request.prompt)} tokens): one group, one prompt"
+                    f"request {request.id!r}: {other.group_key} has another; one group, one prompt"
                 )
             request.prompt = other.prompt
         self.waiting.append(request)
@@ -267,14 +264,14 @@ class Scheduler:
     # ---- cached prompts
 
     def _evict_idle(self, keep: str | None = None) -> bool:
-        idle = [g for g in self.groups.values() if not g.users and g.key != keep]
+        idle = [g for g in self.groups.values() if not g.users and g.group_key != keep]
         if idle:
             self._evict(min(idle, key=lambda g: g.last_used))
         return bool(idle)
 
     def _evict(self, group: Group) -> None:
         self.prompts.release(group.slot)
-        del self.groups[group.key]
+        del self.groups[group.group_key]
 
     def forget_cache(self) -> None:
         """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""

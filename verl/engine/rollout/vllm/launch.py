@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.config.layout import divisors
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
@@ -100,16 +101,12 @@ def platform() -> tuple[bool, bool]:
 
 def check_main_script() -> None:
     """UserError where vLLM's processes could not start: they import the main script anew."""
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+    importing = getattr(multiprocessing.process.current_process(), "_inheriting", False)
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.executable)
+    if importing or not path.exists():
         raise UserError(
-            "VLLMEngine is made while a process of vLLM imports your main script: put what runs under "
+            "vLLM starts processes that import the main script: run a file, not standard input, and put what it does under "
             "if __name__ == '__main__':"
-        )
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if path is not None and not Path(path).exists():
-        raise UserError(
-            f"vLLM starts processes that import the main script, and {path} is no file: run a script file (with "
-            "if __name__ == '__main__':) instead of standard input"
         )
 
 
@@ -147,10 +144,9 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", ranks))
     if heads % ranks:
-        valid = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        key = f"rollout.tensor_model_parallel_size={ranks}"
         raise UserError(
-            f"rollout.tensor_model_parallel_size={ranks} does not divide the model's {heads} attention heads; use one of "
-            f"{valid}"
+            f"{key} does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
         )
     if not cpu:
         return
@@ -226,13 +222,13 @@ def start(arguments: dict[str, Any]) -> Any:
         """With a logger requests carry their preemptions; this one prints nothing."""
 
         def __init__(self, *_: Any, **__: Any):
-            pass
+            """Nothing to set up."""
 
         def record(self, *_: Any, **__: Any) -> None:
-            pass
+            """Nothing to record."""
 
         def log_engine_initialized(self) -> None:
-            pass
+            """Nothing to say."""
 
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Silent])

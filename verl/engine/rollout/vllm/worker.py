@@ -23,7 +23,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.platform import platform_of
 from verl.platform.processes import alive, process_start_time
+from verl.weight_sync.shared_memory import attempt, receive
+from verl.weight_sync.verify import digesting
 
 _HEAD = "lm_head.weight"
 
@@ -34,8 +39,6 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
         its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
-        from verl.platform import platform_of
-
         worker: Any = self
         threading.Thread(
             target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
@@ -48,8 +51,6 @@ class WorkerWeights:
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
         """See `WeightReceiver.try_channel`."""
-        from verl.weight_sync.shared_memory import attempt
-
         worker: Any = self
         return attempt(*places[worker.rank], timeout)
 
@@ -61,9 +62,6 @@ class WorkerWeights:
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
-        from verl.weight_sync.shared_memory import receive
-        from verl.weight_sync.verify import digesting
-
         worker: Any = self
         sums: dict[str, str] = {}
         stream: Any = receive(*places[worker.rank], timeout=timeout, version=version)
@@ -90,11 +88,8 @@ def _without_tied_head(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterat
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
-    import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    from verl.platform import platform_of
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
     for module in model.modules() if platform_of(worker.device).on_host else ():
