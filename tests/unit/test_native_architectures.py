@@ -180,7 +180,7 @@ def test_passes_that_attend_in_another_order_are_an_error() -> None:
         for module in others:
             calls.number(module)
         with pytest.raises(
-            RuntimeError, match=f"of {len(others)} attention calls differs .* rollout.name=vllm"
+            RuntimeError, match=f"of {len(others)} attention calls differs .*rollout.name=vllm"
         ):
             calls.finish()
 

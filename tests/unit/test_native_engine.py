@@ -94,7 +94,6 @@ def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
     tight = run(engine, work)
     stats = engine.stats()
     assert stats["preempted"] > 0 and stats["preempted"] == sum(c.num_preempted for c in tight)
-    assert stats["cache_peak"] <= 1.0
     assert tokens(tight) == tokens(roomy)
     for a, b in zip(tight, roomy, strict=True):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
@@ -128,7 +127,9 @@ def test_the_cache_is_empty_afterwards(model: Any) -> None:
     engine = engine_of(model, max_num_seqs=4)
     run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])
     engine.weights_updated(1)
-    assert engine._pool.used_blocks == 0 and engine._scheduler.responses.free_slots == 4
+    assert (
+        engine._pool.free_blocks == engine._pool.layout.blocks and not engine._scheduler.responses.taken.any()
+    )
 
 
 def test_slots_are_reused_as_answers_finish(model: Any) -> None:

@@ -88,7 +88,7 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_memory(self, index: int = 0) -> int:
-        """Most bytes in use by this process since the start, or since `reset_peak_memory` where there is one."""
+        """Most bytes in use by this process since the start."""
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
@@ -148,9 +148,6 @@ class Platform(ABC):
     def empty_cache(self) -> None:  # noqa: B027
         """Release the unused memory that the allocator keeps."""
 
-    def reset_peak_memory(self) -> None:  # noqa: B027
-        """Start counting `peak_memory` anew, where the device can."""
-
     # -- kernels
 
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
@@ -196,16 +193,13 @@ class Platform(ABC):
 
     def require_nsys(self) -> None:
         """UserError unless this process runs under nsys and the device is one that nsys can see."""
-        raise UserError(
-            f"global_profiler.tool=nsys records CUDA devices; this process works on {self.name}: set it to torch"
-        )
+        where = f"this process works on {self.name}: set it to torch"
+        raise UserError(f"global_profiler.tool=nsys records CUDA devices; {where}")
 
     def own_tracer(self, options: dict[str, Any]) -> Any:
         """The vendor's profiler. UserError where there is none."""
-        raise UserError(
-            f"global_profiler.tool=npu needs an Ascend device and torch_npu; this process works on {self.name}: "
-            "set it to torch"
-        )
+        where = f"this process works on {self.name}: set it to torch"
+        raise UserError(f"global_profiler.tool=npu needs an Ascend device and torch_npu; {where}")
 
     def record_memory(self, entries: int, depth: int) -> None:  # noqa: B027
         """Begin the allocator's history: at most `entries` allocations, `depth` stack frames each."""
@@ -258,9 +252,6 @@ class Accelerator(Platform):
 
     def empty_cache(self) -> None:
         self.module.empty_cache()
-
-    def reset_peak_memory(self) -> None:
-        self.module.reset_peak_memory_stats()
 
     def record_memory(self, entries: int, depth: int) -> None:
         """See Platform. The depth of stacks is torch's own."""

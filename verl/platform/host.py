@@ -114,8 +114,7 @@ def raise_open_files(wanted: int) -> float:
     top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < top:
         resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
-        return top
-    return soft
+    return max(soft, top)
 
 
 def memory_limit() -> tuple[int | None, int | None]:

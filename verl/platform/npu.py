@@ -58,9 +58,8 @@ class _NpuTrace:
         npu, contents = self._npu, self._options.get("contents") or ["npu", "cpu"]
         level = getattr(npu.ProfilerLevel, str(self._options.get("level", "level0")).title(), None)
         if level is None:
-            raise UserError(
-                f"profiler.tool_config.npu.level={self._options['level']} is not a level of torch_npu"
-            )
+            key = f"profiler.tool_config.npu.level={self._options['level']}"
+            raise UserError(f"{key} is not a level of torch_npu")
         chosen = [npu.ProfilerActivity.NPU] + ([npu.ProfilerActivity.CPU] if "cpu" in contents else [])
         self._profile = npu.profile(
             activities=chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from functools import cache
@@ -53,17 +54,14 @@ class Spared:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return len(text)
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Hand on what can be handed on."""
-        try:
+        with contextlib.suppress(OSError):  # the stream keeps it for the next time
             self._stream.flush()
-        except OSError:
-            return  # the stream keeps it for the next time
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -22,10 +22,8 @@ INSTEAD = "use another rollout engine (rollout.name=vllm)"
 def refuse_unfit(model: Any) -> None:
     """UserError for a model whose tokens see each other in a way that the cache does not keep."""
     if why := _unfit(model):
-        kind = getattr(model.config, "model_type", "?")
-        raise UserError(
-            f"the embedded sampler cannot sample from {type(model).__name__} ({kind}): {why}; {INSTEAD}"
-        )
+        name = f"{type(model).__name__} ({getattr(model.config, 'model_type', '?')})"
+        raise UserError(f"the embedded sampler cannot sample from {name}: {why}; {INSTEAD}")
 
 
 def _unfit(model: Any) -> str:

@@ -45,25 +45,18 @@ class KVCacheLayout:
 
         Raises ValueError when not even one sequence of `max_model_len` tokens fits.
         """
-        rows, cols = 16, 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
-
-        def needed() -> int:
+        widest = 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
+        coarse = [(rows, widest) for rows in (16, 8, 4, 2, 1)]
+        for rows, cols in [*coarse, *((1, cols) for cols in (64, 32, 16) if cols < widest)]:
+            blocks = cache_tokens // (rows * cols)
             # a prompt and a response that together have max_model_len tokens, each rounded up to whole blocks
-            return -(-max_model_len // cols) + 1
-
-        def roomy() -> bool:
-            """Enough for eight block_rows, or for all sequences at once."""
-            return cache_tokens // (rows * cols) >= min(8, -(-max_num_seqs // rows)) * needed()
-
-        while rows > 1 and not roomy():
-            rows //= 2
-        while cols > 16 and not roomy():
-            cols //= 2
-        blocks = cache_tokens // (rows * cols)
-        if blocks < needed():
+            needed = -(-max_model_len // cols) + 1
+            if blocks >= min(8, -(-max_num_seqs // rows)) * needed:
+                break  # enough for eight block_rows, or for all sequences at once
+        if blocks < needed:
             raise ValueError(
                 f"a key/value cache of {cache_tokens} tokens cannot hold one sequence of max_model_len={max_model_len} "
-                f"tokens (needs {needed() * rows * cols}): raise cache_tokens or lower max_model_len"
+                f"tokens (needs {needed * rows * cols}): raise cache_tokens or lower max_model_len"
             )
         return cls(rows, cols, blocks)
 
@@ -131,17 +124,12 @@ class KVBlockPool:
         self.key_dtype = key_dtype
         self.compute = compute
         self.calls = AttentionCalls()
-        self.peak = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(layout.blocks))
 
     @property
     def free_blocks(self) -> int:
         return len(self._free)
-
-    @property
-    def used_blocks(self) -> int:
-        return self.layout.blocks - len(self._free)
 
     def take(self, *, last: bool = False) -> int:
         """The lowest (or highest) free block, zeroed. IndexError when the pool is full.
@@ -150,7 +138,6 @@ class KVBlockPool:
         neighbours are read in one product.
         """
         block = self._free.pop(-1 if last else 0)
-        self.peak = max(self.peak, self.used_blocks)
         # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
         for tensor in self.tensors():
             tensor[block].zero_()
@@ -209,13 +196,9 @@ class KVSlotTable:
         self.version = 0
         self._limit = slots
 
-    @property
-    def free_slots(self) -> int:
-        return self._limit - int(self.taken.sum())
-
     def acquire(self, length: int = 0) -> int | None:
         """The first free slot, with room for `length` tokens; None (and nothing changed) when slots or pool are full."""
-        if self.free_slots == 0:
+        if self.taken.sum() == self._limit:
             return None
         slot = int(np.argmin(self.taken))
         if not self.reserve(slot, length):

@@ -157,7 +157,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     async def _run(self) -> None:
         await asyncio.sleep(0)  # let everybody who is about to submit do so: the first batch is wider
         try:
-            while self._scheduler.busy:
+            while self._requests:
                 self.step()
                 await asyncio.sleep(0)
         except Exception as error:
@@ -267,19 +267,23 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
-        self._incomplete = f"loading version {version} did not finish"
+        self._incomplete = f"loading version {version} failed"
         try:
             with torch.no_grad():
                 for name, tensor in weights:
-                    _target(targets, name, tensor).copy_(tensor)
+                    if name not in targets or targets[name].shape != tensor.shape:
+                        shape = tuple(tensor.shape)
+                        raise ValueError(
+                            f"load_weights: {name!r} is no weight of the sampler's model, of shape {shape}"
+                        )
+                    targets[name].copy_(tensor)
                     given.add(name)
         finally:
             close_stream(weights)
             self.weights_updated(version)
         if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
-            raise ValueError(
-                f"load_weights: no value came for {len(missing)} weights, among them {missing[:3]}"
-            )
+            some = f"{len(missing)} weights, among them {missing[:3]}"
+            raise ValueError(f"load_weights: no value came for {some}")
         self._incomplete = ""
         return self.checksums(verify) if verify else {}
 
@@ -306,15 +310,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens,
-        preempted; and cache_peak, the largest share of the cache in use."""
-        out = self._counters | {
-            "preempted": float(self._scheduler.preempted),
-            "cache_peak": self._pool.peak / self._pool.layout.blocks,
-        }
-        self._scheduler.preempted = 0
-        self._counters = dict.fromkeys(self._counters, 0.0)
-        self._pool.peak = self._pool.used_blocks
+        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted."""
+        out = self._counters | {"preempted": float(self._scheduler.preempted)}
+        self._scheduler.preempted, self._counters = 0, dict.fromkeys(self._counters, 0.0)
         return out
 
     def close(self) -> None:
@@ -322,13 +320,3 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
-
-
-def _target(targets: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """The memory of weight `name`. ValueError if there is none, or of another shape."""
-    if name not in targets:
-        raise ValueError(f"load_weights: {name!r} is no weight of the sampler's model")
-    shape, own = tuple(tensor.shape), tuple(targets[name].shape)
-    if shape != own:
-        raise ValueError(f"load_weights: {name!r} has shape {shape}, the model's is {own}")
-    return targets[name]

@@ -129,9 +129,7 @@ class FastLinears:
             modules = [m for m in modules if not is_adapted(m)] + adapted[::10]
         wrong = {module for module in modules if not self._same(module, sampled)}
         if names := [name for name, module in self._model.named_modules() if module in wrong]:
-            raise WeightSyncError(
-                f"weight sync: the sampler computes with a copy of {named(names)} that is not its weight"
-            )
+            raise WeightSyncError(f"weight sync: the sampler's copy of {named(names)} is not its weight")
 
     def _same(self, module: Any, sampled: bool) -> bool:
         weight, bias = self._copies[module]

@@ -36,10 +36,6 @@ class Group:
     users: int = 0
     last_used: int = 0
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt)
-
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -114,9 +110,7 @@ class Scheduler:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
         if (other := self._same_group(request.group_key)) is not None:
             if not _same_prompt(other, request):
-                raise ValueError(
-                    f"request {request.id!r}: {other.group_key} has another; one group, one prompt"
-                )
+                raise ValueError(f"request {request.id!r} differs from its group's: one group, one prompt")
             request.prompt = other.prompt
         self.waiting.append(request)
 
@@ -125,10 +119,6 @@ class Scheduler:
         if group is not None and group.users:
             return group
         return self.waiting[-1] if self.waiting and self.waiting[-1].group_key == key else None
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running)
 
     # ---- prefill
 
@@ -177,18 +167,19 @@ class Scheduler:
         """Add what the request still needs to the pass, as far as the token budget goes."""
         group = request.group
         assert group is not None
-        if group.computed < group.length:
+        length = len(group.prompt)
+        if group.computed < length:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
             work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids))
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
-        if group.computed < group.length:
+        if group.computed < length:
             return
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                work.add(PrefillSpan(self.prompts, group.slot, group.length - 1, group.prompt[-1:].tolist()))
+                work.add(PrefillSpan(self.prompts, group.slot, length - 1, group.prompt[-1:].tolist()))
                 last_row[id(group)] = work.tokens - 1
             request.ready = True
             work.sampled.append((request, last_row[id(group)]))
@@ -196,7 +187,7 @@ class Scheduler:
         ids = request.tokens[request.computed :][: max(0, self._budget - work.tokens)]
         if not ids:
             return
-        prompt = self.prompts, group.slot, group.length
+        prompt = self.prompts, group.slot, length
         work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt))
         request.computed += len(ids)
         if request.computed == len(request.tokens):
@@ -324,5 +315,4 @@ class Stopper:
         return any(stop in text for stop in stops)
 
     def _decode(self, tokens: list[int]) -> str:
-        assert self._tokenizer is not None
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))

@@ -18,12 +18,7 @@ from verl.models.layers import attention_sizes
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK = 32  # vLLM's CPU default, 128, is longer than most prompts here: a group would share nothing
-_CUTTING = {
-    "long_prefill_token_threshold",
-    "max_long_partial_prefills",
-    "max_num_partial_prefills",
-    "max_num_scheduled_tokens",
-}
+_CUTTING = ("long_prefill_", "max_long_partial_", "max_num_partial_", "max_num_scheduled_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +145,9 @@ def _whole_prompts(
 ) -> dict[str, Any]:
     """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after each
     part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
-    for name in sorted(_CUTTING & set(arguments)):
+    whole = {name: value for name, value in arguments.items() if not name.startswith(_CUTTING)}
+    for name in sorted(arguments.keys() - whole.keys()):
         notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
-    whole = {name: value for name, value in arguments.items() if name not in _CUTTING}
     # Without a length of ours vLLM makes room for a prompt of the model's own.
     tokens = None if s.max_model_len is None else max(s.max_num_batched_tokens, s.max_model_len)
     if tokens is not None and tokens > s.max_num_batched_tokens:
@@ -223,11 +218,3 @@ def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[
         arguments |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
         arguments["seed"] = request_seed(sampling)
     return arguments
-
-
-def check_temperature(request_id: str, temperature: float) -> None:
-    """ValueError for a temperature that vLLM would raise to its least one."""
-    if 0 < temperature < 0.01:
-        raise ValueError(
-            f"request {request_id!r}: temperature={temperature}: vLLM samples at 0.01 or above, or at 0 (greedy)"
-        )

@@ -116,11 +116,7 @@ class BatchCall:
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as several. ValueError for what is neither."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or any(not isinstance(p, str | Sequence) for p in prompts):
-        raise ValueError(
-            "generate: prompts are texts, lists of token ids, or lists of messages; one request of the asynchronous "
-            "interface is generate(prompt_ids, sampling, request_id=...)"
-        )
-    return list(prompts)
+    found = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not all(isinstance(prompt, Sequence) for prompt in found):
+        raise ValueError("generate: prompts are texts, lists of token ids, or lists of messages")
+    return found

@@ -27,7 +27,6 @@ from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
-    check_temperature,
     engine_arguments,
     request_arguments,
 )
@@ -181,7 +180,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         if media:
             raise ValueError("images are not in this release: leave media out")
         check_request(request_id, len(prompt), sampling, self._max_model_len)
-        check_temperature(request_id, sampling.temperature)
+        if 0 < sampling.temperature < 0.01:
+            raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
         if sampling.stop and self._settings.skip_tokenizer_init:
             raise ValueError("stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False")
 
@@ -203,8 +203,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         except Exception as error:
             if not self._engine.errored:
                 raise
-            what = f"vLLM's own process ended ({type(error).__name__}): killed, out of memory, or crashed"
-            raise EngineDead(f"{what}; what it printed before says why") from error
+            raise EngineDead("vLLM's own process ended; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
             cached = getattr(output, "num_cached_tokens", 0) or 0

@@ -45,16 +45,16 @@ class LoopThread:
 
     def __init__(self, name: str):
         resource_tracker.ensure_running()  # its start would unblock the signal below
-        self._loop = asyncio.new_event_loop()
+        self._runner, self._stopped = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         # vLLM's processes inherit this: an interrupt at the terminal is the driver's to handle.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        with self._runner:  # its end cancels what was still running
+            self._runner.run(self._stopped.wait())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine. RuntimeError after `stop`."""
@@ -75,13 +75,8 @@ class LoopThread:
     def stop(self) -> None:
         """End the thread; what was still running is cancelled."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel_all)
+            self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(10)
-
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.call_soon(self._loop.stop)
 
 
 def platform() -> tuple[bool, bool]:
@@ -145,9 +140,8 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
     heads = int(getattr(text, "num_attention_heads", ranks))
     if heads % ranks:
         key = f"rollout.tensor_model_parallel_size={ranks}"
-        raise UserError(
-            f"{key} does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
-        )
+        wrong = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
+        raise UserError(f"{key} {wrong}")
     if not cpu:
         return
     known, latent = _cpu_head_sizes()
@@ -157,10 +151,8 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
         if size and size not in known:
-            raise UserError(
-                f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for "
-                f"{', '.join(map(str, known))}: set rollout.name=native"
-            )
+            kernels = f"on a CPU vLLM has kernels for {', '.join(map(str, known))}: set rollout.name=native"
+            raise UserError(f"the model's attention heads have {size} elements; {kernels}")
 
 
 def _check_latent(text: Any, known: Sequence[int]) -> None:
@@ -171,8 +163,7 @@ def _check_latent(text: Any, known: Sequence[int]) -> None:
     if width not in known or plain or text.model_type == "deepseek_v3":
         raise UserError(
             f"on a CPU vLLM samples correctly from latent attention only with kv_lora_rank + qk_rope_head_dim in "
-            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3; this model is {text.model_type} with "
-            f"{width} and rope_type={rope.get('rope_type', 'default')}: set rollout.name=native"
+            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3: set rollout.name=native"
         )
 
 
@@ -235,9 +226,8 @@ def start(arguments: dict[str, Any]) -> Any:
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:
-        raise RuntimeError(
-            f"vLLM did not start: {str(error)[:1500]} (its processes say why above; VLLM_LOGGING_LEVEL=INFO says more)"
-        ) from error
+        more = "its processes say why above; VLLM_LOGGING_LEVEL=INFO says more"
+        raise RuntimeError(f"vLLM did not start: {str(error)[:1500]} ({more})") from error
 
 
 def request_parameters(arguments: dict[str, Any]) -> Any:

@@ -116,9 +116,8 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
         )
     kept = {name for name, _ in model.named_parameters()} & wanted
     if missing := incomplete + (sorted(kept - loaded) if loaded is not None else []):
-        raise ValueError(
-            f"load_weights: no value came for {len(missing)} of vLLM's weights, among them {missing[:3]}"
-        )
+        some = f"{len(missing)} of vLLM's weights, among them {missing[:3]}"
+        raise ValueError(f"load_weights: no value came for {some}")
     for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # not every runner has each
         getattr(runner, reset, lambda: None)()
 
