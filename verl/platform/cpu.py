@@ -13,11 +13,6 @@ from verl.platform.base import Platform
 from verl.platform.host import processor, thread_limit
 
 
-@cache
-def _flags() -> frozenset[str]:
-    return processor()[1]
-
-
 class CpuPlatform(Platform):
     """Counts as one device however many cores it has."""
 
@@ -45,7 +40,7 @@ class CpuPlatform(Platform):
     def supports(self, dtype: torch.dtype) -> bool:
         """bfloat16 where the processor multiplies it (AVX512-BF16, AMX, Arm BF16) and oneDNN makes use of that."""
         if dtype == torch.bfloat16:
-            return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
+            return bool(processor()[1] & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
         return dtype == torch.float32
 
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
@@ -107,8 +102,8 @@ def onednn_float32() -> bool:
     processor with AMX may then round the factors; without AMX oneDNN has no such kernel and multiplies in
     float32. So: only without AMX, and only if a probe finds float32's accuracy; else the switch goes back.
     """
-    has_amx = any(flag.startswith("amx") for flag in _flags())
-    if "avx512_bf16" not in _flags() or has_amx or not has_packed_products(torch.bfloat16):
+    has_amx = any(flag.startswith("amx") for flag in processor()[1])
+    if "avx512_bf16" not in processor()[1] or has_amx or not has_packed_products(torch.bfloat16):
         return False
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision

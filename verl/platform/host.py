@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -46,6 +47,7 @@ def prepare_process() -> None:
         os.environ.setdefault(name, value)
 
 
+@cache
 def processor() -> tuple[str, frozenset[str]]:
     """(name, features) of the first processor; empty where the system does not list them."""
     rows = re.findall(

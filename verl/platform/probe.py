@@ -150,12 +150,11 @@ def limits() -> dict[str, tuple[int | None, int | None]]:
         "processes": resource.RLIMIT_NPROC,
         "locked memory": resource.RLIMIT_MEMLOCK,
     }
+    unlimited = {resource.RLIM_INFINITY: None}
     pairs = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
-    return {name: (_limit(soft), _limit(hard)) for name, (soft, hard) in pairs.items()}
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
+    return {
+        name: (unlimited.get(soft, soft), unlimited.get(hard, hard)) for name, (soft, hard) in pairs.items()
+    }
 
 
 def loopback() -> str | None:

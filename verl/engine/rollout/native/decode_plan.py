@@ -127,20 +127,15 @@ class Reader:
         mask: of a span by its number, added to scores: broadcastable to [slots, kv heads, queries, heads per kv head,
         width]. Slots between spans get an output of no weight.
         """
-        parts: list[tuple[Tensor, Tensor]] = []
-        covered = 0
+        if len(self.spans) == 1 and self.spans[0].lo == 0:
+            return self._read_span(layer, 0, query[: self.slots * heads], mask(0), options)
+        shape, width = (self.slots * heads, query.shape[1]), self.table.pool.stored(layer)[1].shape[-1]
+        out = query.new_zeros(*shape, width, dtype=torch.float32)
+        lse = query.new_full(shape, MASKED, dtype=torch.float32)
         for number, span in enumerate(self.spans):
-            if span.lo > covered:
-                shape = (span.lo - covered) * heads, query.shape[1]
-                width = self.table.pool.stored(layer)[1].shape[-1]
-                empty = query.new_zeros(*shape, width, dtype=torch.float32)
-                parts.append((empty, query.new_full(shape, MASKED, dtype=torch.float32)))
-            part = query[span.lo * heads : span.hi * heads]
-            parts.append(self._read_span(layer, number, part, mask(number), options))
-            covered = span.hi
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+            at = slice(span.lo * heads, span.hi * heads)
+            out[at], lse[at] = self._read_span(layer, number, query[at], mask(number), options)
+        return out, lse
 
     def _view(self, layer: int, number: int, heads: int) -> list[list[View]]:
         """Per column, per run: the query's rows, keys and values."""

@@ -27,6 +27,8 @@ from verl.engine.rollout.native.decode_plan import DecodePlan, Name
 if TYPE_CHECKING:
     from verl.platform.cuda import GraphRecorder
 
+_MOST = 64  # graphs kept
+
 
 def why_not(model: nn.Module) -> str:
     """Why a step of the model is known to wait for the device, "" if that is not known."""
@@ -36,12 +38,9 @@ def why_not(model: nn.Module) -> str:
 
 def warn_of(reason: str) -> None:
     """Say that sampling is slower, and why."""
-    warnings.warn(
-        "this model's decode steps cannot be captured as graphs, so sampling is slower (rollout.enforce_eager=True does not "
-        f"try): {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    slower = "sampling is slower (rollout.enforce_eager=True does not try)"
+    text = f"this model's decode steps cannot be captured as graphs, so {slower}: {reason}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,8 @@ class _Graph:
 class DecodeGraphs:
     """The captured steps, the least recently used dropped first. They write their logits to one place."""
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor, Tensor], Tensor],
-        plan: DecodePlan,
-        capture: GraphRecorder,
-        most: int = 64,
-    ):
-        self._forward, self._plan, self._capture, self._most = forward, plan, capture, most
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], plan: DecodePlan, capture: GraphRecorder):
+        self._forward, self._plan, self._capture = forward, plan, capture
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self._logits: Tensor | None = None
         self._refused = False
@@ -86,7 +79,7 @@ class DecodeGraphs:
         logits = self._forward(ids, positions)
         seen = signature in self._graphs
         self._graphs[signature] = self._captured(ids, positions, logits) if seen else None
-        if len(self._graphs) > self._most:
+        if len(self._graphs) > _MOST:
             self._graphs.popitem(last=False)
         return logits
 

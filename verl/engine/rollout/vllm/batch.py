@@ -85,9 +85,7 @@ class BatchCall:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         stops = () if asked.keep_stop else asked.sampling.stop
-        return [
-            self._response(place, completion, stops) for place, completion in zip(places, done, strict=True)
-        ]
+        return [self._response(*pair, stops) for pair in zip(places, done, strict=True)]
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

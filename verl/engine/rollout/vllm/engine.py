@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.config.engine_packages import vllm_arguments
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
@@ -96,9 +97,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             with launch.environment(cpu, s.tensor_parallel_size):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
-            self._channel = WorkerChannel(
-                self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
-            )
+            rpc = self._engine.collective_rpc
+            self._channel = WorkerChannel(self._host, rpc, devices, bucket_bytes, notice)
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
@@ -302,8 +302,6 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     @property
     def weights_dtype(self) -> Any:
         """What floating point weights are converted to on their way: vLLM's data type where that is a half one, else None."""
-        import torch
-
         dtype = self._engine.model_config.dtype
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 

@@ -31,6 +31,8 @@ from verl.weight_sync.shared_memory import attempt, receive
 from verl.weight_sync.verify import digesting
 
 _HEAD = "lm_head.weight"
+# vLLM's variable for how the names begin of what the ranks of one engine share on a CPU.
+_SHARED = "VLLM_DIST_IDENT"
 
 
 class WorkerWeights:
@@ -46,7 +48,7 @@ class WorkerWeights:
         return {
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
             "device": platform_of(worker.device).memory_id(worker.device),
-            "shared": _shared(),
+            "shared": os.environ.get(_SHARED, ""),
         }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
@@ -171,11 +173,6 @@ def _tied(model: Any) -> bool:
     return bool(getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
 
 
-def _shared() -> str:
-    """How the names begin of what the ranks of one engine share on a CPU, "" where they share nothing."""
-    return os.environ.get("VLLM_DIST_IDENT", "")
-
-
 def remove_shared(prefix: str) -> None:
     """Remove what the ranks of an engine have shared: vLLM leaves it, however it ends."""
     for left in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
@@ -185,5 +182,5 @@ def remove_shared(prefix: str) -> None:
 def _end_with(driver: int, started: int) -> None:
     while alive(driver, started):
         time.sleep(1.0)
-    remove_shared(_shared())
+    remove_shared(os.environ.get(_SHARED, ""))
     os.kill(os.getpid(), signal.SIGKILL)
