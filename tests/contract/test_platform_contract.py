@@ -39,7 +39,7 @@ def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             empty_cache=lambda: None,
         )
         monkeypatch.setattr(cuda, "torch", SimpleNamespace(**vars(torch) | {"cuda": device}))
-        monkeypatch.setattr(npu, "_npu", lambda: device)
+        monkeypatch.setattr(npu.NpuPlatform, "module", device)
         # torch knows "npu" only with torch_npu
         place = SimpleNamespace(type="npu", index=0)
         monkeypatch.setattr(npu.NpuPlatform, "device", lambda self, index=0: place)

@@ -231,8 +231,8 @@ class Accelerator(Platform):
         return int(module.device_count()) if module is not None and module.is_available() else 0
 
     def memory(self, index: int = 0) -> tuple[int, int]:
-        free, total = self.module.mem_get_info(index)
-        return int(free), int(total)
+        found: tuple[int, int] = self.module.mem_get_info(index)
+        return found
 
     def room(self, index: int = 0) -> int:
         kept = self.module.memory_reserved(index) - self.module.memory_allocated(index)

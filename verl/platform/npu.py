@@ -14,14 +14,6 @@ from verl.errors import UserError
 from verl.platform.base import Accelerator
 
 
-def _npu() -> Any:
-    """The torch.npu module, or None where torch_npu is not installed."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return None
-    importlib.import_module("torch_npu")
-    return torch.npu  # type: ignore[attr-defined]
-
-
 class NpuPlatform(Accelerator):
     """torch's "npu" devices."""
 
@@ -32,7 +24,10 @@ class NpuPlatform(Accelerator):
 
     @property
     def module(self) -> Any:
-        return _npu()
+        if importlib.util.find_spec("torch_npu") is None:
+            return None
+        importlib.import_module("torch_npu")
+        return torch.npu  # type: ignore[attr-defined]
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16, torch.float32)

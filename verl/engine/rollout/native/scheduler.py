@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -282,7 +283,7 @@ class Stopper:
 
     def __init__(self, tokenizer: Any | None):
         self._tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}
+        self._piece = functools.cache(lambda token: self._decode([token]))
 
     def reason(self, request: Request) -> str:
         """ "stop", "length", or "" to go on."""
@@ -303,9 +304,7 @@ class Stopper:
 
     def _may_end(self, token: int, stops: tuple[str, ...]) -> bool:
         """Whether a stop string can end inside this token. Cheap; a part of a character may end anything."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._decode([token])
+        piece = self._piece(token)
         return not piece or "\ufffd" in piece or any(stop[-1] in piece for stop in stops)
 
     def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:

@@ -146,8 +146,7 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
         return
     known, latent = _cpu_head_sizes()
     if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
-        _check_latent(text, latent)
-        return
+        return _check_latent(text, latent)
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
         if size and size not in known:

@@ -116,10 +116,9 @@ def _loaded(loading: concurrent.futures.Future[list[Any]], limit: float | None) 
     """Checksums of what the workers hold, once they are done. WeightSyncError with what one of them raised."""
     try:
         sums = loading.result(limit)
-    except concurrent.futures.TimeoutError:
-        raise WeightSyncError(f"vLLM's workers did not load the weights within {limit} s") from None
     except Exception as error:
-        raise WeightSyncError(f"vLLM could not load the weights: {error}") from error
+        said = str(error) or f"{type(error).__name__} after {limit} s"
+        raise WeightSyncError(f"vLLM could not load the weights: {said}") from error
     if any(other != sums[0] for other in sums[1:]):
         raise WeightSyncError("two workers of vLLM received different weights")
     return dict(sums[0])
