@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.engine.rollout.native import prefill_plan, reader, sampling
+from verl.engine.rollout.native import decode_plan, prefill_plan, sampling
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.training import log_prob
 from verl.models import flash_attention
@@ -171,7 +171,7 @@ def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
 
     a, b, out = empty(6, 4, 16), empty(6, 16, 3), empty(6, 4, 3, dtype=torch.float32)
     with Watch():
-        reader._product(a, b, 0.5, out)
+        decode_plan._product(a, b, 0.5, out)
     assert [name for name in made if name.startswith("aten")] == ["aten.bmm.dtype_out", "aten.mul_.Tensor"]
 
 
@@ -181,7 +181,7 @@ def test_scores_are_the_scaled_products(dtype: torch.dtype) -> None:
         torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((3, 4, 8), (3, 8, 2))
     )
     out = torch.empty(3, 4, 2)
-    reader._product(a.to(dtype), b.to(dtype), 0.3, out)
+    decode_plan._product(a.to(dtype), b.to(dtype), 0.3, out)
     torch.testing.assert_close(out, 0.3 * (a @ b), rtol=2e-2, atol=2e-2)
 
 

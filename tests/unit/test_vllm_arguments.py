@@ -10,12 +10,11 @@ import pytest
 from verl.config import engine_packages
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
-from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.base import SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
-    check_request,
     engine_arguments,
     request_arguments,
     request_seed,
