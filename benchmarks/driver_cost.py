@@ -68,7 +68,7 @@ class Step:
     def _rollouts(self, folder: Path) -> Any:
         import ray
 
-        from verl.data.tokenizer import text_of
+        from verl.data.rows import text_of
         from verl.engine.rollout.base import SamplingParams
         from verl.rollout.manager import RolloutManager, RolloutSettings
         from verl.workers.ray.calls import WorkerHandle

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_tokenizer
-from verl.data.chat import BadRow, ChatRenderer, as_messages
 from verl.data.files import DataError
+from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.tokenizer import fingerprint, load_tokenizer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, as_messages
 from verl.data.files import DataError, RowFiles
 from verl.data.load_object import load_extern_object
+from verl.data.rows import BadRow, as_messages
 
 
 class RLHFDataset:

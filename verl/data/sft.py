@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, ChatRenderer, as_messages
-from verl.data.checked import CheckedRows
+from verl.data.dataset import CheckedRows
 from verl.data.files import DataError, RowFiles, absent_column
+from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 
 CHUNK = 256
@@ -195,11 +195,8 @@ class SFTDataset(CheckedRows):
     def _refuse_too_long(self) -> None:
         long = np.flatnonzero(self.lengths > self._limit)
         if self.config.truncation == "error" and len(long):
-            raise DataError(
-                f"{len(long)} of {len(self.source)} rows are longer than data.max_length={self._limit} tokens: "
-                f"{self.first_of(long)}; {self.longest()}. Ways out: data.max_length={int(self.lengths.max())} "
-                "(or more), data.truncation=left|right (cut them)"
-            )
+            ways = "data.truncation=left|right (cut them)"
+            raise self.too_long(long, len(self.source), "data.max_length", self._limit, ways)
 
     def __getitem__(self, item: int) -> SFTRow:
         index = int(self._rows[item])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, ChatRenderer
+from verl.data.rows import BadRow, ChatRenderer
 
 Span = tuple[int, int]
 _PROBE = {"role": "user", "content": "a"}

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
-from verl.data.chat import BadRow
 from verl.data.files import DataError, notice
+from verl.data.rows import BadRow
 from verl.trajectory import Prompt
 
 

@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from verl.data.files import DataError, notice
 
 
@@ -49,19 +47,6 @@ def load_tokenizer(
             raise DataError(f"{source}: the tokenizer has neither an end token nor a padding token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def text_of(tokenizer: Any, ids: np.ndarray) -> str:
-    """What an answer of ids int64 [L] says: decoded without special tokens. Driver and sampler hosts both decode so.
-
-    Costs about 0.1 ms per 1,000 tokens and holds the interpreter for so long.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    # Of a list transformers looks at every id in Python, which takes as long as the decoding; of an array it does not.
-    # A tokenizer with a `decode` of its own may know lists only.
-    takes_arrays = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
-    return str(tokenizer.decode(ids if takes_arrays else ids.tolist(), skip_special_tokens=True))
 
 
 def _why(source: str, local: Path, error: Exception) -> str:

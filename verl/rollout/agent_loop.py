@@ -17,9 +17,6 @@ from verl.engine.rollout.base import Completion, SamplingParams
 
 Generate = Callable[..., Awaitable[Completion]]
 
-OWN_NAMES = ("self", "sampling_params", "prompt_ids", "raw_prompt", "uid", "sample_index", "columns")
-"""Keywords of `run` that mean one thing in every run. A data column of that name is found in `columns`."""
-
 
 @dataclass(slots=True)
 class AgentLoopOutput:

@@ -23,7 +23,7 @@ from verl.rollout import agent_loop
 from verl.rollout.groups import GroupBuffer, PromptGroup
 from verl.rollout.resumable import ResumableGeneration
 from verl.rollout.session import Session
-from verl.trajectory import Batch, Prompt, Segment, Trajectory
+from verl.trajectory import AGENT_LOOP_ARGUMENTS, Batch, Prompt, Segment, Trajectory
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
@@ -192,7 +192,7 @@ class RolloutManager:
         session = Session(self.requests, prompt, index, prefix)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, index))
         row = {
-            **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
+            **{name: value for name, value in prompt.columns.items() if name not in AGENT_LOOP_ARGUMENTS},
             "columns": prompt.columns,
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
