@@ -1,4 +1,4 @@
-"""Metric names: the order they are shown in, second spellings, and values made plain.
+"""Metric names: the order they are shown in, second spellings, values made plain, and how several values of a step merge.
 
 The order is that of the sections of the metrics page: training, scores, lengths, time, sampler against trainer,
 validation, second spellings; names nobody listed come last, in the order they were given.
@@ -7,6 +7,7 @@ validation, second spellings; names nobody listed come last, in the order they w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -84,10 +85,7 @@ _ORDER = (
     "critic/value_loss",
     "val/",
 )
-_EXACT = {name: at for at, name in enumerate(_ORDER) if name[-1] not in "/_"}
-_PREFIXES = sorted(
-    ((name, at) for at, name in enumerate(_ORDER) if name[-1] in "/_"), key=lambda item: -len(item[0])
-)
+_PLACES = {name: at for at, name in enumerate(_ORDER)}
 
 _ALIASES = {
     "actor/reward_mean": ("critic/rewards/mean",),
@@ -96,14 +94,13 @@ _ALIASES = {
 }
 NOT_ON_CONSOLE = frozenset((*_ALIASES, "val/accuracy", "val/multimodal_score"))
 """Second spellings that only metrics.jsonl and the trackers get."""
+_WORDS = re.compile(r"[^a-z0-9]+")
 
 
 def rank(name: str) -> int:
-    """Place of a name in the order; names nobody listed share the last place."""
-    exact = _EXACT.get(name)
-    if exact is not None:
-        return exact
-    return next((at for prefix, at in _PREFIXES if name.startswith(prefix)), len(_ORDER))
+    """Place of a name in the order, by the longest entry that stands for it; names nobody listed share the last place."""
+    starts = [name[: at + 1] for at, character in enumerate(name) if character in "/_"]
+    return next((_PLACES[entry] for entry in (name, *reversed(starts)) if entry in _PLACES), len(_ORDER))
 
 
 def in_order(metrics: Mapping[str, Number]) -> dict[str, Number]:
@@ -127,12 +124,10 @@ def plain(value: Any) -> Number | None:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    if (hasattr(value, "item") and getattr(value, "size", 1) == 1) or hasattr(value, "numel"):
-        try:
-            return plain(value.item())
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    return None
+    try:
+        return plain(value.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, Number], list[str]]:
@@ -159,3 +154,44 @@ def spread(
         return {f"{name}/{kind}": math.nan for kind in which}
     kinds = {"mean": found.mean(), "max": found.max(), "min": found.min()}
     return {f"{name}/{kind}": float(kinds[kind]) for kind in which}
+
+
+def rule(name: str) -> str:
+    """ "max", "min" or "mean": what a name asks for.
+
+    A word of the name has to be max or min: `timing_s/…` and `termination` contain the letters of "min" and
+    are means all the same.
+    """
+    words = _WORDS.split(name.lower())
+    if "max" in words or "maximum" in words:
+        return "max"
+    return "min" if "min" in words or "minimum" in words else "mean"
+
+
+def merge_metrics(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Merge (metrics, weight) pairs: maxima, minima, and means weighted by `weight`, in order of appearance.
+
+    A NaN is a quantity with nothing to average over: it is left out, and the result is NaN only where every
+    value was. Weights must be ≥ 0; values of weight 0 do not count in a mean.
+    """
+    values: dict[str, list[tuple[float, float]]] = {}
+    for metrics, weight in parts:
+        if weight < 0:
+            raise ValueError(f"weight {weight} of a mini-batch is negative")
+        for name, value in metrics.items():
+            values.setdefault(name, []).append((value, weight))
+    return {name: _merge(rule(name), found) for name, found in values.items()}
+
+
+def _merge(how: str, found: list[tuple[float, float]]) -> float:
+    known = [(value, weight) for value, weight in found if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if how != "mean":
+        return (max if how == "max" else min)(value for value, _ in known)
+    total = math.fsum(weight for _, weight in known)
+    if total == 0:
+        return math.nan
+    if any(math.isinf(value) for value, _ in known):
+        return sum(value * weight for value, weight in known if weight) / total
+    return math.fsum(value * weight for value, weight in known) / total

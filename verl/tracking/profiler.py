@@ -9,19 +9,13 @@ driver passes the calls on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from verl.config.rules.profiling import ROLES
-
-if TYPE_CHECKING:
-    from verl.tracking.timer import Phases
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,54 +159,6 @@ def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) 
     from verl.tracking.profile_tools import build
 
     return StepProfiler(plan, build(plan.tool, device, plan.options))
-
-
-class Profiled:
-    """What a worker process offers for its profile; `profiler` is set when the worker knows its device."""
-
-    profiler: StepProfiler | None = None
-
-    def profile(self, action: str, *step: int) -> list[str]:
-        """`start`, `stop` or `close` of this worker's profiler; returns the files that were written."""
-        return (getattr(self.profiler, action)(*step) or []) if self.profiler is not None else []
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """Mark a stretch of a step in this worker's profile, if there is one now."""
-        return self.profiler.span(name) if self.profiler is not None else nullcontext()
-
-
-def spanned(name: str) -> Callable[[F], F]:
-    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
-
-    def decorate(method: F) -> F:
-        @wraps(method)
-        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
-            with self.span(name):
-                return method(self, *args, **kwargs)
-
-        return cast(F, call)
-
-    return decorate
-
-
-@contextmanager
-def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any) -> Iterator[None]:
-    """Frame a step of the loop; phases become ranges of the profile. Its files are an event, and a notice.
-
-    A step that raises leaves the profile open: `close` writes what there is of it.
-    """
-    if profiler is None:
-        yield
-        return
-    phases.mark = profiler.span
-    with phases("start_profile"):
-        profiler.start(step)
-    yield
-    with phases("stop_profile"):
-        files = profiler.stop(step)
-    if files:
-        tracking.event("profile", step=step, files=files)
-        tracking.notice(f"profile of step {step}: {', '.join(files)}")
 
 
 def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> None:

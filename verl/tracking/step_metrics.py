@@ -2,6 +2,10 @@
 
 Pure functions: a `Batch` and facts in, names and plain Python numbers out. What the losses report comes from the
 training engine, the comparison of sampler and trainer from `verl.algorithms.correction`.
+
+Model FLOPs utilisation is what the model's own arithmetic takes, against what the devices could have done. Counted are
+the matrix products of the model's definition, once: nothing for recomputed layers, nothing for padding (there is none),
+and a prompt that its group shares as often as it was computed.
 """
 
 from __future__ import annotations
@@ -9,13 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
 from verl.trajectory import Batch, Trajectory
 
+if TYPE_CHECKING:
+    from verl.models.layers import ModelCost
+
 LOST = "lost"
+BACKWARD = 2.0
+"""A backward pass takes two products where the forward pass takes one."""
 _AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
 _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 _BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
@@ -44,9 +54,7 @@ class StepFacts:
     """What the loop knows about a step besides its batch.
 
     timings: seconds by phase, "step" and "gen" among them. sampler: the engine's `stats()` since the step began
-    (`busy_s`). sync_bytes: bytes moved to the sampler. busy_s: seconds in which devices computed (None: estimated
-    from the phases). prompt_sharing_saved: tokens not computed ÷ tokens, None without sharing. memory: further
-    `perf/…` numbers of the platform.
+    (`busy_s`). sync_bytes: bytes moved to the sampler. memory: further `perf/…` numbers of the platform.
     """
 
     step: int
@@ -58,8 +66,6 @@ class StepFacts:
     sampler: Mapping[str, float] = field(default_factory=dict)
     sync_bytes: int = 0
     devices: int = 1
-    busy_s: float | None = None
-    prompt_sharing_saved: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -71,7 +77,8 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
     out |= reward_metrics(batch)
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
-    out |= entropy_metrics(batch)
+    known = [t for t in batch if t.entropy is not None]
+    out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
     out["training/skipped_updates"] = counters.skipped_updates
     out["training/refused_steps"] = counters.refused_steps
     out |= score_metrics(batch)
@@ -82,17 +89,9 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     return out
 
 
-def entropy_metrics(batch: Batch) -> dict[str, Number]:
-    """actor/entropy: mean over policy tokens of the responses whose entropy was computed."""
-    rows = [t for t in batch if t.entropy is not None]
-    return {
-        "actor/entropy": _over_tokens("actor/entropy", rows, "entropy", "response_mask")["actor/entropy/mean"]
-    }
-
-
 def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
-    rows = [t for t in batch if t.policy_tokens > 0 and _valid(t)]
+    rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
     rewards = [
         float(t.score or 0.0) if t.token_rewards is None else float(np.sum(t.token_rewards, dtype=np.float64))
@@ -118,7 +117,7 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     asked = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in asked if not _valid(t)]
+    failed = [t for t in asked if not valid(t)]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
     out |= {
         "reward/errors": len(failed),
@@ -201,10 +200,8 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
 
     timings, total = facts.timings, total_tokens(batch)
     step = float(timings.get("step", math.nan))
-    busy = facts.busy_s
-    if busy is None:
-        sampling = min(_generating(facts), float(timings.get("gen", 0.0)))
-        busy = sampling + sum(timings.get(name, 0.0) for name in _BUSY_PHASES)
+    busy = min(_generating(facts), float(timings.get("gen", 0.0)))
+    busy += sum(timings.get(name, 0.0) for name in _BUSY_PHASES)
     out: dict[str, Number] = {
         "perf/total_num_tokens": total,
         "perf/time_per_step": step,
@@ -213,8 +210,6 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/device_busy_ratio": min(1.0, _ratio(busy, step)) if step > 0 else math.nan,
         "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
     }
-    if facts.prompt_sharing_saved is not None:
-        out["perf/prompt_sharing_saved_ratio"] = float(facts.prompt_sharing_saved)
     return out | {name: float(value) for name, value in facts.memory.items()}
 
 
@@ -245,6 +240,38 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
     }
 
 
+def mfu(cost: ModelCost, lengths: Iterable[int], seconds: float, *, passes: float) -> float:
+    """Share of the devices' peak: `passes` forward passes' worth of work over the sequences in so many seconds."""
+    return cost.forward(lengths) * passes / (seconds * cost.peak) if seconds > 0 else math.nan
+
+
+def step_mfu(
+    cost: ModelCost | None,
+    batch: Iterable[Trajectory],
+    timings: Mapping[str, float],
+    *,
+    epochs: int = 1,
+    computed: float = 1.0,
+) -> dict[str, float]:
+    """perf/mfu/actor of `timings["update_actor"]`, and perf/mfu/actor_infer of `old_log_prob` if that pass ran.
+
+    `computed`: the share of the sequences' tokens that went through the model. {} without a known peak.
+    """
+    if cost is None:
+        return {}
+    rows = list(batch)
+    trained = [t for t in rows if t.loss_mask is not None and t.loss_mask.any()]
+    out = {}
+    for name, phase, chosen, passes in (
+        ("perf/mfu/actor", "update_actor", trained, (1 + BACKWARD) * epochs),
+        ("perf/mfu/actor_infer", "old_log_prob", rows, 1.0),
+    ):
+        if phase in timings:
+            lengths = (len(t.prompt.ids) + t.length for t in chosen)
+            out[name] = mfu(cost, lengths, timings[phase], passes=passes * computed)
+    return out
+
+
 def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
     """Numeric keys the reward function returned besides the score: key → finite values of the responses."""
     found: dict[str, list[float]] = {}
@@ -261,7 +288,8 @@ def total_tokens(batch: Batch) -> int:
     return int(batch.lengths.sum() + batch.prompt_lengths.sum())
 
 
-def _valid(t: Trajectory) -> bool:
+def valid(t: Trajectory) -> bool:
+    """True if the response has a finite score."""
     return t.score is not None and math.isfinite(t.score)
 
 

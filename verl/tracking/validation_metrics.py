@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
+from verl.tracking.step_metrics import valid
 from verl.trajectory import Trajectory
 
 DRAWS = 1000
@@ -84,11 +85,6 @@ def _has_acc(groups: Sequence[Group]) -> bool:
     """True if responses have `acc`: the function returned it, or a plain number, or every response failed."""
     scored = [t for group in groups for t in group if valid(t)]
     return not scored or any(_value(t, ACC) is not None for t in scored)
-
-
-def valid(t: Trajectory) -> bool:
-    """True if the response has a finite score."""
-    return t.score is not None and math.isfinite(t.score)
 
 
 def _value(t: Trajectory, variable: str) -> float | None:

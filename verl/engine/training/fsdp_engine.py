@@ -61,7 +61,7 @@ from verl.platform import Platform, detect
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from verl.tracking.mfu import ModelCost
+    from verl.models.layers import ModelCost
     from verl.trajectory import Segment
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
