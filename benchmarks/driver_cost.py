@@ -165,7 +165,7 @@ class Step:
     def _dump(self, number: int, batch: Any) -> list[Any]:
         from verl.tracking.responses import TokenTexts, report_rows, sampled
 
-        return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer), self.tokenizer)
+        return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer))
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -16,11 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.tracking import folder_lock
-from verl.tracking.folder_lock import FolderInUse
+from verl.tracking import run_folder
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
 from verl.tracking.responses import Dumper
-from verl.tracking.run_folder import RunFolder, _git_commit, mask_secrets, versions
+from verl.tracking.run_folder import FolderInUse, RunFolder, _git_commit, mask_secrets, versions
 
 
 def records(path: Path) -> list[dict]:
@@ -228,7 +227,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
     (tmp_path / "events.jsonl").write_text('{"torn')
     with pytest.raises(
         FolderInUse, match=rf"default_local_dir={tmp_path}: .* \(process {holder.pid} on .*delete"
@@ -236,7 +235,7 @@ def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_pa
         RunFolder(tmp_path, print)
     assert (tmp_path / "events.jsonl").read_text() == '{"torn'
     holder.kill()
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 10.0)
     RunFolder(tmp_path, print).close()
 
 
@@ -253,7 +252,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "lockf", refused)
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refused)
     told: list[str] = []
     RunFolder(tmp_path, told.append).close()
     assert len(told) == 1 and "has no locks" in told[0]

@@ -48,15 +48,12 @@ class TurnFinder:
         """
         spans: list[Span] = []
         cursor = 0
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
             start = self._start(messages[:number], text, cursor, options)
             end = self._end(messages[: number + 1], text, start, options) if start is not None else None
             if start is None or end is None:
-                raise BadRow(
-                    "assistant span not found", f"turn {number} is rendered differently in the whole dialogue"
-                )
+                detail = f"turn {number} is rendered differently in the whole dialogue"
+                raise BadRow("assistant span not found", detail)
             spans.append((start, end))
             cursor = end
         if not spans:
@@ -74,10 +71,7 @@ class TurnFinder:
                     return len(base) + len(header)
         found = [(text.find(header, cursor), -len(header)) for header in headers if header]
         found = [(place, size) for place, size in found if place >= 0]
-        if found:
-            place, size = min(found)
-            return place - size
-        return None
+        return min(found)[0] - min(found)[1] if found else None
 
     def _end(
         self, upto: Sequence[Mapping[str, Any]], text: str, start: int, options: Mapping[str, Any]
@@ -166,15 +160,12 @@ def token_mask(
     starts = np.fromiter((o[0] for o in offsets), np.int64, len(ids))
     ends = np.fromiter((o[1] for o in offsets), np.int64, len(ids))
     for start, stop in spans:
-        inside = (starts >= start) & (starts < stop) & (ends > start)
-        mask |= inside
-        after = int(np.searchsorted(starts, stop))
-        while (
-            after < len(ids)
-            and int(ids[after]) not in special
-            and not text[starts[after] : ends[after]].strip()
-        ):
-            after += 1
-        if after < len(ids) and int(ids[after]) in special:
-            mask[max(0, int(np.searchsorted(starts, stop))) : after + 1] = True
+        mask |= (starts >= start) & (starts < stop) & (ends > start)
+        first = int(np.searchsorted(starts, stop))
+        for after in range(first, len(ids)):
+            if int(ids[after]) in special:
+                mask[first : after + 1] = True
+                break
+            if text[starts[after] : ends[after]].strip():
+                break
     return mask

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -77,14 +75,3 @@ def _template_text(template: str) -> str:
     text = path.read_text(encoding="utf-8")
     notice(f"chat template from {path} ({len(text)} characters)")
     return text
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 over what decides token ids: vocabulary, merges, special tokens and chat template."""
-    parts = [json.dumps(tokenizer.chat_template, sort_keys=True, default=str)]
-    core = getattr(tokenizer, "backend_tokenizer", None)
-    if core is not None:
-        parts.append(core.to_str())
-    else:
-        parts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True))
-    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()

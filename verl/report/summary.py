@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from typing import Any
@@ -41,12 +42,12 @@ def lookup(config: Record, path: str) -> Any:
 
 def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, value as text) in the file's order; values of keys that look like secrets are hidden."""
-    if isinstance(config, dict) and config:
+    if isinstance(config, dict) and (config or not prefix):
         return [row for k, v in config.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
     if config is not None and SECRET.search(prefix):
         return [(prefix, "hidden")]
     if config is None or isinstance(config, bool):
-        return [(prefix, {None: "null", True: "true", False: "false"}[config])]
+        return [(prefix, json.dumps(config))]
     return [(prefix, str(config))]
 
 
@@ -60,11 +61,8 @@ def accuracy_name(metrics: Metrics) -> str | None:
     """The metric that stands for validation: the overall accuracy, else the only or first source's."""
     if "val/accuracy" in metrics.columns:
         return "val/accuracy"
-    for pattern in (ACCURACY, REWARD):
-        for name in metrics.columns:
-            if pattern.match(name):
-                return name
-    return "val/loss" if "val/loss" in metrics.columns else None
+    found = [name for pattern in (ACCURACY, REWARD) for name in metrics.columns if pattern.match(name)]
+    return found[0] if found else "val/loss" if "val/loss" in metrics.columns else None
 
 
 def validation_label(metrics: Metrics, name: str) -> str:
@@ -98,10 +96,10 @@ def status(run: Run) -> Record:
         why = str(lives[-1].get("text") or lives[-1].get("message") or "")
         return {"state": "finished" if state == "finished" else "failed", "word": state, "why": why}
     steps, total = run.metrics.steps, total_steps(run)
+    state, word = ("running", "running") if steps else ("waiting", "starting")
     if steps and total is not None and steps[-1] >= total:
-        return {"state": "finished", "word": "finished", "why": ""}
-    state = "running" if steps else "waiting"
-    return {"state": state, "word": "running" if steps else "starting", "why": ""}
+        state = word = "finished"
+    return {"state": state, "word": word, "why": ""}
 
 
 def elapsed(metrics: Metrics) -> float | None:
@@ -153,13 +151,9 @@ def _change(label: str, name: str, points: list[tuple[int, float]], window: int,
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Key settings as (label, text); those the config lacks are left out."""
-    found = ((label, lookup(run.config, path)) for label, path in FACTS)
-    words = {True: "on", False: "off"}
-    return [
-        (label, words[value] if isinstance(value, bool) else str(value))
-        for label, value in found
-        if value is not None
-    ]
+    found = [(label, lookup(run.config, path)) for label, path in FACTS]
+    switched = [(label, ("off", "on")[v] if isinstance(v, bool) else v) for label, v in found]
+    return [(label, str(value)) for label, value in switched if value is not None]
 
 
 def model_name(run: Run) -> str:

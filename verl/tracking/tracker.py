@@ -173,7 +173,7 @@ class Tracking:
         if self._texts.tokenizer is not self.tokenizer:
             self._texts = responses.TokenTexts(self.tokenizer)
         every = list(batch)
-        rows = responses.report_rows(step, responses.sampled(every), self._texts, self.tokenizer)
+        rows = responses.report_rows(step, responses.sampled(every), self._texts)
         self._dumper.submit(self.run_dir / TRAJECTORIES / f"{step}.jsonl", rows)
         self._dump_all("rollout_data_dir", step, every)
 

@@ -64,8 +64,7 @@ class FileTracker(Tracker):
         path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
         if not path and not root:
             raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
-        place = Path(path) if path else Path(str(root), session.project, f"{session.experiment}.jsonl")
-        place = place.expanduser()
+        place = Path(path or f"{root}/{session.project}/{session.experiment}.jsonl").expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(place, lambda error: say(f"{place} cannot be written ({error})"))
 
@@ -172,11 +171,9 @@ def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tra
     """The tracker of a name. Unavailable if there is none, or it cannot be used here."""
     if name in TRACKERS:
         return TRACKERS[name](session, say)
-    if name in LATER:
-        raise Unavailable("not in this release; metrics.jsonl in the run folder has everything")
-    raise Unavailable(
-        f"there is no such tracker; known: {', '.join(('console', *TRACKERS, *ALIASES, *LATER))}"
-    )
+    known = ", ".join(("console", *TRACKERS, *ALIASES, *LATER))
+    later = "not in this release; metrics.jsonl in the run folder has everything"
+    raise Unavailable(later if name in LATER else f"there is no such tracker; known: {known}")
 
 
 def _install(package: str, error: ImportError) -> str:
@@ -185,10 +182,9 @@ def _install(package: str, error: ImportError) -> str:
 
 def logged_in(wandb: Any) -> bool:
     """True if an API key is at hand: environment, settings, or the netrc file of the server's host."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
     settings = wandb.Settings()
-    if getattr(settings, "api_key", None):
+    named = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if named or getattr(settings, "api_key", None):
         return True
     host = urlparse(str(os.environ.get("WANDB_BASE_URL") or settings.base_url)).hostname
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
@@ -215,10 +211,9 @@ def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-        except BaseException as error:
-            done.set_exception(Unavailable(f"{what}: {type(error).__name__}: {error}"))
+        except BaseException as error:  # a library that calls sys.exit does not end the run
+            known = isinstance(error, Exception)
+            done.set_exception(error if known else Unavailable(f"{what}: {type(error).__name__}: {error}"))
 
     threading.Thread(target=work, daemon=True, name="wandb").start()
     try:

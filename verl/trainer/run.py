@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
-    from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.run_folder import LiveReport
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.resume import Checkpoints
@@ -195,9 +195,9 @@ def build_parts(
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
     from verl.platform.host import tune_allocator
-    from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.manager import RolloutManager
+    from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.workers.start import check_cluster, start_workers
 

@@ -80,7 +80,7 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.report.live import LiveReport
+        from verl.tracking.run_folder import LiveReport
         from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.refused import RefusedSteps
 
