@@ -382,21 +382,6 @@ def test_other_layouts_are_recognised_and_explained(tmp_path):
         resolve_resume("resume_path", plain, tmp_path / "run")
 
 
-def test_model_directory_follows_run_folders(tmp_path):
-    ours = tmp_path / "run"
-    write(ours, 1)
-    write(ours, 2)
-    assert layouts.model_directory(ours) == ours / "global_step_2" / "actor"
-    assert layouts.model_directory(ours / "global_step_1") == ours / "global_step_1" / "actor"
-    public = make(
-        tmp_path / "p" / "global_step_4",
-        "actor/huggingface/config.json",
-        "actor/huggingface/model.safetensors",
-    )
-    assert layouts.model_directory(public.parent) == public / "actor" / "huggingface"
-    assert layouts.model_directory(tmp_path / "nothing") is None
-
-
 def test_newer_format_is_refused_with_the_reason(tmp_path):
     path = write(tmp_path, 1)
     record = json.loads((path / "manifest.json").read_text())

@@ -78,16 +78,11 @@ def files_under(directory: Path) -> list[str]:
 
     CheckpointError for a link or special file: a checkpoint must stand alone.
     """
-    found = []
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = Path(folder, name)
-            relative = path.relative_to(directory).as_posix()
-            if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"{path} is not a plain file; a checkpoint may hold only plain files")
-            if relative != NAME:
-                found.append(relative)
-    return sorted(found)
+    paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is not a plain file; a checkpoint may hold only plain files")
+    return sorted({path.relative_to(directory).as_posix() for path in paths} - {NAME})
 
 
 def hash_files(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -186,9 +181,6 @@ def sync_tree(directory: Path) -> None:
     """Sync every file and directory below, and the directory itself."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            handle = os.open(Path(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
         sync_directory(Path(folder))

@@ -125,7 +125,7 @@ class CheckpointWriter:
         hashing = time.perf_counter()
         files = hash_files(self._beside, files_under(self._beside))
         hash_seconds = time.perf_counter() - hashing
-        serial = max((serial for serial, *_ in _sealed(self._root)), default=0) + 1
+        serial = max((serial for serial, *_ in sealed(self._root)), default=0) + 1
         manifest = Manifest(self._step, serial, time.time(), files)
         write_manifest(self._beside, manifest)
         return manifest.size, hash_seconds
@@ -182,19 +182,21 @@ def surplus(root: Path, keep: int) -> list[Path]:
     Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor
     deleted.
     """
-    sealed = sorted(_sealed(root))
-    return [path for *_, path in sealed[: max(0, len(sealed) - keep)]]
+    found = sorted(sealed(root))
+    return [path for *_, path in found[: max(0, len(found) - keep)]]
 
 
-def _sealed(root: Path) -> list[tuple[int, int, Path]]:
-    """(serial, step, path) of every directory with a readable manifest."""
+def sealed(
+    root: Path, pass_over: Callable[[Path, CheckpointError], None] = lambda *_: None
+) -> list[tuple[int, int, Path]]:
+    """(serial, step, path) of every directory with a readable manifest; `pass_over` hears of the others."""
     found = []
-    for path in step_directories(root):
+    for path in sorted(step_directories(root)):
         try:
             manifest = read_manifest(path)
-        except CheckpointError:
-            continue
-        found.append((manifest.serial, manifest.step, path))
+            found.append((manifest.serial, manifest.step, path))
+        except CheckpointError as error:
+            pass_over(path, error)
     return found
 
 

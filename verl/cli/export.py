@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.errors import UserError
 
@@ -23,9 +23,10 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     `run` may be a run folder or a `global_step_N` itself. Raises UserError (CheckpointError among them) that
     says what is there instead.
     """
-    from verl.checkpoint import newest, open_checkpoint
+    from verl.checkpoint import open_checkpoint
     from verl.checkpoint.layouts import detect
     from verl.checkpoint.manifest import NAME, step_directories, step_of
+    from verl.checkpoint.read import newest_of
 
     if not run.is_dir():
         raise UserError(f"{run} does not exist or is not a directory")
@@ -40,14 +41,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
             raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
         return open_checkpoint(run / f"global_step_{step}")
     problems: list[str] = []
-
-    def note(kind: str, **fields: Any) -> None:
-        problems.append(str(fields.get("message", kind)))
-
-    found = newest(run, on_event=note, tidy=False)
-    if found is None:
-        why = "; ".join(problems) or "it holds no global_step_N"
-        raise UserError(f"{run} has no complete checkpoint: {why}")
+    found = newest_of(run, str(run), lambda kind, **fields: problems.append(str(fields.get("message", kind))))
     for problem in problems:
         print(f"verl export: {problem}", file=sys.stderr)
     return found
