@@ -68,10 +68,8 @@ def copy_model(checkpoint: Checkpoint, out: Path, role: str = "actor") -> Path:
 
 def main(argv: list[str]) -> int:
     """Copy the model; 0, or 2 with one line on what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="verl export",
-        description="Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own.",
-    )
+    about = "Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own."
+    parser = argparse.ArgumentParser(prog="verl export", description=about)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a global_step_N in it")
     parser.add_argument("out", type=Path, metavar="OUT", help="new directory for the model")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest complete one)")

@@ -88,19 +88,6 @@ def _select(config: Any, path: str) -> Any:
     return config
 
 
-class Tool(Protocol):
-    """Records from `start` to `stop`."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def stop(self, base: Path) -> list[Path]:
-        """End, and write files whose paths begin with `base`; returns them."""
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """A named stretch of the recording."""
-
-
 class Profiler(Protocol):
     """What the loop talks to: the profiler of its own process, or of all workers of a cluster."""
 
@@ -118,9 +105,13 @@ class Profiler(Protocol):
 
 
 class StepProfiler:
-    """A `Profiler` that follows a plan with a tool. `start` and `stop` frame every step; other steps cost nothing."""
+    """A `Profiler` that follows a plan with a tool. `start` and `stop` frame every step; other steps cost nothing.
 
-    def __init__(self, plan: ProfilePlan, tool: Tool):
+    A tool records from `start()` to `stop(base)`, which writes files whose paths begin with `base` and returns them;
+    `span(name)` names a stretch of the recording.
+    """
+
+    def __init__(self, plan: ProfilePlan, tool: Any):
         self.plan = plan
         self._tool = tool
         self._first: int | None = None
@@ -167,9 +158,8 @@ def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> No
     profiler = config.global_profiler
     late = [step for step in profiler.steps or [] if step > total_steps]
     if profiler.tool and late:
-        notice(
-            f"global_profiler.steps={late}: the run ends with step {total_steps} and has no profile of them"
-        )
+        end = f"the run ends with step {total_steps} and has no profile of them"
+        notice(f"global_profiler.steps={late}: {end}")
 
 
 def nsight_options(config: Any) -> dict[str, str] | None:
@@ -181,11 +171,11 @@ def nsight_options(config: Any) -> dict[str, str] | None:
     if profiler is None or profiler.tool != "nsys" or not profiler.steps:
         return None
     given = dict(profiler.global_tool_config.nsys or {})
-    chosen = dict(given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k})
+    chosen = given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k}
     standard = {
         "t": "cuda,nvtx,cublas",
         "capture-range": "cudaProfilerApi",
         "capture-range-end": f"repeat-shutdown:{len(profiler.steps)}",
         "kill": "none",
     }
-    return {name: str(value) for name, value in (standard | chosen).items()}
+    return {name: str(value) for name, value in {**standard, **chosen}.items()}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlparse
@@ -128,19 +129,19 @@ class WandbTracker(Tracker):
                 "not logged in; run `wandb login` or set WANDB_API_KEY, or set WANDB_MODE=offline to log to "
                 "disk and `wandb sync` later"
             )
-        arguments: dict[str, Any] = {
-            "project": session.project,
-            "name": session.experiment,
-            "config": session.config,
-            "dir": str(session.run_dir),
-            "id": _run_id(session),
-            "resume": "allow" if session.resume_step is not None else None,
-            "entity": os.environ.get("WANDB_ENTITY"),
-            "settings": wandb.Settings(
-                init_timeout=START_SECONDS, login_timeout=5, console="off", https_proxy=session.proxy
-            ),
-        }
-        self._run: Any = _within(START_SECONDS + 10, "starting", lambda: wandb.init(**arguments))
+        patience = {"init_timeout": START_SECONDS, "login_timeout": 5}
+        start = partial(
+            wandb.init,
+            project=session.project,
+            name=session.experiment,
+            config=session.config,
+            dir=str(session.run_dir),
+            id=_run_id(session),
+            resume="allow" if session.resume_step is not None else None,
+            entity=os.environ.get("WANDB_ENTITY"),
+            settings=wandb.Settings(**patience, console="off", https_proxy=session.proxy),
+        )
+        self._run: Any = _within(START_SECONDS + 10, "starting", start)
         self._rows: list[list[Any]] = []
         if mode == "offline":
             say(f"wandb: offline; `wandb sync {Path(self._run.dir).parent}` uploads the run later")

@@ -29,16 +29,15 @@ def parser(
     name: str, description: str, *, folder: str | None = None, local_raw: bool = True
 ) -> argparse.ArgumentParser:
     """The flags that every script has; `folder` is the default under ~/data."""
-    folder = folder or name
     out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
+    out.set_defaults(default_folder=folder or name)
     add = out.add_argument
-    add("--local_save_dir", help=f"where to write (default ~/data/{folder})")
+    add("--local_save_dir", help=f"where to write (default ~/data/{folder or name})")
     add("--local_dir", help="old name of --local_save_dir")
     if local_raw:
         add("--local_dataset_path", help="raw data on disk; without it, the hub is asked")
     add("--hdfs_dir", help="copy the result there (any fsspec URL)")
     add("--limit", type=int, help="at most so many rows per split")
-    out.set_defaults(default_folder=folder)
     return out
 
 
@@ -60,12 +59,13 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
     `config` is the hub configuration's folder. Raises DataError naming what was looked for and what is there.
     """
     base = Path(os.path.expandvars(root)).expanduser()
-    if base.is_file():
-        raise DataError(
-            f"{root}: --local_dataset_path names the directory that holds the raw files, this is a file"
-        )
     if not base.is_dir():
-        raise DataError(f"{root}: no such directory (--local_dataset_path)")
+        what = (
+            "this is a file, the directory that holds the raw files is needed"
+            if base.is_file()
+            else "no such directory"
+        )
+        raise DataError(f"{root}: {what} (--local_dataset_path)")
     folders = [base, base / "data"] + ([base / config, base / config / "data"] if config else [])
     for folder in folders:
         for suffix in RAW_SUFFIXES:
@@ -73,9 +73,7 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
             found = [exact] if exact.is_file() else sorted(folder.glob(f"{split}-*{suffix}"))
             if found:
                 return found
-    present = sorted(
-        str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and p.suffix in RAW_SUFFIXES
-    )
+    present = sorted(str(p.relative_to(base)) for p in base.rglob("*.*") if p.suffix in RAW_SUFFIXES)
     raise DataError(
         f"{root}: no file of split {split!r} (looked for {split}.jsonl, {split}.parquet, {split}-*.parquet, also in "
         f"{config or 'data'}/); it holds {', '.join(present[:8]) or 'no data file'}"
@@ -85,9 +83,8 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
 def raw_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file line n", row) of every row of the files."""
     for path in paths:
-        file = open_file(str(path))
+        file, unit = open_file(str(path)), "row" if path.suffix == ".parquet" else "line"
         for number in range(len(file)):
-            unit = "row" if path.suffix == ".parquet" else "line"
             yield f"{path} {unit} {number + 1}", file.row(number)
 
 
