@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume, save
+from tests.saving import save
+from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume
 from verl.checkpoint.read import clean
 from verl.checkpoint.write import CheckpointWriter
 
@@ -240,7 +241,7 @@ def test_stop_at_every_single_call(tmp_path, kind, again):
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from verl.checkpoint import save
+from tests.saving import save
 root = Path(sys.argv[1])
 big = lambda d: (d / "model.safetensors").write_bytes(bytes(300_000))
 assert save(root, 1, {"actor": big}, loop_state={}) is not None

@@ -25,10 +25,8 @@ _SIGNS = (
     ("adapter_config.json", PEFT),
     ("config.json", HUGGING_FACE),
 )
-_MERGE = (
-    "merged into a Hugging Face directory first (the public model_merger does it); then start with "
-    "actor_rollout_ref.model.path=<that directory>"
-)
+_START = "then start with actor_rollout_ref.model.path=<that directory>"
+_MERGE = f"merged into a Hugging Face directory first (the public model_merger does it); {_START}"
 
 
 def detect(path: Path) -> str | None:

@@ -117,10 +117,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         record: Any = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
-            raise CheckpointError(
-                f"{directory} has checkpoint format {record['format']!r}, this version reads format {FORMAT}: "
-                "use the verl version that wrote it"
-            )
+            what = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
+            raise CheckpointError(f"{directory} has {what}: use the one that wrote it")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in record["files"].items()}
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:
@@ -140,9 +138,8 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = True) -> None:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
     if not problems and hashes:
         found = hash_files(directory, sorted(manifest.files))
-        problems = [
-            f"{name} has other content" for name, entry in found.items() if entry != manifest.files[name]
-        ]
+        differ = [name for name, entry in found.items() if entry != manifest.files[name]]
+        problems = [f"{name} has other content" for name in differ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{directory} is damaged: {'; '.join(problems[:5])}{more}")

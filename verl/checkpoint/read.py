@@ -43,10 +43,8 @@ class Checkpoint:
     def part(self, name: str) -> Path:
         """Directory of a part. CheckpointError if it was left out when saving."""
         if not self.has(name):
-            raise CheckpointError(
-                f"{self.path} has no {name}/: it was saved without it (checkpoint.save_contents) and can be used "
-                "as a model but not resumed"
-            )
+            why = "it was saved without (checkpoint.save_contents): a model that cannot be resumed"
+            raise CheckpointError(f"{self.path} has no {name}/, {why}")
         return self.path / name
 
 
@@ -130,9 +128,7 @@ def resolve_resume(
     if mode == "disable":
         return None
     if not path:
-        raise CheckpointError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path=<run folder or global_step_N>"
-        )
+        raise CheckpointError("resume_mode=resume_path needs trainer.resume_from_path=<run or global_step_N>")
     return _resume_path(Path(path).expanduser(), on_event)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
+from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, PYTHON
 from verl.platform import probe
 from verl.platform.host import cores
+from verl.versions import HOLES, satisfies
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
 
 

@@ -22,9 +22,7 @@ def _reward(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    raise UserError(
-        "not in this release. `python3 -m verl.trainer.main_ppo … --check` prints the plan of batches."
-    )
+    raise UserError("not in this release. `python3 -m verl.trainer.main_ppo … --check` prints batches.")
 
 
 _DOCTOR = "what is installed, what works together, what is missing for which feature"

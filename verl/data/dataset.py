@@ -19,18 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.files import DataError, RowFiles
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.plugins import CustomRows
-from verl.data.rows import (
-    GSM8K,
-    BadRow,
-    ChatRenderer,
-    RowFields,
-    RowRules,
-    as_messages,
-    check_columns,
-    fields_of,
-)
+from verl.data.rows import GSM8K, BadRow, ChatRenderer, RowRules, as_messages, check_columns, fields_of
 from verl.trajectory import Prompt
 
 CHUNK = 512
@@ -155,10 +146,8 @@ def by_problem(records: Sequence[dict[str, Any]]) -> list[str]:
     """ "n × problem (e.g. file row n: detail)" of bad rows, the most frequent first."""
     counts = Counter(record["problem"] for record in records)
     first = {record["problem"]: record for record in reversed(records)}
-    return [
-        f"{count} × {problem} (e.g. {first[problem]['file']} row {first[problem]['row']}: {first[problem]['detail']})"
-        for problem, count in counts.most_common()
-    ]
+    examples = {p: f"{record['file']} row {record['row']}: {record['detail']}" for p, record in first.items()}
+    return [f"{count} × {problem} (e.g. {examples[problem]})" for problem, count in counts.most_common()]
 
 
 def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
@@ -172,9 +161,7 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
     if mode == "middle":
         head = limit // 2
         return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
-    raise DataError(
-        f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit} and cannot be cut"
-    )
+    raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
 
 
 class PromptDataset(CheckedRows):
@@ -187,7 +174,7 @@ class PromptDataset(CheckedRows):
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        files: Paths,
         config: Any,
         tokenizer: Any,
         *,
@@ -240,15 +227,11 @@ class PromptDataset(CheckedRows):
             left = {self.source.locate(int(row))[0] for row in good}
             for number, path in enumerate(self.paths):
                 if number not in left:
-                    raise DataError(
-                        f"{path}: no row is left: every prompt is longer than data.max_prompt_length={self._limit} "
-                        f"({self.longest()}); raise data.max_prompt_length",
-                        self.bad_rows,
-                    )
+                    limit = f"data.max_prompt_length={self._limit} ({self.longest()}); raise it"
+                    text = f"{path}: no row is left: every prompt is longer than {limit}"
+                    raise DataError(text, self.bad_rows)
         elif data.truncation == "error" and len(long):
-            ways = (
-                "data.filter_overlong_prompts=True (drop them), data.truncation=left|right|middle (cut them)"
-            )
+            ways = "data.filter_overlong_prompts=True (drops them), data.truncation=left|right|middle (cuts)"
             raise self.too_long(long, len(good), "data.max_prompt_length", self._limit, ways)
         return good
 
@@ -294,21 +277,15 @@ class PromptDataset(CheckedRows):
     def describe(self) -> list[str]:
         """Lines for the console: what was read, used, dropped, cut, and one example per problem."""
         facts = self.report
-        lines = [
-            f"{facts['used']} of {facts['rows']} rows from {self.names}; prompts of "
-            f"{facts['prompt_tokens_mean']:.0f} tokens on average, at most {facts['prompt_tokens_max']}"
-        ]
+        sizes = f"{facts['prompt_tokens_mean']:.0f} tokens on average, at most {facts['prompt_tokens_max']}"
+        lines = [f"{facts['used']} of {facts['rows']} rows from {self.names}; prompts of {sizes}"]
         if dropped := facts["dropped_too_long"]:
             share = dropped / max(1, int((self.lengths >= 0).sum()))
-            lines.append(
-                f"dropped {dropped} prompts ({share:.1%}) longer than {self._limit} tokens; {self.longest()}; "
-                f"first: {self.first_of(self._too_long, 3)}"
-            )
+            which = f"{self.longest()}; first: {self.first_of(self._too_long, 3)}"
+            lines.append(f"dropped {dropped} prompts ({share:.1%}) longer than {self._limit} tokens; {which}")
         if facts["cut"]:
-            lines.append(
-                f"{facts['cut']} prompts are cut to {self._limit} tokens "
-                f"(data.truncation={self.config.data.truncation}); {self.longest()}"
-            )
+            how = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
+            lines.append(f"{facts['cut']} prompts are cut to {how}; {self.longest()}")
         if any(self._scanner.plain) and GSM8K in self._sources:
             lines.append(f"plain format: ground truth from `#### n`, scored as {GSM8K}, flexible")
         if not self._scanner.renderer.has_template:
@@ -334,8 +311,8 @@ class Scanner:
     rules: RowRules
     renderer: ChatRenderer
 
-    def fields(self, row: dict[str, Any], index: int) -> RowFields:
-        """The row's parts. Raises BadRow."""
+    def fields(self, row: dict[str, Any], index: int) -> Any:
+        """The row's parts, a `RowFields`. Raises BadRow."""
         file, number = self.source.locate(index)
         return fields_of(row, number, self.plain[file], self.rules)
 

@@ -25,6 +25,8 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Paths = str | Sequence[str]
+"""One file, or several that are read one after the other."""
 # A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there.
 IN_MEMORY_BYTES = 256 * 2**20
 
@@ -100,9 +102,8 @@ def _private(shared: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise DataError(
-            f"{folder}: others can write to it or it is not this user's own; remove it, or leave use_shm off"
-        )
+        why = "others can write to it, or it is not this user's own"
+        raise DataError(f"{folder}: {why}; remove it, or leave use_shm off")
     return folder
 
 
@@ -295,12 +296,7 @@ def _looks_like(local: Path) -> str:
     return next(known, f"it starts with {head[:8]!r}")
 
 
-_READERS: dict[str, Any] = {
-    ".parquet": ParquetFile,
-    ".jsonl": JsonFile,
-    ".ndjson": JsonFile,
-    ".json": JsonFile,
-}
+_READERS: dict[str, Any] = {".parquet": ParquetFile} | dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonFile)
 
 
 def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> RowFile:
@@ -326,7 +322,7 @@ class RowFiles:
     `files` may be one path or a list. Raises DataError for anything that cannot be opened.
     """
 
-    def __init__(self, files: str | Sequence[str], cache_dir: str | None = None, *, use_shm: bool = False):
+    def __init__(self, files: Paths, cache_dir: str | None = None, *, use_shm: bool = False):
         paths = [files] if isinstance(files, str | os.PathLike) else list(files)
         if not paths:
             raise DataError("no data file is named; set data.train_files (or data.val_files)")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.files import DataError, RowFiles
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow, as_messages
 
@@ -22,12 +22,7 @@ class RLHFDataset:
     """
 
     def __init__(
-        self,
-        data_files: str | Sequence[str],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
-        max_samples: int = -1,
+        self, data_files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
     ):
         self.data_files = data_files
         self.tokenizer = tokenizer
@@ -117,7 +112,7 @@ class CustomRows:
         self.paths = [name]
 
     @classmethod
-    def load(cls, files: str | Sequence[str], config: Any, tokenizer: Any, split: str) -> CustomRows:
+    def load(cls, files: Paths, config: Any, tokenizer: Any, split: str) -> CustomRows:
         """Build `data.custom_cls` over the files of a split."""
         data = config.data
         path, name = data.custom_cls.path, data.custom_cls.name

@@ -81,21 +81,14 @@ def _part_text(part: Any, where: str) -> str:
 
 
 class ChatRenderer:
-    """Renders messages with the tokenizer's template and fixed keyword arguments, the same for every use.
+    """Renders messages with the tokenizer's template and fixed keyword arguments (data.apply_chat_template_kwargs), the
+    same for every use."""
 
-    kwargs: data.apply_chat_template_kwargs; tools: tool schemas, or None.
-    """
-
-    def __init__(
-        self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, tools: list[Any] | None = None
-    ):
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        self.tools = tools
         if wrong := [key for key in self.kwargs if key in _RESERVED]:
-            raise DataError(
-                f"data.apply_chat_template_kwargs: {', '.join(wrong)} is set by the system; remove it"
-            )
+            raise DataError(f"data.apply_chat_template_kwargs: {', '.join(wrong)} is set by the system")
 
     @property
     def has_template(self) -> bool:
@@ -108,11 +101,9 @@ class ChatRenderer:
         Raises DataError without a template, BadRow where the template refuses the messages.
         """
         if not self.has_template:
-            raise DataError(
-                "the tokenizer has no chat template and the prompts are messages; "
-                "set actor_rollout_ref.model.custom_chat_template (Jinja text or a file)"
-            )
-        options = {"tools": self.tools, "add_generation_prompt": generation} | self.kwargs | extra
+            todo = "set actor_rollout_ref.model.custom_chat_template (Jinja text or a file)"
+            raise DataError(f"the tokenizer has no chat template and the prompts are messages; {todo}")
+        options = {"add_generation_prompt": generation} | self.kwargs | extra
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
         except Exception as error:  # a template is user code: whatever it raises is about this row
@@ -215,13 +206,10 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
     need(rules.prompt_key, "data.prompt_key")
     if hidden := [name for name in columns if name in AGENT_LOOP_ARGUMENTS]:
         s = "s" if len(hidden) > 1 else ""
-        notice(
-            f"{file.path}: an agent loop's own arguments have the name{s} {', '.join(hidden)}; it finds the column{s} in "
-            "`columns`"
-        )
-    if not file.is_string(rules.prompt_key) or {rules.source_key, "data_source", "reward_model"} & set(
-        columns
-    ):
+        further = f"{', '.join(hidden)}; it finds the column{s} in `columns`"
+        notice(f"{file.path}: an agent loop's own arguments have the name{s} {further}")
+    chat = {rules.source_key, "data_source", "reward_model"} & {*columns}
+    if chat or not file.is_string(rules.prompt_key):
         need(rules.source_key, "data.reward_fn_key")
         if rules.needs_truth:
             need("reward_model", "")
@@ -234,10 +222,8 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
             need(name, "")
         notice(f"{file.path}: plain format without a column {name!r}; taken as null")
     if "reward" in columns:
-        notice(
-            f"{file.path}: plain format; the column 'reward' is passed in extra_info and otherwise unused "
-            "(sampled responses are scored by the reward function)"
-        )
+        use = "passed in extra_info and otherwise unused (the reward function scores what is sampled)"
+        notice(f"{file.path}: plain format; the column 'reward' is {use}")
     return True
 
 
@@ -292,9 +278,7 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     for key in rules.media_keys:
         media = row.get(key)
         if media is not None and len(media):
-            raise BadRow(
-                "media", f"column {key!r} is not empty: images, videos, audio are not in this release"
-            )
+            raise BadRow("media", f"column {key!r} is not empty: media are not in this release")
     source = row.get(rules.source_key)
     if not isinstance(source, str) or not source:
         raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r}, a name is needed")
@@ -306,9 +290,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
         "ground_truth": _truth(row.get("reward_model"), rules),
         "columns": {k: v for k, v in row.items() if k not in taken},
     }
-    return RowFields(
-        row["raw_prompt"] if row.get("raw_prompt") is not None else row.get(rules.prompt_key), facts
-    )
+    raw = row.get("raw_prompt")
+    return RowFields(row.get(rules.prompt_key) if raw is None else raw, facts)
 
 
 def _typed(name: str, value: Any, kind: type, word: str) -> Any:

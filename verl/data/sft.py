@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.data.dataset import CheckedRows
-from verl.data.files import DataError, RowFiles, absent_column
+from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 
@@ -39,12 +39,7 @@ class SFTDataset(CheckedRows):
     """
 
     def __init__(
-        self,
-        files: str | Sequence[str],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
-        max_samples: int = -1,
+        self, files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
     ):
         super().__init__(RowFiles(files, config.cache_dir, use_shm=config.use_shm))
         self.config = config
@@ -53,10 +48,8 @@ class SFTDataset(CheckedRows):
         self._renderer = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         self._finder = TurnFinder(self._renderer)
         if not tokenizer.is_fast:
-            raise DataError(
-                "supervised training needs a fast tokenizer (one with tokenizer.json): it gives the places "
-                "of tokens in the text, from which the loss mask is taken"
-            )
+            why = "places of tokens in the text, from which the loss mask is taken"
+            raise DataError(f"a fast tokenizer (one with tokenizer.json) is needed: it gives the {why}")
         self._special = self._end_tokens()
         self._check_columns()
         self._kept: dict[int, SFTRow] | None = {}
@@ -83,9 +76,7 @@ class SFTDataset(CheckedRows):
         for name in ("prompt_key", "response_key") if self.question_answer else ("messages_key",):
             column = self.config[name]
             if column is None:
-                raise DataError(
-                    f"data.{name} is not set: question/answer rows need data.prompt_key and data.response_key"
-                )
+                raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
             for file in self.source.files:
                 if column not in file.columns:
                     hint = "" if self.question_answer else _hint(file.columns)
@@ -206,10 +197,8 @@ class SFTDataset(CheckedRows):
     def describe(self) -> list[str]:
         """Lines for the console."""
         facts, split = self.report, self.split
-        lines = [
-            f"{split}: {facts['used']} of {facts['rows']} rows from {self.names}; "
-            f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
-        ]
+        sizes = f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
+        lines = [f"{split}: {facts['used']} of {facts['rows']} rows from {self.names}; {sizes}"]
         if facts["cut"]:
             how = f"{self._limit} tokens (data.truncation={self.config.truncation})"
             lines.append(f"{split}: {facts['cut']} rows are cut to {how}")
@@ -231,10 +220,9 @@ def _hint(columns: Sequence[str]) -> str:
     if pairs:
         return f"; for question/answer rows: data.prompt_key={pairs[0][0]} data.response_key={pairs[0][1]}"
     if "extra_info" in columns:
-        return (
-            "; for the answers of a gsm8k file: data.prompt_key=extra_info data.prompt_dict_keys=[question] "
-            "data.response_key=extra_info data.response_dict_keys=[answer]"
-        )
+        question = "data.prompt_key=extra_info data.prompt_dict_keys=[question]"
+        answer = "data.response_key=extra_info data.response_dict_keys=[answer]"
+        return f"; for the answers of a gsm8k file: {question} {answer}"
     return ""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from verl.data.rows import BadRow, ChatRenderer
 
 Span = tuple[int, int]
+Messages = Sequence[Mapping[str, Any]]
 _PROBE = {"role": "user", "content": "a"}
 _BLANKS = re.compile(r"\s*")
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -41,7 +42,7 @@ class TurnFinder:
             self._headers[key] = (header, role) if role and role != header else (header,)
         return self._headers[key]
 
-    def spans(self, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> list[Span]:
+    def spans(self, messages: Messages, text: str, **options: Any) -> list[Span]:
         """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
 
         Raises BadRow if a turn cannot be found, or if there is none.
@@ -60,9 +61,7 @@ class TurnFinder:
             raise BadRow("no assistant turn", "there is nothing to learn in this row")
         return spans
 
-    def _start(
-        self, before: Sequence[Mapping[str, Any]], text: str, cursor: int, options: Mapping[str, Any]
-    ) -> int | None:
+    def _start(self, before: Messages, text: str, cursor: int, options: Mapping[str, Any]) -> int | None:
         headers = self.headers(**options)
         base = self._rendered(before, options)
         if base is not None and len(base) >= cursor and text.startswith(base):
@@ -73,9 +72,7 @@ class TurnFinder:
         found = [(place, size) for place, size in found if place >= 0]
         return min(found)[0] - min(found)[1] if found else None
 
-    def _end(
-        self, upto: Sequence[Mapping[str, Any]], text: str, start: int, options: Mapping[str, Any]
-    ) -> int | None:
+    def _end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
         if not upto[-1].get("tool_calls"):
             return _content_end(text, start, upto[-1])
         whole = self._rendered(upto, options)
@@ -96,7 +93,7 @@ class TurnFinder:
         ids = [tokenizer(piece, add_special_tokens=False)["input_ids"][:1] for piece in pieces if piece]
         return {int(first) for found in ids for first in found} - {tokenizer.eos_token_id}
 
-    def _rendered(self, before: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    def _rendered(self, before: Messages, options: Mapping[str, Any]) -> str | None:
         if not before:
             return ""
         try:
@@ -104,7 +101,7 @@ class TurnFinder:
         except BadRow:  # some templates refuse a dialogue that ends early; the header search remains
             return None
 
-    def turns_alone(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+    def turns_alone(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         """The dialogue as its turns rendered one by one and joined, and the assistant spans in that."""
         once = self.renderer.text([_PROBE], generation=False, **options)
         twice = self.renderer.text([_PROBE, _PROBE], generation=False, **options)

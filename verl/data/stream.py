@@ -28,19 +28,17 @@ class PromptStream:
     def __init__(self, dataset: Any, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
         self.dataset = dataset
         self.batch_size = batch_size
-        self._order: _Seeded | _Sampled = (
-            _Seeded(dataset, seed, shuffle) if sampler is None else _Sampled(sampler, len(dataset))
-        )
+        seeded = sampler is None
+        self._order: Any = _Seeded(dataset, seed, shuffle) if seeded else _Sampled(sampler, len(dataset))
         self._sampler = sampler
         self.learns = hasattr(sampler, "update")
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []
         if self.rows_per_epoch < batch_size:
-            raise DataError(
-                f"{self.rows_per_epoch} usable rows are fewer than data.train_batch_size={batch_size}: lower the "
-                "batch size or add data"
-            )
+            todo = "lower the batch size or add data"
+            rows = f"{self.rows_per_epoch} usable rows"
+            raise DataError(f"{rows} are fewer than data.train_batch_size={batch_size}: {todo}")
 
     @property
     def rows_per_epoch(self) -> int:
@@ -147,9 +145,7 @@ class _Sampled:
             return None
         self._drawn[-1] += 1
         if not 0 <= row < self._rows:
-            raise DataError(
-                f"the custom sampler gives row {row}; the data set has rows 0 to {self._rows - 1}"
-            )
+            raise DataError(f"the custom sampler gives row {row}, the data has rows 0 to {self._rows - 1}")
         return row
 
     def _start(self, epoch: int) -> None:
@@ -181,10 +177,6 @@ class _Sampled:
 def open_stream(dataset: Any, config: Any) -> PromptStream:
     """The training stream of a configuration: seeded order, or data.sampler's class."""
     data = config.data
-    if data.datagen.path:
-        raise DataError(
-            "data.datagen is not in this release; generate the rows beforehand and name them in train_files"
-        )
     sampler = None
     if data.sampler.class_path:
         from verl.data.load_object import load_extern_object
@@ -195,8 +187,6 @@ def open_stream(dataset: Any, config: Any) -> PromptStream:
     size = data.train_batch_size
     stream = PromptStream(dataset, batch_size=size, seed=seed, shuffle=data.shuffle, sampler=sampler)
     if stream.unused_per_epoch:
-        notice(
-            f"{stream.unused_per_epoch} of {stream.rows_per_epoch} rows are left over at the end of each epoch (fewer "
-            f"than data.train_batch_size={size}) and not used in it"
-        )
+        left = f"{stream.unused_per_epoch} of {stream.rows_per_epoch} rows are left over at the end of each epoch"
+        notice(f"{left} (fewer than data.train_batch_size={size}) and not used in it")
     return stream

@@ -26,15 +26,8 @@ from verl.report.responses import Limits, Packed, pack_responses
 from verl.tracking.jsonl import jsonable
 
 SCRIPTS = (
-    "vendor/uPlot-LICENSE.js",
-    "vendor/uPlot.iife.min.js",
-    "core.js",
-    "charts.js",
-    "chart_list.js",
-    "responses.js",
-    "tokens.js",
-    "lists.js",
-    "app.js",
+    *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js", "chart_list.js"),
+    *("responses.js", "tokens.js", "lists.js", "app.js"),
 )
 SERIES_BYTES = 2_000_000
 POINTS = 1_500
@@ -63,18 +56,10 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
     data = escape_json(page_data(run, responses))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    own = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
     title = html.escape(" · ".join(reversed(names(run))))
-    slots = {
-        "title": title,
-        "policy": html.escape(policy),
-        "style": style,
-        "script": script,
-        "data": data,
-    }
+    slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": data}
     # One pass over the template: text that was put in is never searched for slots again.
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
 
@@ -109,13 +94,8 @@ def page_data(run: Run, responses: Packed) -> Record:
         "config": summary.flatten(run.config),
         "versions": summary.flatten(run.versions),
         "unreadable": dict(run.unreadable),
-        "responses": {
-            "rows": responses.rows,
-            "prompts": responses.prompts,
-            "tokens": responses.tokens,
-            "steps": responses.steps,
-            "stepsOnDisk": responses.steps_on_disk,
-        },
+        "responses": {name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "steps")}
+        | {"stepsOnDisk": responses.steps_on_disk},
     }
 
 
@@ -147,10 +127,9 @@ def thin(metrics: Metrics) -> Record:
     count = len(metrics.steps)
     room = max(50, SERIES_BYTES // (8 * max(1, len(metrics.columns))))
     every = max(1, math.ceil(count / min(POINTS, room)))
-    columns = {
-        name: [_digits(v) for v in (column if every == 1 else _buckets(column, every, name))]
-        for name, column in metrics.columns.items()
-    }
+    columns = {}
+    for name, column in metrics.columns.items():
+        columns[name] = [_digits(v) for v in (column if every == 1 else _buckets(column, every, name))]
     ends = range(every - 1, count + every - 1, every)
     return {"steps": [metrics.steps[min(e, count - 1)] for e in ends], "columns": columns, "every": every}
 

@@ -86,13 +86,11 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
     done = 0
     with path.open("rb") as file:
         for line in file:
+            if (record := parse_line(line)) is not None:
+                yield record
+            elif line.strip():
+                unreadable[path.name] += 1
             done += len(line)
-            if line.strip():
-                record = parse_line(line)
-                if record is None:
-                    unreadable[path.name] += 1
-                else:
-                    yield record
             if limit is not None and done >= limit:
                 return
 

@@ -11,9 +11,7 @@ from verl.report.read import Metrics, Record, Run, kind_of, number
 
 ACCURACY = re.compile(r"^val-core/.+/acc/mean@\d+$")
 REWARD = re.compile(r"^val-core/.+/reward/mean@\d+$")
-SECRET = re.compile(
-    r"(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$", re.IGNORECASE
-)
+SECRET = re.compile(r"(?i)(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$")
 
 FACTS = (
     ("Algorithm", "algorithm.adv_estimator"),
@@ -114,22 +112,18 @@ def elapsed(metrics: Metrics) -> float | None:
 def headline(metrics: Metrics) -> list[Record]:
     """The figures on top: `{label, name, from, to, value, better, note}`, only those the run has."""
     figures: list[Record] = []
-    name = accuracy_name(metrics)
-    if name:
-        points = present(metrics, name)
-        label = validation_label(metrics, name)
+    if name := accuracy_name(metrics):
+        label, points = validation_label(metrics, name), present(metrics, name)
         figures.append(_change(label, name, points, window=1, up=name != "val/loss"))
     for label, key, up in (("Mean score", "critic/score/mean", True), ("Training loss", "train/loss", False)):
-        points = present(metrics, key)
-        if points:
+        if points := present(metrics, key):
             figures.append(_change(label, key, points, window=max(1, len(points) // 20), up=up))
-    for label, keys, unit in (
-        ("Throughput", ("perf/throughput",), "tokens/s per device"),
-        ("Step time", ("timing_s/step", "train/time"), "s"),
+    step = "timing_s/step" if present(metrics, "timing_s/step") else "train/time"
+    for label, key, unit in (
+        ("Throughput", "perf/throughput", "tokens/s per device"),
+        ("Step time", step, "s"),
     ):
-        key = next((key for key in keys if present(metrics, key)), "")
-        if key:
-            recent = [v for _, v in present(metrics, key)][-50:]
+        if recent := [v for _, v in present(metrics, key)][-50:]:
             note = "median of the last " + (f"{len(recent)} steps" if len(recent) > 1 else "step")
             median = statistics.median(recent)
             figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
@@ -142,10 +136,8 @@ def _change(label: str, name: str, points: list[tuple[int, float]], window: int,
         return {"label": label, "name": name, "value": value, "unit": "", "note": f"at step {step}"}
     first = statistics.fmean(v for _, v in points[:window])
     last = statistics.fmean(v for _, v in points[-window:])
-    best_step, best = (max if up else min)(points, key=lambda p: p[1])
-    note = f"best {best:.4g} at step {best_step}"
-    if window > 1:
-        note = f"means of the first and last {window} steps"
+    step, best = (max if up else min)(points, key=lambda p: p[1])
+    note = f"means of the first and last {window} steps" if window > 1 else f"best {best:.4g} at step {step}"
     return {"label": label, "name": name, "from": first, "to": last, "up": up, "note": note}
 
 

@@ -43,11 +43,8 @@ class TorchTrace:
         names = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
         chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
         self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
-        self._flags = {
-            "profile_memory": "memory" in contents,
-            "record_shapes": "shapes" in contents,
-            "with_stack": "stack" in contents,
-        }
+        flags = {"profile_memory": "memory", "record_shapes": "shapes", "with_stack": "stack"}
+        self._flags = {flag: name in contents for flag, name in flags.items()}
         self._profile: Any = None
 
     def start(self) -> None:

@@ -172,10 +172,6 @@ def nsight_options(config: Any) -> dict[str, str] | None:
         return None
     given = dict(profiler.global_tool_config.nsys or {})
     chosen = given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k}
-    standard = {
-        "t": "cuda,nvtx,cublas",
-        "capture-range": "cudaProfilerApi",
-        "capture-range-end": f"repeat-shutdown:{len(profiler.steps)}",
-        "kill": "none",
-    }
+    standard = {"t": "cuda,nvtx,cublas", "capture-range": "cudaProfilerApi", "kill": "none"}
+    standard["capture-range-end"] = f"repeat-shutdown:{len(profiler.steps)}"
     return {name: str(value) for name, value in {**standard, **chosen}.items()}

@@ -134,9 +134,7 @@ class RunFolder:
             moved = self._supersede_metrics(resume_step)
             self._supersede_trajectories(resume_step)
         except OSError as error:
-            self._warn(
-                f"records of an earlier run in {self.root} could not be moved to {SUPERSEDED}/ ({error})"
-            )
+            self._warn(f"records of an earlier run in {self.root} could not be moved aside ({error})")
         self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
         if resume_step is not None:
             if record is not None and _last_step(self.root / METRICS) != resume_step:
@@ -215,10 +213,8 @@ def _last_step(path: Path) -> float | None:
 def mask_secrets(value: Any) -> Any:
     """Plain containers (for YAML) in which values under secret-looking keys are replaced by ***."""
     if isinstance(value, Mapping):
-        return {
-            str(k): "***" if v is not None and _SECRET_NAME.search(str(k)) else mask_secrets(v)
-            for k, v in value.items()
-        }
+        secret = {k for k, v in value.items() if v is not None and _SECRET_NAME.search(str(k))}
+        return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [mask_secrets(v) for v in value]
     if value is None or type(value) in (str, int, float, bool):
@@ -299,10 +295,9 @@ class LiveReport:
         command = [sys.executable, "-m", "verl.cli.main", "report", str(self._run_dir)]
         # In the folder that this package lies in, so that it is found; in a session of its own, spared by Ctrl-C.
         place: dict[str, Any] = {"cwd": Path(__file__).parents[2], "start_new_session": True}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PAGE_S, **place
-            )
+            done = subprocess.run(command, **place, **streams, timeout=PAGE_S)
             problem = done.stderr.strip()[-2000:] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{type(error).__name__}: {error}"

@@ -93,10 +93,8 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
     rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
-    rewards = [
-        float(t.score or 0.0) if t.token_rewards is None else float(np.sum(t.token_rewards, dtype=np.float64))
-        for t in rows
-    ]
+    given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
+    rewards = [float(np.sum(reward, dtype=np.float64)) for reward in given]
     out = spread("critic/score", scores) | spread("critic/rewards", rewards)
     out |= _over_tokens("critic/advantages", rows, "advantages", "loss_mask")
     if all(t.returns is t.advantages for t in rows):  # one column of a large step takes a tenth of a second
@@ -119,18 +117,11 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     asked = [t for t in batch if t.finish_reason != LOST]
     failed = [t for t in asked if not valid(t)]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
-    out |= {
-        "reward/errors": len(failed),
-        "reward/timeouts": sum(timed_out(t) for t in failed),
-        "reward/error_ratio": len(failed) / len(asked) if asked else math.nan,
-    }
+    kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
+    out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
+    out["reward/error_ratio"] = _ratio(len(failed), len(asked))
     latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
     return out | spread("reward/latency_s", latency, ("mean", "max"))
-
-
-def timed_out(trajectory: Trajectory) -> bool:
-    """True if scoring ended at a time limit; the runner notes the kind of failure in `extra`."""
-    return trajectory.extra.get("score_failure", {}).get("kind") == "timeout"
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
@@ -179,12 +170,10 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
     if not len(batch):
         return {}
     out: dict[str, Number] = {}
-    columns = {
-        name: np.array([float(t.timing.get(name, missing)) for t in batch])
-        for name, missing in _AGENT_TIMES.items()
-    }
-    for name, values in columns.items():
-        out |= spread(f"timing_s/agent_loop/{name}", values, ("min", "max", "mean"))
+    columns = {}
+    for name, missing in _AGENT_TIMES.items():
+        columns[name] = np.array([float(t.timing.get(name, missing)) for t in batch])
+        out |= spread(f"timing_s/agent_loop/{name}", columns[name], ("min", "max", "mean"))
     whole = columns["generate_sequences"] + columns["tool_calls"] + columns["compute_score"]
     slowest = int(whole.argmax())
     prefix = "timing_s/agent_loop/slowest"
@@ -259,16 +248,14 @@ def step_mfu(
     """
     if cost is None:
         return {}
-    rows = list(batch)
-    trained = [t for t in rows if t.loss_mask is not None and t.loss_mask.any()]
-    out = {}
-    for name, phase, chosen, passes in (
-        ("perf/mfu/actor", "update_actor", trained, (1 + BACKWARD) * epochs),
-        ("perf/mfu/actor_infer", "old_log_prob", rows, 1.0),
-    ):
-        if phase in timings:
-            lengths = (len(t.prompt.ids) + t.length for t in chosen)
-            out[name] = mfu(cost, lengths, timings[phase], passes=passes * computed)
+    sizes = [(len(t.prompt.ids) + t.length, t.loss_mask is not None and t.loss_mask.any()) for t in batch]
+    trained, out = [size for size, learns in sizes if learns], {}
+    if "update_actor" in timings:
+        passes = (1 + BACKWARD) * epochs * computed
+        out["perf/mfu/actor"] = mfu(cost, trained, timings["update_actor"], passes=passes)
+    if "old_log_prob" in timings:
+        every = [size for size, _ in sizes]
+        out["perf/mfu/actor_infer"] = mfu(cost, every, timings["old_log_prob"], passes=computed)
     return out
 
 

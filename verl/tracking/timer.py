@@ -55,7 +55,8 @@ class Phases:
 
     def __init__(self) -> None:
         self._spans: list[PhaseSpan] = []
-        self._stack: tuple[Phase, ...] = ()
+        self.stack: tuple[Phase, ...] = ()
+        """All phases in progress, outermost first."""
         self._progress = time.monotonic()
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Called with each phase's name, entered with it: a profiler's way to see phases."""
@@ -70,14 +71,14 @@ class Phases:
         """Time a phase; counts also when it ends by an exception. Where a run that was asked to stop stops."""
         interrupt.check()
         since = time.monotonic()
-        self._stack = (*self._stack, Phase(name, since, waits_for))
+        self.stack = (*self.stack, Phase(name, since, waits_for))
         self.beat()
         try:
             with self.mark(name):
                 yield
         finally:
             self._spans.append((name, since, time.monotonic()))
-            self._stack = self._stack[:-1]
+            self.stack = self.stack[:-1]
             self.beat()
 
     def timings(self) -> dict[str, float]:
@@ -101,13 +102,8 @@ class Phases:
     @property
     def current(self) -> Phase | None:
         """The innermost phase in progress."""
-        stack = self._stack
+        stack = self.stack
         return stack[-1] if stack else None
-
-    @property
-    def stack(self) -> tuple[Phase, ...]:
-        """All phases in progress, outermost first."""
-        return self._stack
 
     @property
     def idle(self) -> float:
@@ -194,9 +190,8 @@ class StepTimes:
         sampler, trainer = self.sampler_idle_ratio, self.trainer_idle_ratio
         out = {"perf/sampler_idle_ratio": sampler, "perf/trainer_idle_ratio": trainer}
         if samplers:
-            out["perf/device_busy_ratio"] = 1 - (samplers * sampler + trainers * trainer) / (
-                samplers + trainers
-            )
+            idle = samplers * sampler + trainers * trainer
+            out["perf/device_busy_ratio"] = 1 - idle / (samplers + trainers)
         return out
 
     def _share(self, seconds: float) -> float:
@@ -297,10 +292,8 @@ class Watchdog:
         name, waits_for = (stack[-1].name, stack[-1].waits_for) if stack else (None, None)
         idle_s = round(idle, 1)
         self._on_event("watchdog", phase=name, waits_for=waits_for, idle_s=idle_s, extra=extra, stacks=stacks)
-        phases = [
-            f"{p.name} since {now - p.since:.0f} s" + (f", waiting for {p.waits_for}" if p.waits_for else "")
-            for p in stack
-        ]
+        waits = [f", waiting for {phase.waits_for}" if phase.waits_for else "" for phase in stack]
+        phases = [f"{p.name} since {now - p.since:.0f} s{w}" for p, w in zip(stack, waits, strict=True)]
         where = "in " + " > ".join(phases) if phases else "between phases"
         text = f"verl: watchdog: no progress for {idle:.0f} s: {where}"
         print("\n".join(filter(None, [text, extra, stacks])), file=sys.stderr, flush=True)

@@ -125,10 +125,8 @@ class WandbTracker(Tracker):
         self._wandb = wandb
         mode = os.environ.get("WANDB_MODE", "online").lower()
         if mode in ("online", "shared", "run", "") and not logged_in(wandb):
-            raise Unavailable(
-                "not logged in; run `wandb login` or set WANDB_API_KEY, or set WANDB_MODE=offline to log to "
-                "disk and `wandb sync` later"
-            )
+            offline = "set WANDB_MODE=offline to log to disk and `wandb sync` later"
+            raise Unavailable(f"not logged in; run `wandb login` or set WANDB_API_KEY, or {offline}")
         patience = {"init_timeout": START_SECONDS, "login_timeout": 5}
         start = partial(
             wandb.init,
@@ -161,11 +159,7 @@ class WandbTracker(Tracker):
         _within(CLOSE_SECONDS, "uploading the rest", self._run.finish)
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "file": FileTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
+TRACKERS = {"file": FileTracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 
 
 def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tracker:

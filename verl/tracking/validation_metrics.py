@@ -92,9 +92,8 @@ def _value(t: Trajectory, variable: str) -> float | None:
 
 def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
     """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
-    found = [
-        _value(t, variable) if valid(t) else (0.0 if variable == ACC and zero_failed else None) for t in group
-    ]
+    failed = 0.0 if variable == ACC and zero_failed else None
+    found = [_value(t, variable) if valid(t) else failed for t in group]
     return [value for value in found if value is not None]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.data.files import DataError, open_file, written_whole
 
+Rows = Callable[[str | None, str], list[dict[str, Any]]]
 RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
 
 
@@ -25,11 +26,9 @@ class Target:
     limit: int | None = None
 
 
-def parser(
-    name: str, description: str, *, folder: str | None = None, local_raw: bool = True
-) -> argparse.ArgumentParser:
+def parser(name: str, about: str, *, folder: str = "", local_raw: bool = True) -> argparse.ArgumentParser:
     """The flags that every script has; `folder` is the default under ~/data."""
-    out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
+    out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=about)
     out.set_defaults(default_folder=folder or name)
     add = out.add_argument
     add("--local_save_dir", help=f"where to write (default ~/data/{folder or name})")
@@ -60,11 +59,7 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
     """
     base = Path(os.path.expandvars(root)).expanduser()
     if not base.is_dir():
-        what = (
-            "this is a file, the directory that holds the raw files is needed"
-            if base.is_file()
-            else "no such directory"
-        )
+        what = "a file, name the directory it is in" if base.is_file() else "no such directory"
         raise DataError(f"{root}: {what} (--local_dataset_path)")
     folders = [base, base / "data"] + ([base / config, base / config / "data"] if config else [])
     for folder in folders:
@@ -109,9 +104,8 @@ def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
         names = HfApi().list_repo_files(repo, repo_type="dataset")
         wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
         if not wanted:
-            raise DataError(
-                f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {', '.join(names[:8])}"
-            )
+            found = ", ".join(names[:8])
+            raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {found}")
         return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
     except DataError:
         raise
@@ -148,15 +142,9 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int
     return 0
 
 
-def two_splits(
-    name: str,
-    description: str,
-    rows: Callable[[str | None, str], list[dict[str, Any]]],
-    argv: Sequence[str] | None,
-    folder: str | None = None,
-) -> int:
+def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:
     """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
-    args = parser(name, description, folder=folder).parse_args(argv)
+    args = parser(name, about, folder=folder).parse_args(argv)
     where = target(args)
     return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
 
