@@ -82,8 +82,8 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
         found = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
         raise DataError(f"{path}: this is a directory, name the file itself ({found})")
     if not local.parent.is_dir():
-        where = f"the folder {local.parent} does not exist"
-        raise DataError(f"{path}: no such file ({where}); `verl prepare` makes data sets")
+        what = f"no such file (the folder {local.parent} does not exist)"
+        raise DataError(f"{path}: {what}; `verl prepare` makes data sets")
     if not local.exists():
         raise DataError(f"{path}: no such file{files_beside(local, tuple(_READERS))}")
     shm = Path("/dev/shm")
@@ -102,7 +102,7 @@ def _private(shared: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        why = "others can write to it, or it is not this user's own"
+        why = "others can write to it or it is not this user's own"
         raise DataError(f"{folder}: {why}; remove it, or leave use_shm off")
     return folder
 

@@ -48,8 +48,8 @@ class SFTDataset(CheckedRows):
         self._renderer = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         self._finder = TurnFinder(self._renderer)
         if not tokenizer.is_fast:
-            why = "places of tokens in the text, from which the loss mask is taken"
-            raise DataError(f"a fast tokenizer (one with tokenizer.json) is needed: it gives the {why}")
+            why = "it gives the places of tokens in the text, from which the loss mask is taken"
+            raise DataError(f"supervised training needs a fast tokenizer (one with tokenizer.json): {why}")
         self._special = self._end_tokens()
         self._check_columns()
         self._kept: dict[int, SFTRow] | None = {}

@@ -187,6 +187,6 @@ def open_stream(dataset: Any, config: Any) -> PromptStream:
     size = data.train_batch_size
     stream = PromptStream(dataset, batch_size=size, seed=seed, shuffle=data.shuffle, sampler=sampler)
     if stream.unused_per_epoch:
-        left = f"{stream.unused_per_epoch} of {stream.rows_per_epoch} rows are left over at the end of each epoch"
-        notice(f"{left} (fewer than data.train_batch_size={size}) and not used in it")
+        what = f"rows are left over at the end of each epoch (fewer than data.train_batch_size={size})"
+        notice(f"{stream.unused_per_epoch} of {stream.rows_per_epoch} {what} and not used in it")
     return stream
