@@ -25,11 +25,9 @@ from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
 from verl.tracking.step_metrics import BACKWARD, Counters, mfu
 from verl.tracking.timer import profiled
-from verl.trainer.health import has_nonfinite_log_probs
-from verl.trainer.resume import refuse_other_data
+from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
-from verl.trainer.storage import Storage
 from verl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class SFTTrainer:
         """Train from the newest checkpoint, or from the start, to the last step."""
         from verl.tracking.run_folder import LiveReport
         from verl.tracking.timer import Phases, Watchdog
-        from verl.trainer.refused import RefusedSteps
+        from verl.trainer.step_record import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking
         self.engine.schedule(self.total_steps)
