@@ -6,11 +6,11 @@ For the training engine and for the sampler, neither of which imports the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config.layout import ATTENTION_LAYERS
-from verl.tracking.mfu import ModelCost
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,26 @@ class AttentionSizes:
     def cached(self) -> int:
         """Numbers that the keys and values of one token are."""
         return self.kv_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """FLOPs of one forward pass: `per_token`, and `per_pair` for each pair of a token and one that it attends to.
+
+    `peak`: FLOP/s of all training devices together, in the data type that the products run in.
+    """
+
+    per_token: float
+    per_pair: float
+    peak: float
+
+    def forward(self, lengths: Iterable[int]) -> float:
+        """FLOPs of a forward pass over causal sequences of these lengths."""
+        tokens = pairs = 0
+        for length in lengths:
+            tokens += length
+            pairs += length * (length + 1) // 2
+        return self.per_token * tokens + self.per_pair * pairs
 
 
 def layer_configs(text: Any) -> list[Any]:

@@ -13,10 +13,8 @@ import numpy as np
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import weights_of_the_update
 from verl.algorithms.importance import parse_correction
-from verl.tracking.mfu import step_mfu
-from verl.tracking.profiler import profiled
-from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
-from verl.tracking.timeline import Timeline, step_times
+from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
+from verl.tracking.timer import Timeline, profiled, step_times
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
 

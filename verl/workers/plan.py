@@ -19,7 +19,7 @@ from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES
 from verl.algorithms.settings import setting
 from verl.engine.training.base import StepResult
-from verl.tracking.reduce import merge_metrics
+from verl.tracking.names import merge_metrics
 from verl.trajectory import Batch, Segment, Trajectory, segments_of, split_groups
 
 _COLUMNS = ("loss_mask", "advantages", "is_weights", "old_log_probs", "ref_log_probs")

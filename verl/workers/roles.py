@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.algorithms.objective import trajectory_tokens
 from verl.engine.training.base import StepResult
-from verl.tracking.mfu import ModelCost
+from verl.models.layers import ModelCost
 from verl.trajectory import Batch, Segment
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise

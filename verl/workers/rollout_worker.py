@@ -19,7 +19,8 @@ from verl.config import Map
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
-from verl.tracking.profiler import Profiled, open_profiler
+from verl.tracking.profiler import open_profiler
+from verl.tracking.timer import Profiled
 from verl.workers import codec
 from verl.workers.codec import Payload
 
@@ -52,7 +53,8 @@ class RolloutWorker(Profiled):
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
-        from verl.data.tokenizer import load_tokenizer, text_of
+        from verl.data.rows import text_of
+        from verl.data.tokenizer import load_tokenizer
         from verl.platform import detect
         from verl.workers import build
         from verl.workers.worker import prepare_process

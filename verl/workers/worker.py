@@ -20,7 +20,7 @@ from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepRes
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.tracking.profiler import Profiled, spanned
+from verl.tracking.timer import Profiled, spanned
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.base import SyncResult
 from verl.workers import build, codec

@@ -48,7 +48,7 @@ class Completion:
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
     `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
     tokens that the prompt ends with, then token_ids), where the engine has decoded it as
-    `verl.data.tokenizer.text_of` does.
+    `verl.data.rows.text_of` does.
     """
 
     token_ids: np.ndarray

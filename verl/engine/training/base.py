@@ -17,8 +17,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from verl.models.layers import ModelCost
     from verl.platform import Platform
-    from verl.tracking.mfu import ModelCost
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)

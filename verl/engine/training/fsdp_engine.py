@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel
 
-    from verl.tracking.mfu import ModelCost
+    from verl.models.layers import ModelCost
     from verl.trajectory import Segment
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
