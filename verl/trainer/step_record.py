@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.agreement import first_step_disagreement
-from verl.algorithms.correction import weights_of_the_update
-from verl.algorithms.importance import parse_correction
+from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.tracking.mfu import step_mfu
 from verl.tracking.profiler import profiled
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
