@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
 from tests.unit.engine_cases import assert_close, gradients, rows_of
-from verl.algorithms.aggregate import MODES
 from verl.algorithms.driver import compute_advantages
+from verl.algorithms.policy_loss import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup

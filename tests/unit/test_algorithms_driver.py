@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import algorithm, response
-from verl.algorithms.driver import compute_advantages
-from verl.algorithms.outcomes import prepare_outcomes, token_rewards
+from verl.algorithms.driver import compute_advantages, prepare_outcomes, token_rewards
 from verl.algorithms.registry import ESTIMATORS
 from verl.tracking.step_metrics import score_metrics
 from verl.trajectory import Batch, flat
@@ -45,15 +44,8 @@ def test_failed_scores_are_not_outcomes() -> None:
             response("b", [1], math.inf),
         ]
     )
-    usable, counts = prepare_outcomes(batch, 3, True)
-    assert usable.tolist() == [True, False, True, False, False]
-    assert counts.as_dict() == {
-        "failed": 3,
-        "dropped_groups": 0,
-        "failed_groups": 1,
-        "empty": 0,
-        "usable": 2,
-    }
+    usable, dropped = prepare_outcomes(batch, 3, True)
+    assert usable.tolist() == [True, False, True, False, False] and dropped == 0
     assert [t.loss_mask.tolist() for t in batch] == [
         [True, True],
         [False],
@@ -71,17 +63,16 @@ def test_a_group_left_with_one_response(rollout_n: int, needs: bool, dropped: in
     batch = Batch(
         [response("a", [1], 1.0), response("a", [1], None), response("b", [1], 1.0), response("b", [1], 0.0)]
     )
-    usable, counts = prepare_outcomes(batch, rollout_n, needs)
-    assert counts.dropped_groups == dropped
+    usable, found = prepare_outcomes(batch, rollout_n, needs)
+    assert found == dropped
     assert usable.tolist() == [not dropped, False, True, True]
     assert batch[0].loss_mask.any() == (not dropped)
 
 
 def test_an_empty_answer_is_an_outcome() -> None:
     batch = Batch([response("a", [], -1.0), response("a", [1], 1.0)])
-    usable, counts = prepare_outcomes(batch, 2, True)
-    assert usable.all()
-    assert (counts.empty, counts.dropped_groups) == (1, 0)
+    usable, dropped = prepare_outcomes(batch, 2, True)
+    assert usable.all() and dropped == 0
 
 
 # ------------------------------------------------------------------------------------------ rewards on tokens

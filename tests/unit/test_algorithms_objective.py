@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, response
-from verl.algorithms.aggregate import MODES
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
+from verl.algorithms.policy_loss import MODES
 from verl.algorithms.registry import LOSSES
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of

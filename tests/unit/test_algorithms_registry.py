@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl.algorithms import core_algos, correction
+from verl.algorithms import core_algos, rollout_corr_helper
 from verl.algorithms.registry import Registry
 
 
@@ -97,15 +97,15 @@ def test_every_public_name_can_be_imported_and_the_later_ones_say_so() -> None:
         "compute_value_loss",
     ]
     names += ["agg_loss", "kl_penalty", "AdaptiveKLController", "FixedKLController", "get_kl_controller"]
-    there = set(core_algos.__all__)
+    there = set(vars(core_algos))
     for name in names:
         function = getattr(core_algos, name)
         if name not in there:
             with pytest.raises(ValueError, match=f"{name} is not in this release"):
                 function(1, key=2)
     for name in ("correction_and_rejection_mask", "correction_weights", "rejection_mask"):
-        assert callable(getattr(correction, f"compute_rollout_{name}"))
-    for module in (core_algos, correction):
+        assert callable(getattr(rollout_corr_helper, f"compute_rollout_{name}"))
+    for module in (core_algos, rollout_corr_helper):
         with pytest.raises(AttributeError, match="no attribute 'compute_nothing'"):
             getattr(module, "compute_nothing")  # noqa: B009
 

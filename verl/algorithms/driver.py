@@ -1,11 +1,13 @@
 """From scores to advantages: what the loop calls once per step, on the driver.
 
 decide which responses count → token rewards → KL in the reward → correction → the estimator → columns of the batch.
+A failed score is not an outcome. It never becomes a number: the response leaves every statistic and the loss.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +15,9 @@ import numpy as np
 import torch
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
-from verl.algorithms.correction import correct
-from verl.algorithms.importance import parse_correction
+from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.outcomes import has_outcome, prepare_outcomes, token_rewards
-from verl.algorithms.registry import ESTIMATORS, Algorithm
-from verl.algorithms.settings import setting
+from verl.algorithms.registry import ESTIMATORS, Algorithm, setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 _OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}
@@ -32,7 +31,7 @@ def compute_advantages(
     `algorithm` is the config group (adv_estimator, norm_adv_by_std_in_grpo, use_kl_in_reward, kl_penalty, …);
     `kl_beta` the coefficient of the KL in the reward, needed with use_kl_in_reward (then old and reference
     log-probs must be there). Responses that do not count (see
-    `outcomes.prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
+    `prepare_outcomes`) get advantages of zero and an empty loss mask, and no estimator sees them.
 
     With `algorithm.rollout_correction` rows also get is_weights, and what is rejected leaves their loss_mask; in
     bypass mode that is done before each update (verl.workers.plan), for it needs the weights of that moment.
@@ -41,8 +40,8 @@ def compute_advantages(
     rollout_corr/rollout_is_… and rollout_rs_….
     """
     estimator = ESTIMATORS.get(algorithm.adv_estimator)
-    usable, counts = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
-    metrics: dict[str, float] = {"training/dropped_groups": counts.dropped_groups}
+    usable, dropped = prepare_outcomes(batch, rollout_n, needs_group_baseline(estimator))
+    metrics: dict[str, float] = {"training/dropped_groups": dropped}
     correction = parse_correction(setting(algorithm, "rollout_correction"))
     for t in batch:
         t.advantages = t.returns = np.zeros(t.length, np.float32)
@@ -65,6 +64,59 @@ def compute_advantages(
         else:
             _estimate_responses(rows, whole, algorithm)
     return metrics
+
+
+def has_outcome(trajectory: Trajectory) -> bool:
+    """True if the response has a finite score."""
+    return trajectory.score is not None and math.isfinite(trajectory.score)
+
+
+def prepare_outcomes(batch: Batch, rollout_n: int, needs_group_baseline: bool) -> tuple[np.ndarray, int]:
+    """Decide which responses count and set `loss_mask` of every trajectory.
+
+    Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses and all False
+    elsewhere. With `rollout_n` ≥ 2 and an estimator that compares the members of a group, a group left with one scored
+    response has no baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
+    """
+    outcomes = {id(t) for t in batch if has_outcome(t)}
+    dropped = 0
+    for group in batch.groups():
+        members = [id(t) for t in group if id(t) in outcomes]
+        if len(members) == 1 and rollout_n >= 2 and needs_group_baseline:
+            dropped += 1
+            outcomes -= set(members)
+    usable = np.array([id(t) in outcomes for t in batch], dtype=bool)
+    for t, counts in zip(batch, usable, strict=True):
+        t.loss_mask = np.array(t.response_mask, dtype=bool) if counts else np.zeros(t.length, dtype=bool)
+    return usable, dropped
+
+
+def token_rewards(trajectory: Trajectory) -> np.ndarray:
+    """Rewards per token, float64 [L], that sum to the score; they stand on policy tokens only.
+
+    The score stands on the last policy token, whatever follows it. `extra["token_scores"]` (any sequence of
+    L numbers), where a reward is given per token, is taken instead; what it puts on a token the policy did
+    not write moves to the nearest policy token before it (else the first after it). Without a policy token
+    all are 0. ValueError if token_scores has another length.
+    """
+    mask = trajectory.response_mask
+    rewards = np.zeros(trajectory.length, dtype=np.float64)
+    if not np.any(mask):
+        return rewards
+    scores = trajectory.extra.get("token_scores")
+    if scores is None:
+        rewards[-1 - np.argmax(mask[::-1])] = trajectory.score
+        return rewards
+    written = np.flatnonzero(mask)
+    given = np.asarray(scores, dtype=np.float64)
+    if given.shape != rewards.shape:
+        raise ValueError(
+            f"response {trajectory.index} of {trajectory.uid}: token_scores has shape {given.shape}, "
+            f"the response has {trajectory.length} tokens"
+        )
+    before = np.searchsorted(written, np.arange(trajectory.length), side="right") - 1
+    np.add.at(rewards, written[before.clip(min=0)], given)
+    return rewards
 
 
 def needs_group_baseline(estimator: Algorithm) -> bool:

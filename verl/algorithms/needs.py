@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
-from verl.algorithms.importance import parse_correction
-from verl.algorithms.registry import ESTIMATORS, LOSSES
-from verl.algorithms.settings import setting
+from verl.algorithms.correction import parse_correction
+from verl.algorithms.registry import ESTIMATORS, LOSSES, setting
 from verl.errors import UserError
 
 

@@ -1,7 +1,7 @@
 """The numbers of a training step that follow from its batch, its timings and counters (metrics.md §2 to §6).
 
 Pure functions: a `Batch` and facts in, names and plain Python numbers out. What the losses report comes from the
-training engine, the comparison of sampler and trainer from `verl.algorithms.correction`.
+training engine, the comparison of sampler and trainer from `verl.algorithms.agreement`.
 
 Model FLOPs utilisation is what the model's own arithmetic takes, against what the devices could have done. Counted are
 the matrix products of the model's definition, once: nothing for recomputed layers, nothing for padding (there is none),
@@ -206,7 +206,7 @@ def agreement_metrics(batch: Batch) -> dict[str, Number]:
     """Sampler against trainer, where the sampler's log-probs were kept; {} without them."""
     if not any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
         return {}
-    from verl.algorithms.correction import sampler_metrics
+    from verl.algorithms.agreement import sampler_metrics
 
     found = {name: plain(value) for name, value in sampler_metrics(batch).items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
-from verl.algorithms.correction import weights_of_the_update
-from verl.algorithms.importance import parse_correction
+from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import Timeline, profiled, step_times
 from verl.trajectory import COLUMNS

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.correction import correct
-from verl.algorithms.importance import parse_correction
+from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
-from verl.algorithms.registry import LOSSES
-from verl.algorithms.settings import setting
+from verl.algorithms.registry import LOSSES, setting
 from verl.engine.training.base import StepResult
 from verl.tracking.names import merge_metrics
 from verl.trajectory import Batch, Segment, Trajectory, segments_of, split_groups

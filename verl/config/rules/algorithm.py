@@ -114,7 +114,7 @@ def _correction(c: Check) -> None:
 
 def _thresholds(c: Check, correction: Any) -> None:
     """Weights and rejection rules have thresholds that parse, one for each rule or one for all."""
-    from verl.algorithms.importance import parse_rule, parse_rules, parse_weighting
+    from verl.algorithms.correction import parse_rule, parse_rules, parse_weighting
 
     if correction.rollout_is in ("token", "sequence"):
         _attempt(c, parse_weighting, correction.rollout_is, correction.rollout_is_threshold)
