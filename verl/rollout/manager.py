@@ -86,8 +86,8 @@ class PromptGroup:
 class RolloutManager:
     """Runs agent loops over one engine.
 
-    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` run the agent
-    loops that users write (None: they run here).
+    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` makes those
+    that run users' agent loops, when the first is needed (None: they run here).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RolloutManager:
         tokenizer: Any = None,
         config: Any = None,
         event: Callable[..., None] | None = None,
-        processes: LoopProcesses | None = None,
+        processes: Callable[[], LoopProcesses] | None = None,
     ):
         self.engine = engine
         self.settings = settings
@@ -109,7 +109,8 @@ class RolloutManager:
         self._on_finished = on_finished
         self._tokenizer = tokenizer
         self._config = config
-        self._processes = processes
+        self._open_processes = processes
+        self._processes: LoopProcesses | None = None
         self._event = event or (lambda kind, **fields: None)
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
@@ -298,7 +299,8 @@ class RolloutManager:
         output: Any
         started = time.monotonic()
         try:
-            if self._processes is not None and agent_loop.is_users(name):
+            if self._open_processes is not None and agent_loop.is_users(name):
+                self._processes = self._processes or self._open_processes()
                 output = await self._processes.run(name, session, params, prompt.columns, own)
             else:
                 loop = agent_loop.get(name)(session.generate, self._tokenizer, self._config)

@@ -226,7 +226,7 @@ def build_parts(
         tokenizer=tokenizer,
         config=config,
         event=tracking.event,
-        processes=LoopProcesses(loops.num_workers, config) if loops.num_workers else None,
+        processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
     )
     parts = Parts(
         stream=stream,
