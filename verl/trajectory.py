@@ -47,6 +47,7 @@ COLUMNS: dict[str, Column] = {
     "returns": Column(source="adv", public="returns"),
     "loss_mask": Column(bool, source="adv", public="loss_mask"),
     "is_weights": Column(source="adv", public="rollout_is_weights"),
+    "mini_batch_values": Column(source="update", public="mini_batch_values"),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
 distribution sampled from, 0 where the mask is False. All but the first two are absent (None) until their pass fills them."""

@@ -249,8 +249,8 @@ def test_what_is_missing_is_named() -> None:
         ActorObjective(actor(), denominators)(MicroBatch(rows, flat))
     with pytest.raises(ValueError, match="log-probs for rows with 17 response tokens"):
         ActorObjective(actor(), denominators)(MicroBatch(rows, flat[:-1]))
-    with pytest.raises(ValueError, match="'gspo' is not in this release"):
-        ActorObjective(actor(loss_mode="gspo"), denominators)
+    with pytest.raises(ValueError, match="Unknown policy loss simply: gsop"):
+        ActorObjective(actor(loss_mode="gsop"), denominators)
 
 
 def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.MonkeyPatch) -> None:

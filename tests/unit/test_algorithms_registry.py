@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from verl.algorithms import core_algos, rollout_corr_helper
-from verl.algorithms.registry import Registry
 
 
 @pytest.fixture
@@ -51,28 +50,11 @@ def test_built_in_names() -> None:
 
 def test_unknown_names_list_what_is_there() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_vec"
+        ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_passk"
     ):
         core_algos.get_adv_estimator_fn("gprpo")
     with pytest.raises(ValueError, match=r"Unknown policy loss simply: ppo\. There are: .*vanilla"):
         core_algos.get_policy_loss_fn("ppo")
-
-
-@pytest.mark.parametrize("name", ["gae", "rloo", "optimal_token_baseline", core_algos.AdvantageEstimator.OPO])
-def test_known_estimators_of_later_releases(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not in this release\. There are: .*grpo"):
-        core_algos.get_adv_estimator_fn(name)
-
-
-@pytest.mark.parametrize("name", ["gspo", "kl_cov", "dro"])
-def test_known_losses_of_later_releases(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not in this release\. There are: .*vanilla"):
-        core_algos.get_policy_loss_fn(name)
-
-
-def test_a_user_may_fill_a_name_that_is_not_there_yet(tables: None) -> None:
-    core_algos.register_policy_loss("gspo")(double)
-    assert core_algos.get_policy_loss_fn("gspo") is double
 
 
 def test_registrations_reach_the_trainer() -> None:
@@ -85,7 +67,7 @@ def test_registrations_reach_the_trainer() -> None:
         del ESTIMATORS.functions["test_reaches_the_trainer"]
 
 
-def test_every_public_name_can_be_imported_and_the_later_ones_say_so() -> None:
+def test_every_public_name_can_be_imported() -> None:
     losses = "vanilla gspo sapo gpg clip_cov kl_cov geo_mean cispo dppo_tv dppo_kl dro bypass_mode reinforce"
     estimators = "grpo grpo_vectorized grpo_passk gdpo reinforce_plus_plus reinforce_plus_plus_baseline"
     estimators += " rloo rloo_vectorized opo remax gpg"
@@ -97,20 +79,9 @@ def test_every_public_name_can_be_imported_and_the_later_ones_say_so() -> None:
         "compute_value_loss",
     ]
     names += ["agg_loss", "kl_penalty", "AdaptiveKLController", "FixedKLController", "get_kl_controller"]
-    there = set(vars(core_algos))
-    for name in names:
-        function = getattr(core_algos, name)
-        if name not in there:
-            with pytest.raises(ValueError, match=f"{name} is not in this release"):
-                function(1, key=2)
+    assert all(callable(getattr(core_algos, name)) for name in names)
     for name in ("correction_and_rejection_mask", "correction_weights", "rejection_mask"):
         assert callable(getattr(rollout_corr_helper, f"compute_rollout_{name}"))
     for module in (core_algos, rollout_corr_helper):
         with pytest.raises(AttributeError, match="no attribute 'compute_nothing'"):
             getattr(module, "compute_nothing")  # noqa: B009
-
-
-def test_a_registry_of_ones_own() -> None:
-    registry = Registry("thing", "register_thing", ("later",))
-    with pytest.raises(ValueError, match="thing 'later' is not in this release"):
-        registry.get("later")

@@ -1,50 +1,48 @@
 # ruff: noqa: F401  (everything here is for others to import)
 """What users import: the estimators, losses, KL and registries under the names of the public interface.
 
-Plug-ins reach this module as `verl.trainer.ppo.core_algos`. Names of the public interface that this release
-lacks can be imported; calling one raises ValueError that says so.
+Plug-ins reach this module as `verl.trainer.ppo.core_algos`. Importing it fills the registries.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.algorithms.advantage import (
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
 )
-from verl.algorithms.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    get_kl_controller,
-    kl_penalty,
-)
+from verl.algorithms.covariance_loss import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from verl.algorithms.divergence_loss import compute_policy_loss_dppo_kl, compute_policy_loss_dppo_tv
+from verl.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from verl.algorithms.policy_loss import (
     agg_loss,
     compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
+    compute_policy_loss_dro,
+    compute_policy_loss_gpg,
     compute_policy_loss_reinforce,
+    compute_policy_loss_sapo,
     compute_policy_loss_vanilla,
 )
-from verl.algorithms.registry import (
-    ESTIMATORS,
-    LOSSES,
-    AdvantageEstimator,
-    Algorithm,
-    not_in_release,
+from verl.algorithms.registry import ESTIMATORS, LOSSES, AdvantageEstimator, Algorithm
+from verl.algorithms.sequence_loss import compute_policy_loss_geo_mean, compute_policy_loss_gspo
+from verl.algorithms.token_advantage import (
+    compute_gae_advantage_return,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
 )
+from verl.algorithms.value_loss import compute_value_loss
 
 # The tables the trainer reads.
 ADV_ESTIMATOR_REGISTRY: dict[str, Algorithm] = ESTIMATORS.functions
 POLICY_LOSS_REGISTRY: dict[str, Algorithm] = LOSSES.functions
-
-_LATER = {
-    "compute_gae_advantage_return",
-    "compute_optimal_token_baseline_advantage",
-    "compute_value_loss",
-    *(f"compute_{name}_outcome_advantage" for name in ESTIMATORS.known),
-    *(f"compute_policy_loss_{name}" for name in LOSSES.known),
-}
-
 
 register_adv_est = ESTIMATORS.register
 # Decorator: an advantage estimator under a name, for `algorithm.adv_estimator=name`. The function is called with keywords and
@@ -60,10 +58,3 @@ register_policy_loss = LOSSES.register
 # ValueError if another function has the name.
 get_policy_loss_fn = LOSSES.get
 # The policy loss under a name. ValueError naming those that exist if there is none.
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        there = f"Estimators: {', '.join(sorted(ADV_ESTIMATOR_REGISTRY))}. Losses: {', '.join(sorted(POLICY_LOSS_REGISTRY))}."
-        return not_in_release(name, f"What there is: {there}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
+from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES, setting
 from verl.errors import UserError

@@ -139,7 +139,8 @@ class ActorObjective:
             name = "vanilla"
         reinforce = self._correction.bypass and self._correction.reinforce
         self._loss = on_inputs(compute_policy_loss_reinforce if reinforce else LOSSES.get(name))
-        self._needs = LOSSES.needs(name) - {"advantages", "response_mask"}
+        self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs"}
+        self._whole = None if reinforce else LOSSES.whole(name)
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
@@ -196,8 +197,14 @@ class ActorObjective:
             rollout_is_weights=self._weights(area, log_probs, old),
             entropy=None if entropy is None else area.pad(entropy),
             trajectory_tokens=counts,
-            columns={name: area.needed(name, "policy loss") for name in self._needs},
+            columns=self._columns(area),
         )
+
+    def _columns(self, area: PaddedMicroBatch) -> dict[str, torch.Tensor]:
+        names = set(self._needs)
+        if self._whole is not None and any("mini_batch_values" in row.columns for row in area.rows):
+            names.add("mini_batch_values")
+        return {name: area.needed(name, "policy loss") for name in names}
 
     def _weights(
         self, area: PaddedMicroBatch, log_prob: torch.Tensor, old: torch.Tensor

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
-from verl.algorithms.registry import LOSSES, setting
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch, setting
 from verl.config.schema.actor import AGG_MODES as MODES
 
 LOG_RATIO_LIMIT = 20.0
@@ -126,11 +127,34 @@ class LossInputs:
         """d = logp − old, 0 where the mask is not set."""
         return masked(self.log_probs - self.old_log_probs, self.loss_mask)
 
+    def ratio(self) -> torch.Tensor:
+        """ρ = exp(d), d limited to ±20."""
+        return self.log_ratio().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
     @torch.no_grad()
-    def means(self, *values: torch.Tensor) -> list[float]:
-        """Mean of each over the tokens in the loss, read from the device in one go."""
+    def metrics(self, **values: torch.Tensor) -> dict[str, float]:
+        """`actor/{name}` of each, its mean over the tokens in the loss, and actor/ppo_kl, that of old − logp.
+
+        They are read from the device in one go.
+        """
         mask = self.loss_mask
-        return torch.stack([masked_mean(v.to(mask.dtype), mask) for v in values]).tolist()  # type: ignore[no-any-return]
+        named = {"ppo_kl": -self.log_ratio(), **values}
+        means = torch.stack([masked_mean(v.to(mask.dtype), mask) for v in named.values()]).tolist()
+        return {f"actor/{name}": mean for name, mean in zip(named, means, strict=True)}
+
+    def of_mini_batch(self, whole: WholeMiniBatch) -> torch.Tensor:
+        """The column `mini_batch_values` [b, W]; without a trainer that made it, of the tokens given here."""
+        if "mini_batch_values" in self.columns:
+            return self.columns["mini_batch_values"]
+        like = self.log_probs
+
+        def flat(values: torch.Tensor) -> np.ndarray:
+            return np.asarray(values.detach().double().cpu().numpy()).ravel()
+
+        columns = (like, self.old_log_probs, self.advantages)
+        trajectory = np.repeat(np.arange(like.shape[0]), like.shape[1])
+        tokens = MiniBatchTokens(*map(flat, columns), flat(self.loss_mask) > 0, trajectory)
+        return torch.from_numpy(whole.compute(tokens, self.config)).to(like.device, like.dtype).view_as(like)
 
 
 def public_form(loss: Callable[[LossInputs], PolicyLoss]) -> Callable[..., PolicyLoss]:
@@ -194,16 +218,64 @@ def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
     cap = float(setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C))
     if cap <= 1:
         raise ValueError(f"clip_ratio_c must be greater than 1, not {cap}")
-    advantages, difference = inputs.advantages, inputs.log_ratio()
-    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages, ratio = inputs.advantages, inputs.ratio()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     larger = torch.maximum(plain, clipped)
     ceiling = -advantages * cap
     cut = (advantages < 0) & (larger > ceiling)
     loss = inputs.policy_term(torch.where(cut, ceiling, larger))
-    clipfrac, lower, kl = inputs.means(clipped > plain, cut, -difference)
-    return loss, {"actor/pg_clipfrac": clipfrac, "actor/pg_clipfrac_lower": lower, "actor/ppo_kl": kl}
+    return loss, inputs.metrics(pg_clipfrac=clipped > plain, pg_clipfrac_lower=cut)
+
+
+@LOSSES.register("cispo")
+@public_form
+def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
+    """x = −sg(clip(ρ, 1−ε_lo, 1+ε_hi))·A·logp. Metrics: pg_clipfrac, share of tokens whose ratio is clipped.
+
+    The paper has no lower bound: clip_ratio_low ≥ 1. Source: CISPO, arXiv 2506.13585.
+    """
+    low, high = clip_bounds(inputs.config)
+    ratio = inputs.ratio().detach()
+    limited = ratio.clamp(1 - low, 1 + high)
+    loss = inputs.policy_term(-limited * inputs.advantages * inputs.log_probs)
+    return loss, inputs.metrics(pg_clipfrac=ratio != limited)
+
+
+@LOSSES.register("sapo")
+@public_form
+def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: the gradient fades where the ratio leaves 1.
+
+    Metrics: pg_clipfrac, always 0. ValueError unless both are above 0. Source: SAPO, arXiv 2511.20347.
+    """
+    own = setting(inputs.config, "policy_loss")
+    positive, negative = float(setting(own, "tau_pos", 1.0)), float(setting(own, "tau_neg", 1.05))
+    if positive <= 0 or negative <= 0:
+        raise ValueError(f"tau_pos and tau_neg must be greater than 0, not {positive} and {negative}")
+    advantages = inputs.advantages
+    tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
+    gate = torch.sigmoid(tau * (inputs.ratio() - 1)) * 4 / tau
+    loss = inputs.policy_term(-advantages * gate)
+    return loss, inputs.metrics(pg_clipfrac=torch.zeros_like(advantages))
+
+
+@LOSSES.register("gpg")
+@public_form
+def compute_policy_loss_gpg(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·logp. Source: GPG, arXiv 2504.02546."""
+    return inputs.policy_term(-inputs.advantages * inputs.log_probs), inputs.metrics()
+
+
+@LOSSES.register("dro")
+@public_form
+def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
+    """x = −(A·logp − ½β·d²), β = dro_beta. ValueError unless it is above 0. Source: DRO, arXiv 2405.19107."""
+    beta = setting(setting(inputs.config, "policy_loss"), "dro_beta")
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta must be greater than 0, not {beta}")
+    terms = inputs.advantages * inputs.log_probs - beta * inputs.log_ratio().square() / 2
+    return inputs.policy_term(-terms), inputs.metrics()
 
 
 @public_form
@@ -214,8 +286,7 @@ def compute_policy_loss_reinforce(inputs: LossInputs) -> PolicyLoss:
     Source: Liu, Li et al. 2025, "When Speed Kills Stability".
     """
     loss = inputs.policy_term(-inputs.advantages * inputs.log_probs)
-    (kl,) = inputs.means(-inputs.log_ratio())
-    return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, "actor/ppo_kl": kl}
+    return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, **inputs.metrics()}
 
 
 @LOSSES.register("bypass_mode")

@@ -15,12 +15,12 @@ import numpy as np
 
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
-from verl.algorithms.registry import LOSSES, setting
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, setting
 from verl.engine.training.base import StepResult
 from verl.tracking.names import merge_metrics
-from verl.trajectory import Batch, Segment, Trajectory, segments_of, split_groups
+from verl.trajectory import Batch, Segment, Trajectory, fill_flat, segments_of, split_groups
 
-_COLUMNS = ("loss_mask", "advantages", "is_weights", "old_log_probs", "ref_log_probs")
+_COLUMNS = ("loss_mask", "advantages", "is_weights", "mini_batch_values", "old_log_probs", "ref_log_probs")
 
 
 @dataclass(slots=True)
@@ -85,6 +85,8 @@ class UpdatePlan:
         self.correction = parse_correction(rollout_correction)
         loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
+        reinforce = self.correction.bypass and self.correction.reinforce
+        self._whole = None if reinforce else LOSSES.whole(loss_mode)
         needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
         self.columns = (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
@@ -106,35 +108,85 @@ class UpdatePlan:
         return [[row for group in groups for row in group] for groups in split]
 
     def needs_pass(self, mini: MiniBatch) -> bool:
-        """True if something must be known of the whole mini-batch before its update, under its current weights
-        (algorithms.md §7, bypass mode): also a weight per trajectory whose segments may be on several ranks."""
-        correction, weighting = self.correction, self.correction.weighting
-        if correction.needs_mini_batch_pass:
+        """True if something must be known of the whole mini-batch before its update, under its current weights: for the
+        correction in bypass mode, or for the loss (`WholeMiniBatch`)."""
+        of_loss = self._whole is not None and (_split(mini) or not self._whole.only_segments)
+        return of_loss or self._to_correct(mini)
+
+    def _to_correct(self, mini: MiniBatch) -> bool:
+        """algorithms.md §7, bypass mode; also for a weight per trajectory whose segments may be on several ranks."""
+        if self.correction.needs_mini_batch_pass:
             return True
-        if (
-            weighting is None
-            or weighting.kind != "sequence"
-            or not (correction.bypass and correction.reinforce)
-        ):
-            return False
-        return any(len(row.segments) > 1 for row in mini.rows)
+        weighting = self.correction.weighting
+        sums = self.correction.bypass and self.correction.reinforce and weighting is not None
+        return _split(mini) and sums and weighting is not None and weighting.kind == "sequence"
 
     def corrected(
-        self, mini: MiniBatch, log_probs: Callable[[list[Segment]], np.ndarray]
+        self,
+        mini: MiniBatch,
+        log_probs: Callable[[list[Segment]], np.ndarray],
+        step: int = 0,
+        number: int = 1,
     ) -> tuple[MiniBatch, dict[str, float]]:
-        """The mini-batch after rejection and with weights, where they need its current log-probs; and metrics.
+        """The mini-batch with what follows from its current log-probs: rejection, weights, `mini_batch_values`; and metrics.
 
-        `log_probs(segments)` computes those, [ΣL], with the weights of this moment.
+        `log_probs(segments)` computes those, [ΣL], with the weights of this moment; `number` is that of the update in the step:
+        before the first, old log-probs are they.
         """
         for row, mask in zip(mini.rows, mini.masks, strict=True):
             row.loss_mask = mask
         rows = [row for row in mini.rows if any(_usable(row.segments))]
         segments = segments_of(rows)
+        current = self._current(segments, log_probs, first=number == 0)
+        metrics: dict[str, float] = {}
+        if self._to_correct(mini):
+            joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
+            metrics = correct(rows, self.correction, joined)
+        corrected = self._mini_batch(mini.rows, mini.masks)
+        if self._whole is not None and corrected.usable:
+            seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
+            values = self._whole.compute(self._tokens(corrected.usable, current, seed), self._cfg)
+            fill_flat(corrected.usable, "mini_batch_values", values)
+        return corrected, metrics
+
+    def _current(
+        self,
+        segments: list[Segment],
+        log_probs: Callable[[list[Segment]], np.ndarray],
+        first: bool,
+    ) -> dict[int, np.ndarray]:
+        """Log-probs of the weights of this moment by segment (its id). Where they are the old ones, and those are not known
+        yet, any number will do: only the difference, 0, is asked for."""
+        if first and not self.correction.bypass:
+            old = [segment.columns.get("old_log_probs") for segment in segments]
+            return {
+                id(segment): np.zeros(segment.length) if own is None else own
+                for segment, own in zip(segments, old, strict=True)
+            }
         ends = np.cumsum([segment.length for segment in segments])[:-1]
-        current = dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
-        joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
-        metrics = correct(rows, self.correction, joined)
-        return self._mini_batch(mini.rows, mini.masks), metrics
+        return dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
+
+    def _tokens(
+        self, segments: list[Segment], current: dict[int, np.ndarray], seed: Sequence[int]
+    ) -> MiniBatchTokens:
+        """What a loss may ask of the whole mini-batch."""
+        old = "rollout_log_probs" if self.correction.bypass else "old_log_probs"
+        numbers: dict[int, int] = {}
+        owners = [numbers.setdefault(id(segment.trajectory), len(numbers)) for segment in segments]
+
+        def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+            return np.concatenate([np.asarray(part, np.float64) for part in parts])
+
+        weighted = not self.correction.bypass and all("is_weights" in segment.columns for segment in segments)
+        return MiniBatchTokens(
+            log_probs=joined(current[id(segment)] for segment in segments),
+            old_log_probs=joined(segment.columns.get(old, current[id(segment)]) for segment in segments),
+            advantages=joined(segment.advantages for segment in segments),
+            loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
+            trajectory=np.repeat(owners, [segment.length for segment in segments]),
+            weights=joined(segment.is_weights for segment in segments) if weighted else None,
+            seed=seed,
+        )
 
     def _mini_batch(self, rows: list[Trajectory], masks: list[np.ndarray | None] | None = None) -> MiniBatch:
         usable = _usable(segments_of(rows))
@@ -146,6 +198,10 @@ class UpdatePlan:
             return range(count)
         rng = np.random.default_rng([self._cfg.data_loader_seed, step, epoch])
         return [int(i) for i in rng.permutation(count)]
+
+
+def _split(mini: MiniBatch) -> bool:
+    return any(len(row.segments) > 1 for row in mini.rows)
 
 
 def _usable(rows: Iterable[Segment]) -> list[Segment]:

@@ -68,7 +68,7 @@ class Policy(Role):
         minis = plan.mini_batches(batch, step)
         with group.lock:
             if any(plan.needs_pass(mini) for mini in minis):
-                outcomes = [self._corrected(mini, placed) for mini in minis]
+                outcomes = [self._corrected(mini, placed, step, i) for i, mini in enumerate(minis)]
             else:
                 outcomes = self._execute(minis, placed)
             rate = group.call("advance", doing="update_actor")[0]
@@ -77,11 +77,13 @@ class Policy(Role):
         out.metrics["actor/lr"] = rate
         return out
 
-    def _corrected(self, mini: MiniBatch, placed: Placed) -> Outcome:
+    def _corrected(self, mini: MiniBatch, placed: Placed, step: int, number: int) -> Outcome:
         if not mini.usable:
             return mini, None
-        mini, found = self.group.plan.corrected(mini, lambda rows: self._log_probs(rows, placed))
-        placed.known -= {"loss_mask", "is_weights"}
+        mini, found = self.group.plan.corrected(
+            mini, lambda rows: self._log_probs(rows, placed), step, number
+        )
+        placed.known -= {"loss_mask", "is_weights", "mini_batch_values"}
         outcome = self._execute([mini], placed)[0]
         if outcome[1] is not None:
             outcome[1].metrics |= found
