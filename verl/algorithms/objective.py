@@ -150,6 +150,7 @@ class ActorObjective:
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
+        assert micro.log_probs is not None
         area = PaddedMicroBatch(micro.rows, micro.log_probs)
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
         inputs = self._inputs(area, micro)
@@ -176,7 +177,7 @@ class ActorObjective:
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
     def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
-        log_probs = area.pad(micro.log_probs)
+        log_probs = area.pad(area.like)
         bypass = self._correction.bypass
         old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_probs(area, log_probs)
         entropy = micro.entropy

@@ -216,7 +216,6 @@ FEATURES: dict[str, Absent] = {
         "agent loops listed in a file", "register the loop in a module of model.external_lib"
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "critic.enable": Absent("the critic", "use algorithm.adv_estimator=grpo, which needs none"),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "set it to False"),
     "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
@@ -281,9 +280,8 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
     return f"; nearest: {', '.join(found)}" if found else ""
 
 
-_NOT_CHOSEN = ("bypass_mode", "gae", "remax")
-"""Registered names that are no choice: algorithm.rollout_correction chooses bypass_mode; a critic and greedy responses, which the
-estimators need, are not in this release."""
+_NOT_CHOSEN = ("bypass_mode",)
+"""Registered names that are no choice: algorithm.rollout_correction chooses bypass_mode."""
 
 
 @functools.cache

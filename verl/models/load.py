@@ -29,21 +29,22 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 def load_model(
-    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32
+    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32, *, head: str = "lm"
 ) -> PreTrainedModel:
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
+    head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
+    (transformers' token classifier with one label).
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _kind(config, head, path).from_pretrained(
             where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
         )
     except (OSError, ValueError, SafetensorError) as error:
@@ -51,7 +52,14 @@ def load_model(
             f"model.path={path}: cannot be loaded as a causal language model: {error}{_damaged(where)}"
         ) from error
     module, report = loaded
-    missing = sorted(report["missing_keys"])
+    fresh = (
+        {name for name, _ in value_weights(module)} & set(report["missing_keys"])
+        if head == "value"
+        else set()
+    )
+    for name in fresh:
+        module.get_parameter(name).detach().zero_()
+    missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
@@ -61,19 +69,59 @@ def load_model(
     return module.eval()
 
 
-def build_model(path: str | Path, model_cfg: Any = None) -> PreTrainedModel:
+def _kind(config: Any, head: str, path: str | Path) -> Any:
+    """The class that loads a model with this head."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.modeling_layers import GenericForTokenClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    )
+
+    if head == "lm":
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
+        return found
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is None:
+        raise UserError(
+            f"model.path={path}: {type(config).__name__} has no value head here; choose another model"
+        )
+    base = next(kind for kind in causal.__mro__[1:] if issubclass(kind, PreTrainedModel))
+    name = causal.__name__.replace("ForCausalLM", "") + "ForTokenClassification"
+    return type(name, (GenericForTokenClassification, base), {})
+
+
+def value_layer(module: PreTrainedModel) -> torch.nn.Linear:
+    """The linear layer to one number of a model with a value head."""
+    found: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
+    return found
+
+
+def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and tensors of `value_layer`."""
+    own = {id(parameter) for parameter in value_layer(module).parameters()}
+    return [(name, p) for name, p in module.named_parameters() if id(p) in own]
+
+
+def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") -> PreTrainedModel:
     """The architecture of a directory or hub id, float32, all tensors on the meta device.
 
     UserError as `load_model` raises it, but for what only the weights themselves can show.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
+    kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
+    build = kind.from_config if head == "lm" else kind._from_config
+    if head != "lm":
+        del options["trust_remote_code"]  # only the automatic class takes it
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, **_options(model_cfg, torch.float32))
+            module = build(config, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={path}: cannot be built as a causal language model: {error}") from error
     check_supported(module, path)

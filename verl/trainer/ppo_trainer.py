@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.needs import passes
+from verl.algorithms.needs import passes, with_old_log_probs
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation
@@ -114,19 +114,22 @@ class PPOTrainer:
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
-        for one in self.passes:
+        warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
+        for one in self.passes if warm else with_old_log_probs(self.passes):
             with phases(one.name):
                 roles[one.role].forward(batch, one.name, one.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             n = self.config.actor_rollout_ref.rollout.n
             metrics: dict[str, Any] = compute_advantages(batch, self.config.algorithm, n, beta)
-        with phases("update_actor"):
-            update = self.policy.update(batch, step=step)
+        updates = {}
+        for role in parts.workers.trained(policy=warm):
+            with phases(role.phase):
+                updates[role.name] = role.update(batch, step=step)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         parts.stream.update(batch)
-        return metrics | self.record.of_update(step, batch, update)
+        return metrics | self.record.of_updates(step, batch, updates)
 
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""

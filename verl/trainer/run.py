@@ -296,6 +296,7 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
 
 def rollout_settings(config: Config) -> Any:
     """How training responses are sampled."""
+    from verl.algorithms.needs import GREEDY_BASELINE, needed_columns
     from verl.engine.rollout.base import SamplingParams
     from verl.rollout.manager import RolloutSettings
 
@@ -313,7 +314,11 @@ def rollout_settings(config: Config) -> Any:
     )
     seed = rollout.seed if rollout.seed is not None else config.trainer.seed
     return RolloutSettings(
-        sampling=sampling, n=rollout.n, seed=seed, default_loop=rollout.agent.default_agent_loop
+        sampling=sampling,
+        n=rollout.n,
+        seed=seed,
+        default_loop=rollout.agent.default_agent_loop,
+        greedy_baseline=GREEDY_BASELINE in needed_columns(config),
     )
 
 

@@ -13,7 +13,14 @@ from verl.config.rollout_engines import CAPABILITIES
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
+from verl.errors import UserError
 from verl.platform import Platform
+
+_CRITIC_KEYS = (
+    *("strategy", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "optim"),
+    *("grad_clip", "ulysses_sequence_parallel_size", "checkpoint"),
+)
+_FORWARD_KEYS = ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
 
 
 def longest(config: Any) -> int:
@@ -44,11 +51,43 @@ def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> 
     return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
 
 
+def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
+    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
+    from verl.models.load import load_config
+
+    critic = config.critic
+    settings = {
+        **{name: critic[name] for name in _CRITIC_KEYS},
+        **{f"log_prob_{name}": critic[f"forward_{name}"] for name in _FORWARD_KEYS},
+        "log_prob_use_dynamic_bsz": critic.use_dynamic_bsz,
+        "fsdp_config": critic.model.fsdp_config,
+    }
+    policy = config.actor_rollout_ref.model
+    path = critic.model.path or policy.path
+    theirs, own = (
+        load_config(place, group).get_text_config().vocab_size
+        for place, group in ((policy.path, policy), (path, critic.model))
+    )
+    if own != theirs:
+        raise UserError(
+            f"critic.model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's "
+            "tokens, so use a model of the same family"
+        )
+    options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
+    engine = _engine(config, path, settings, platform, **options)
+    engine.schedule(total_steps)
+    return engine
+
+
 def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options: Any) -> TrainingEngine:
     """An engine of the strategy of a role, idle."""
-    options |= {"seed": config.trainer.seed, "longest": longest(config), "device": platform}
-    model_cfg = config.actor_rollout_ref.model
-    engine = get_engine(role_cfg.strategy)(path, model_cfg=model_cfg, role_cfg=role_cfg, **options)
+    options = {
+        "model_cfg": config.actor_rollout_ref.model,
+        "seed": config.trainer.seed,
+        "longest": longest(config),
+        **options,
+    }
+    engine = get_engine(role_cfg["strategy"])(path, role_cfg=role_cfg, device=platform, **options)
     engine.offload()
     engine.release_cached_memory()
     return engine

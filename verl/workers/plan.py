@@ -69,7 +69,7 @@ class UpdatePlan:
 
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
-    `columns`: those that an update reads.
+    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the actor's.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class UpdatePlan:
         max_response_length: float,
         batch_prompts: int,
         rollout_correction: Any = None,
+        of_critic: bool = False,
     ):
         self._cfg = actor_cfg
         self.max_response_length = max_response_length
@@ -88,7 +89,7 @@ class UpdatePlan:
         reinforce = self.correction.bypass and self.correction.reinforce
         self._whole = None if reinforce else LOSSES.whole(loss_mode)
         needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
-        self.columns = (*_COLUMNS, *sorted(needed))
+        self.columns = ("loss_mask", "returns", "values") if of_critic else (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property

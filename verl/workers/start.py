@@ -72,6 +72,6 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     else:
         sampler = build.own_sampler(config, tokenizer, worker.platform)
         sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
-    roles = roles_of(group)
+    roles = roles_of(group, config)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

@@ -76,13 +76,15 @@ class Worker(Profiled):
 
         shared: a sampler of this process works on the policy's tensors.
         """
-        from verl.algorithms.needs import needs_reference
+        from verl.algorithms.needs import needs_critic, needs_reference
 
         config, platform = self.config, self.platform
         actor = build.actor_engine(config, total_steps, platform, shared=shared)
         self.engines["actor"] = actor
         if needs_reference(config):
             self.engines["ref"] = build.reference_engine(config, actor, platform)
+        if needs_critic(config):
+            self.engines["critic"] = build.critic_engine(config, total_steps, platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
@@ -118,34 +120,40 @@ class Worker(Profiled):
             fill_flat(self._rows, name, values)
         return columns
 
-    @spanned("update_actor")
-    def update(self, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One optimizer step of the policy for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
+    def update(
+        self, role: str, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """One optimizer step of a role for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
         "trajectory_tokens": T_i of the rows or None}.
 
         `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
         "columns": old_log_probs and entropy, each if rows were without}.
         """
-        engine = self.engine()
+        engine = self.engine(role)
         if columns:
             codec.fill(self._rows, columns)
-        columns_of_update = ("old_log_probs", "entropy")
+        columns_of_update = ("old_log_probs", "entropy") if role == "actor" else ()
         fresh = [n for n in columns_of_update if any(getattr(row, n) is None for row in self._rows)]
-        with engine.on_device(optimizer=True):
-            results = [self._update(engine, mini) for mini in minis]
+        with self.span(f"update_{role}"), engine.on_device(optimizer=True):
+            results = [self._update(role, engine, mini) for mini in minis]
         return {
             "results": [asdict(result) for result in results],
             "columns": codec.collect(self._rows, fresh) if self._remote else {},
         }
 
-    def _update(self, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
+    def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
         from verl.algorithms.objective import ActorObjective, LossDenominators
+        from verl.algorithms.value_loss import ValueObjective
 
         rows = [self._rows[i] for i in mini["rows"]]
         counts = mini["trajectory_tokens"]
         tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
+        denominators = LossDenominators(**mini["denominators"])
+        if role == "critic":
+            values = ValueObjective(self.config.critic, denominators, tokens_of)
+            return engine.step(rows, values, ("values",), temperature=self._temperature)
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        objective = ActorObjective(actor, LossDenominators(**mini["denominators"]), correction, tokens_of)
+        objective = ActorObjective(actor, denominators, correction, tokens_of)
         recording = RecordOldLogProbs(objective)
         return engine.step(rows, recording, LOG_PROBS_AND_ENTROPY, temperature=self._temperature)
 
@@ -155,9 +163,9 @@ class Worker(Profiled):
         with engine.on_device():
             return engine.forward(rows, temperature=self._temperature)["log_probs"]
 
-    def advance(self) -> float:
-        """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
-        return self.engine().advance()
+    def advance(self, role: str = "actor") -> float:
+        """End of a role's training step: its learning-rate schedule moves on; returns the rate that was used."""
+        return self.engine(role).advance()
 
     # -- weights and state ------------------------------------------------------------------------------------
 

@@ -46,8 +46,7 @@ def check(c: Check) -> None:
         c.mend(mended)
     _unread(c)
     for path, (what, instead) in names.FEATURES.items():
-        default = path == "critic.enable" and not c.was_set(path)
-        if c.cfg.select(path) and not default:
+        if c.cfg.select(path):
             c.refuse(c.at(path), f"not in this release ({what}); {instead}")
 
 
@@ -127,9 +126,8 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         return
     if name in options:
         default = "" if c.was_set(path) else " (it is the default)"
-        needs = ", which needs a critic," if name == "gae" else ""
         use = f"set {path}={' or '.join(here)}"
-        c.refuse(f"{path}={name}", f"{name}{needs} is not in this release{default}; {use}")
+        c.refuse(f"{path}={name}", f"{name} is not in this release{default}; {use}")
     elif foreign:
         c.refuse(f"{path}={name}", f"{foreign.what} is not in this release; closest: {foreign.instead}")
     else:

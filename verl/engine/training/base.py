@@ -34,7 +34,7 @@ class MicroBatch:
     """
 
     rows: Sequence[Segment]
-    log_probs: torch.Tensor
+    log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None

@@ -18,6 +18,7 @@ from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.inputs import model_inputs
+from verl.models.load import value_layer
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 if TYPE_CHECKING:
@@ -95,7 +96,21 @@ class LogProbHead(OutputHead):
         return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
 
 
-HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead}
+class ValueHead(OutputHead):
+    """A linear layer from hidden state to one number, in float32: the value before the token that the state predicts."""
+
+    outputs = ("values",)
+
+    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """See `OutputHead.compute`; the temperature plays no part."""
+        inputs = model_inputs(batch.input_ids, batch.positions)
+        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        layer = value_layer(self.module)
+        values = (hidden.float() * layer.weight.float()).sum(-1)
+        return {"values": values if layer.bias is None else values + layer.bias.float()}
+
+
+HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead}
 
 
 def head_class(name: str) -> type[OutputHead]:

@@ -73,7 +73,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     """The model of one process, loaded or as given: a given one keeps its tensors and their requires_grad."""
     if module is None:
         assert settings.path is not None, "give model_path or module"
-        module = models.load_model(settings.path, settings.model_cfg)
+        module = models.load_model(settings.path, settings.model_cfg, head=settings.head)
         models.allow_training(module, settings.trainable)
     else:
         attention.register()
@@ -92,14 +92,14 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     """This rank's part of the model. Collective; what fails on one rank is raised by all."""
     assert settings.path is not None
     path, lora = settings.path, settings.lora
-    module = on_all_ranks(lambda: models.build_model(path, settings.model_cfg))
+    module = on_all_ranks(lambda: models.build_model(path, settings.model_cfg, head=settings.head))
     tensor = None if layout.tensor is None else TensorParallel(module, layout.tensor)
     sequence = _sequence_parallel(module, layout)
     if lora is not None and tensor is not None:
         raise UserError(
             "model.lora_rank with fsdp_config.tensor_parallel_size > 1 is not here; set one of them to 0, 1"
         )
-    source, adapter = _source(module, path, settings.model_cfg), None
+    source, adapter = _source(module, path, settings), None
     positions.settle(module, settings.longest)
     if lora is not None:
         adapter = on_all_ranks(lambda: inject(module, lora))
@@ -126,7 +126,7 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
     return SequenceParallel(layout.sequence, int(text.num_attention_heads) // layout.tensor_size)
 
 
-def _source(module: PreTrainedModel, path: str | Path, model_cfg: Any) -> WeightSource:
+def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) -> WeightSource:
     """Weights for the meta parameters; buffers get theirs here."""
     unknown = set(models.fill_buffers(module))
     wanted: dict[str, torch.Tensor] = dict(module.named_parameters())
@@ -134,10 +134,11 @@ def _source(module: PreTrainedModel, path: str | Path, model_cfg: Any) -> Weight
     buffers = {n: b for n, b in module.named_buffers() if n in module.state_dict() or n in unknown}
 
     def load() -> dict[str, torch.Tensor]:
-        loaded = models.load_model(path, model_cfg)
+        loaded = models.load_model(path, settings.model_cfg, head=settings.head)
         return dict(loaded.named_parameters()) | dict(loaded.named_buffers())
 
-    source = open_source(path, module, wanted | buffers, load)
+    fresh = dict(models.value_weights(module)) if settings.head == "value" else {}
+    source = open_source(path, module, wanted | buffers, load, fresh)
     for name, buffer in buffers.items():
         buffer.copy_(source.read(name, buffer))
     return source

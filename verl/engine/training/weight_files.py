@@ -65,22 +65,29 @@ class WeightSource(ABC):
 
 
 class FileSource(WeightSource):
-    """The safetensors files of a Hugging Face directory. `module` knows which of its tensors are kept apart there."""
+    """The safetensors files of a Hugging Face directory. `module` knows which of its tensors are kept apart there.
 
-    def __init__(self, directory: Path, module: PreTrainedModel):
+    fresh: weights that start at 0 where the files lack them.
+    """
+
+    def __init__(self, directory: Path, module: PreTrainedModel, fresh: Iterable[str] = ()):
         self._module = module
         self._files = _names_in(directory)
         self._open: dict[Path, Any] = {}
+        self._zero = {name for name in fresh if name not in self._files}
 
     def missing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
         """What the files lack of the parts that these tensors, by name, are made of."""
-        parts = (part for name, like in wanted.items() for part in self._parts(name, like))
+        named = ((name, like) for name, like in wanted.items() if name not in self._zero)
+        parts = (part for name, like in named for part in self._parts(name, like))
         return [part for part in parts if part not in self._files]
 
     def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
         return revert_weight_conversion(self._module, {name: torch.empty(like.shape, device="meta")})
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name in self._zero:
+            return torch.zeros(like.shape, dtype=like.dtype)
         parts = list(self._parts(name, like))
         if len(parts) == 1:
             found = self._tensor(parts[0])
@@ -131,10 +138,11 @@ def open_source(
     module: PreTrainedModel,
     wanted: Mapping[str, torch.Tensor],
     load: Callable[[], Mapping[str, torch.Tensor]],
+    fresh: Iterable[str] = (),
 ) -> WeightSource:
-    """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
+    """The source for these tensors: the files where every rank can use them, else `load` on rank 0. See `FileSource`."""
     here = Path(directory)
-    files = on_all_ranks(lambda: FileSource(here, module) if here.is_dir() else None)
+    files = on_all_ranks(lambda: FileSource(here, module, fresh) if here.is_dir() else None)
     if all(all_gather_json(files is not None and not files.missing(wanted))):
         assert files is not None
         return files

@@ -92,7 +92,7 @@ class _Builder:
         limit = float(config.actor_rollout_ref.nccl_timeout)
         sync = RemoteWeightSync(training, nodes, pool, limit)
         return WorkerSet(
-            roles_of(training),
+            roles_of(training, config),
             pool,
             sync,
             f"{words}; {_some(len(replicas), 'sampler')}",
