@@ -286,9 +286,6 @@ def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
     folder = Path(__file__).parents[1] / "algorithms"
     pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
-    found = [
-        name.lower() for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())
-    ]
-    return tuple(
-        name for name in found if name != "bypass_mode"
-    )  # algorithm.rollout_correction chooses that one
+    found = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
+    # algorithm.rollout_correction chooses bypass_mode
+    return tuple(name.lower() for name in found if name != "bypass_mode")
