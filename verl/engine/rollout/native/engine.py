@@ -267,6 +267,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
+        self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
                 for name, tensor in weights:
