@@ -42,12 +42,8 @@ class TensorParallel:
             raise UserError(f"{asked}: transformers has no plan for {kind}; set it to 1")
         for name, part in module.named_modules():
             style = self._style(name)
-            if style is None:
-                continue
-            if (style in _STYLES and not isinstance(part, torch.nn.Linear)) or style not in (
-                *_STYLES,
-                _PARTIAL,
-            ):
+            fits = isinstance(part, torch.nn.Linear) if style in _STYLES else style in (None, _PARTIAL)
+            if not fits:
                 raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
         for name in self._unplanned(module):
             raise UserError(
