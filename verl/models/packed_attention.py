@@ -193,10 +193,10 @@ class PackedPlan:
         # A window that takes nothing away from any token of this pack is none.
         window = options.sliding_window
         window = None if window is None or self.longest <= window else window
+        kernel = self.flash_kernel
         with torch.autocast(query.device.type, enabled=False):
-            if self.flash_kernel and window is None and flash_attention.fits(query, value, options):
-                flash = self.flash_parts, options.scaling, self.flash_kernel
-                return flash_attention.attend(query, key, value, *flash)
+            if kernel and window is None and flash_attention.fits(query, value, options):
+                return flash_attention.attend(query, key, value, self.flash_parts, options.scaling, kernel)
             tiles = self.tiles_for(window)
             return _TiledAttention.apply(query, key, value, options.sinks, self, tiles, options)
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from verl.config.layout import Sizes, rank_problems
 from verl.engine.training import process_group
-from verl.engine.training.process_group import waiting
 from verl.errors import UserError
 
 
@@ -117,7 +116,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with waiting("gathering a weight"):
+    with process_group.waiting("gathering a weight"):
         # Where its ranks talk to each other: an offloaded share is brought there.
         return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
