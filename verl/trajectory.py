@@ -142,11 +142,13 @@ class Trajectory:
     score_parts    what else the reward function returned
     fields         what the agent loop returned in extra_fields: dumped, and shown to the reward function
     extra          notes of the parts that handled it: interruptions, token_scores, score_failure
+    baseline       the greedy response to the prompt, where the estimator compares with one (remax); never trained on
 
     Columns are attributes: those of all segments joined, None unless every segment has them.
     """
 
     __slots__ = (
+        "baseline",
         "extra",
         "fields",
         "finish_reason",
@@ -197,6 +199,7 @@ class Trajectory:
         self.score, self.score_error = score, score_error
         self.score_parts, self.timing = score_parts or {}, timing or {}
         self.fields, self.extra = fields or {}, extra or {}
+        self.baseline: Trajectory | None = None
 
     if TYPE_CHECKING:
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
-from verl.reward.errors import RewardLoadError
+from verl.reward.outcome import RewardLoadError
 from verl.reward.runner import RewardRunner
 from verl.trajectory import Prompt, Trajectory
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl import config
-from verl.reward import codec, load
-from verl.reward.errors import BadScore, RewardLoadError
+from verl.platform import parent_channel as codec
+from verl.reward import load
 from verl.reward.managers import get_reward_manager_cls, register
-from verl.reward.outcome import normalise
+from verl.reward.outcome import BadScore, RewardLoadError, normalise
 from verl.reward.pool import RateGate
 from verl.reward.settings import Overlong, RewardSettings
 

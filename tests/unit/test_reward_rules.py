@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.reward import default_compute_score, known_sources
-from verl.reward.errors import RewardLoadError, UnknownSource
+from verl.reward.outcome import RewardLoadError, UnknownSource
 from verl.reward.rules import check_kwargs, gsm8k, rule_for, unsupported
 from verl.reward.rules import math as math_rule
 from verl.reward.rules.math import last_boxed

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl.reward import default_compute_score, worker
-from verl.reward.errors import VerifyFailed
+from verl.reward.outcome import VerifyFailed
 from verl.reward.rules import verify
 
 MATH = "lighteval/MATH"

@@ -93,6 +93,29 @@ def test_a_lost_answer_is_never_scored_and_too_many_stop_the_run() -> None:
         asyncio.run(go(("0:1@0#1",), 0.1))
 
 
+def test_a_group_has_one_greedy_response_beside_its_own() -> None:
+    class Noting(Scripted):
+        async def generate(self, prompt_ids, sampling, **how):
+            self.asked.append((how["request_id"], sampling.temperature))
+            return await super().generate(prompt_ids, sampling, **how)
+
+    engine, scored = Noting(), []
+    engine.asked = []
+
+    async def go():
+        rollouts = _rollouts(engine, scored, greedy_baseline=True)
+        batch = await rollouts.take(_prompts(2))
+        await rollouts.scored(batch)
+        aside = await rollouts.sample(_prompts(1), SamplingParams(max_tokens=8), 2)
+        return batch, aside
+
+    batch, aside = asyncio.run(go())
+    assert [t.index for t in batch] == [0, 1] * 2 and len({id(t.baseline) for t in batch}) == 2
+    assert all(t.baseline.uid == t.uid and t.baseline.score == 1.0 for t in batch)
+    assert [t.baseline for t in aside] == [None, None], "validation compares with nothing"
+    assert sorted(t for _, t in engine.asked if "aside" not in _) == [0.0] * 2 + [1.0] * 4
+
+
 def test_a_loop_that_scores_itself_replaces_the_reward_function() -> None:
     @agent_loop.register("self_scoring_test")
     class SelfScoring(agent_loop.AgentLoopBase):

@@ -16,9 +16,8 @@ from verl.checkpoint import CheckpointError, newest
 from verl.checkpoint.remote import RemoteCopies
 from verl.checkpoint.write import CheckpointWriter
 from verl.tracking.step_metrics import Counters
-from verl.trainer.health import has_nonfinite_log_probs
-from verl.trainer.refused import RefusedSteps, TooManyRefused
-from verl.trainer.storage import Storage
+from verl.trainer.resume import Storage, has_nonfinite_log_probs
+from verl.trainer.step_record import RefusedSteps, TooManyRefused
 from verl.trajectory import Prompt, Trajectory
 from verl.workers.plan import Refusal, UpdateResult
 

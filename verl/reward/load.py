@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
-from verl.reward.errors import RewardLoadError
+from verl.reward.outcome import RewardLoadError
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

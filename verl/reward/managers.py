@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.errors import RewardLoadError
 from verl.reward.load import load_function, load_object
+from verl.reward.outcome import RewardLoadError
 from verl.reward.pool import FunctionSpec
 
 if TYPE_CHECKING:

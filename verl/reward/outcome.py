@@ -1,4 +1,5 @@
-"""What a reward function returned, made uniform: a finite score and its named parts, or a failure."""
+"""What a reward function returned, made uniform: a finite score and its named parts, or a failure. A failed score is never turned
+into a number: what can go wrong with a reward is here, too, as exceptions."""
 
 from __future__ import annotations
 
@@ -9,14 +10,42 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from verl.reward.codec import NotPlain, to_plain
-from verl.reward.errors import BadScore
+from verl.errors import UserError
+from verl.platform.parent_channel import NotPlain, to_plain
 
 KINDS = ("exception", "timeout", "crash", "value", "load")
 """Kinds of failure: it raised, took too long, killed its process, returned no score, could not be loaded."""
 
 
 TRACEBACK_CHARACTERS = 6000
+
+
+class RewardError(Exception):
+    """Base of all errors of this package."""
+
+
+class RewardLoadError(UserError, RewardError, ValueError):
+    """The reward function cannot be used as configured: no such file, no such name, wrong arguments."""
+
+
+class BadScore(RewardError, ValueError):
+    """A reward function returned something that is not a score."""
+
+
+class UnknownSource(RewardError, ValueError):
+    """No built-in rule for a data_source."""
+
+
+class VerifyFailed(RewardError, RuntimeError):
+    """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
+
+
+class RewardPrecheckError(UserError, RewardError, ValueError):
+    """The reward function failed on the first rows, before the run."""
+
+
+class RewardErrorLimit(RewardError, UserError, RuntimeError):
+    """More responses of a step failed to score than `reward_model.max_error_ratio` allows."""
 
 
 @dataclass(slots=True)

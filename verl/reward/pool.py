@@ -19,22 +19,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verl.platform.child_process import ChildProcess
 from verl.platform.host import usable
-from verl.reward.codec import decode, encode
+from verl.platform.parent_channel import encode
 from verl.reward.outcome import Outcome, failed
 
 # Seconds: to import the function; for a process that hangs to say where, before it is killed; for the other sign of a
@@ -43,19 +37,6 @@ from verl.reward.outcome import Outcome, failed
 START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
 START_ATTEMPTS = 3
 CONCURRENCY = 128  # calls at once in a process with an async function
-LONGEST_MESSAGE = 2**31
-
-_START_CODE = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-    "from verl.reward.worker import main; main(int(sys.argv[1]))"
-)
-_ENVIRONMENT = {
-    # The same sets and dicts in every process, so that a score does not depend on which one computed it.
-    "PYTHONHASHSEED": "0",
-    "PYTHONUNBUFFERED": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(frozen=True)
@@ -149,39 +130,18 @@ class _Task:
             self.timer.cancel()
 
 
-class _Worker:
+class _Worker(ChildProcess):
     """A scoring process. `failure` says why the run ends it, if it does; `blame_unknown`: an earlier call may be the
     cause of that."""
 
     def __init__(self) -> None:
+        super().__init__("verl.reward.worker")
         self.running: dict[int, _Task] = {}
         self.ready = False
         self.is_async = False
         self.failure: Outcome | None = None
         self.blame_unknown = False
         self.timer: asyncio.TimerHandle | None = None
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self, init: bytes) -> None:
-        """Start the process and send it its function. OSError if the system gives no process or socket."""
-        paths = json.dumps([os.path.abspath(p) if p == "" else p for p in sys.path])
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=LONGEST_MESSAGE)
-            try:
-                self.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-c", _START_CODE, str(theirs.fileno()), paths),
-                    stdin=subprocess.DEVNULL,
-                    # What a reward function prints is for people; standard output belongs to the run's own lines.
-                    stdout=2,
-                    pass_fds=(theirs.fileno(),),
-                    env={**_ENVIRONMENT, **os.environ},
-                    start_new_session=True,
-                )
-            except BaseException:
-                self.writer.close()
-                raise
-        self.writer.write(init)
 
     def takes(self, task: _Task) -> bool:
         """True if the task can start here now."""
@@ -196,35 +156,12 @@ class _Worker:
             self.timer.cancel()
         self.timer = timer
 
-    def kill(self) -> None:
-        """Kill the process and what it started."""
-        if self.process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    async def close_after_exit(self) -> None:
-        """End the connection of a process that is gone: one that it started may hold the other end open."""
-        assert self.process is not None
-        await self.process.wait()
-        asyncio.get_running_loop().call_later(EXIT_WAIT, self.writer.close)
-
     async def end(self) -> None:
-        """Kill what is left, collect the process, close the connection."""
+        """Cancel every limit, kill what is left."""
         self.set_timer(None)
         for task in self.running.values():
             task.cancel_timer()
-        self.kill()
-        if self.process is not None:
-            await self.process.wait()
-            self.writer.close()
-
-    def exit_text(self) -> str:
-        """How the process ended, in words. Only after `end`."""
-        code = self.process.returncode if self.process is not None else None
-        name = {-known: known.name for known in signal.Signals}.get(code or 0)
-        if name is None:
-            return f"exit code {code}"
-        return f"{name}, often the system being out of memory" if name == "SIGKILL" else name
+        await super().end()
 
 
 class Pool:
@@ -361,7 +298,7 @@ class Pool:
         try:
             await worker.start(self._init)
             worker.set_timer(self._loop.call_later(START_LIMIT, self._stop_worker, worker, late))
-            watching = self._loop.create_task(worker.close_after_exit())
+            watching = self._loop.create_task(worker.close_after_exit(EXIT_WAIT))
             await self._listen(worker)
             await asyncio.wait({watching}, timeout=EXIT_WAIT)  # it may have closed the connection and gone on
         except OSError as error:
@@ -375,8 +312,8 @@ class Pool:
     async def _listen(self, worker: _Worker) -> None:
         """Messages until the connection ends. The function may write into it: nonsense ends this process only."""
         try:
-            while line := await worker.reader.readline():
-                self._handle(worker, decode(line))
+            async for message in worker.messages():
+                self._handle(worker, message)
         except Exception as error:
             worker.blame_unknown = worker.failure is None
             message = f"its scoring process was ended, which sent what is no message of ours ({error!r})"

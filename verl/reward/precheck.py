@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.errors import RewardPrecheckError, UnknownSource
-from verl.reward.outcome import Outcome
+from verl.reward.outcome import Outcome, RewardPrecheckError, UnknownSource
 from verl.reward.rules import rule_for
 
 if TYPE_CHECKING:

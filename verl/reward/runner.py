@@ -15,10 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from verl.reward.codec import NotPlain
-from verl.reward.errors import RewardErrorLimit
+from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
-from verl.reward.outcome import Outcome, failed
+from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool
 from verl.reward.settings import RewardSettings
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -59,11 +58,14 @@ class RewardRunner:
             self._apply(trajectory, *await self._run([trajectory]))
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
-        """Score all that have no result yet: in one call with the batch manager, else one by one, at once.
+        """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
+        at once.
 
         The batch call as a whole gets `reward_model.timeout` seconds.
         """
-        todo = [t for t in trajectories if _open(t)]
+        rows = list(trajectories)
+        rows += dict.fromkeys(t.baseline for t in rows if t.baseline is not None)
+        todo = [t for t in rows if _open(t)]
         if self.per_response:
             await asyncio.gather(*(self.score(t) for t in todo))
         elif todo:

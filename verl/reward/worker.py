@@ -16,20 +16,25 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import Any
 
-from verl.reward.codec import decode, encode
-from verl.reward.errors import RewardLoadError
-from verl.reward.outcome import TRACEBACK_CHARACTERS, Outcome, failed, outcome_of, raised, text_of
+from verl.platform import parent_channel
+from verl.platform.parent_channel import ParentChannel
+from verl.reward.outcome import (
+    TRACEBACK_CHARACTERS,
+    Outcome,
+    RewardLoadError,
+    failed,
+    outcome_of,
+    raised,
+    text_of,
+)
 
 _announce: Callable[[float | None, str], None] | None = None
 _section_lock = threading.Lock()
@@ -77,53 +82,13 @@ def _forget_the_run() -> None:
     _announce = None
 
 
-class Channel:
-    """This process's end of the socket. `send` may be used from any thread."""
-
-    def __init__(self, fd: int):
-        self.inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self._socket = socket.socket(fileno=fd)
-        self._socket.set_inheritable(False)
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        threading.Thread(target=self._listen, name="reward-socket", daemon=True).start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Write one message whole."""
-        if os.getpid() != self._pid:
-            os._exit(0)  # the function forked and the copy returned too: the original speaks for both
-        with self._lock:
-            self._socket.sendall(encode(message))
-
-    def announce_section(self, seconds: float | None, what: str) -> None:
-        """Tell the run that a limited section starts, or (None) that it is over."""
-        self.send({"section": seconds, "what": what})
-
-    def _listen(self) -> None:
-        for line in self._socket.makefile("rb"):
-            message = decode(line)
-            if "stack" in message:
-                self.send({"stack": _main_stack()})
-            else:
-                self.inbox.put(message)
-        os._exit(0)
-
-
 def _main_stack() -> str:
     """Where the main thread is now, outermost first, without our own frames below the function."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame) if frame is not None else []
-    shown = [line for line in lines if __file__ not in line and "<string>" not in line]
+    ours = (__file__, parent_channel.__file__, "<string>")
+    shown = [line for line in lines if not any(name in line for name in ours)]
     return "".join(shown)[-TRACEBACK_CHARACTERS:]
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process if the run dies while the function holds the interpreter."""
-    if sys.platform == "linux":
-        import ctypes
-
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 class Function:
@@ -187,7 +152,7 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
-def _serve(channel: Channel, function: Function) -> None:
+def _serve(channel: ParentChannel, function: Function) -> None:
     while True:
         message = channel.inbox.get()
         started = _clock()
@@ -208,7 +173,7 @@ async def _finish(value: Any) -> Any:
     return await value
 
 
-def _serve_async(channel: Channel, function: Function) -> None:
+def _serve_async(channel: ParentChannel, function: Function) -> None:
     import asyncio
 
     async def one(message: dict[str, Any]) -> None:
@@ -238,13 +203,20 @@ def _serve_async(channel: Channel, function: Function) -> None:
     asyncio.run(serve())
 
 
-def main(fd: int) -> None:
+def main(channel: ParentChannel) -> None:
     """Serve calls until the run closes the socket. The first message says which function to load."""
     global _announce
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(fd)
-    _announce = channel.announce_section
+
+    def announce(seconds: float | None, what: str) -> None:
+        channel.send({"section": seconds, "what": what})
+
+    def stack_wanted(message: dict[str, Any]) -> bool:
+        if "stack" in message:
+            channel.send({"stack": _main_stack()})
+        return "stack" in message
+
+    channel.on_message = stack_wanted
+    _announce = announce
     os.register_at_fork(after_in_child=_forget_the_run)
     init = channel.inbox.get()
     try:

@@ -57,6 +57,12 @@ class AgentLoopBase(ABC):
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
 
 
+def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `run` for a row: its columns, `own` (OWN_NAMES without the first two), and all columns as `columns`."""
+    row = {name: value for name, value in columns.items() if name not in OWN_NAMES}
+    return row | {"columns": columns} | own
+
+
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
 
 
@@ -77,6 +83,11 @@ def get(name: str) -> type[AgentLoopBase]:
     if name not in _LOOPS:
         raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted(_LOOPS))}")
     return _LOOPS[name]
+
+
+def is_users(name: str) -> bool:
+    """True if a module of the user's defines the loop, one that another process can import."""
+    return get(name).__module__.partition(".")[0] not in ("verl", "__main__")
 
 
 @register("single_turn_agent")

@@ -12,7 +12,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ import numpy as np
 from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
-from verl.rollout.groups import GroupBuffer, PromptGroup
-from verl.rollout.resumable import ResumableGeneration
-from verl.rollout.session import Session
+from verl.rollout.loop_processes import LoopFailed, LoopProcesses
+from verl.rollout.session import ResumableGeneration, Session
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
+
+GREEDY = -1
+"""The number of a group's greedy response: none of the n that are trained on."""
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
@@ -42,19 +44,45 @@ def response_seed(seed: int, uid: str, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What the sampling side needs to know of the configuration."""
+    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside the n."""
 
     sampling: SamplingParams
     n: int
     seed: int
     default_loop: str = "single_turn_agent"
     max_lost_ratio: float = 0.1
+    greedy_baseline: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """A prompt and the responses to it. `responses[i]` is None until response i is back; `baseline` is the greedy one."""
+
+    prompt: Prompt
+    size: int
+    responses: list[Trajectory | None] = field(init=False)
+    baseline: Trajectory | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a group needs at least one response, got rollout.n={self.size}")
+        self.responses = [None] * self.size
+
+    def finish(self, trajectory: Trajectory) -> None:
+        """Record one response. ValueError if it is there already."""
+        if trajectory.index == GREEDY:
+            self.baseline = trajectory
+            return
+        if self.responses[trajectory.index] is not None:
+            raise ValueError(f"response {trajectory.index} of {self.prompt.uid} came back twice")
+        self.responses[trajectory.index] = trajectory
 
 
 class RolloutManager:
     """Runs agent loops over one engine.
 
-    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them.
+    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` run the agent
+    loops that users write (None: they run here).
     """
 
     def __init__(
@@ -67,16 +95,18 @@ class RolloutManager:
         tokenizer: Any = None,
         config: Any = None,
         event: Callable[..., None] | None = None,
+        processes: LoopProcesses | None = None,
     ):
         self.engine = engine
         self.settings = settings
-        self.buffer = GroupBuffer(settings.n)
         self.requests = ResumableGeneration(engine)
         self._decode = decode
         self._on_finished = on_finished
         self._tokenizer = tokenizer
         self._config = config
+        self._processes = processes
         self._event = event or (lambda kind, **fields: None)
+        self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
         self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
 
@@ -89,13 +119,17 @@ class RolloutManager:
     ) -> Batch:
         """Begin `prompts`; returns the oldest `count` groups (default: as many as prompts) once all are back.
 
-        Groups come in draw order. Scoring of the last responses may still be running: `scored` waits for it. Raises
-        RolloutError when more than `max_lost_ratio` of the responses were lost.
+        Groups come in draw order, whichever finishes first. Scoring of the last responses may still be running: `scored` waits for
+        it. RolloutError when more than `max_lost_ratio` of the responses were lost, ValueError if fewer groups are drawn.
         """
         self._begin(prompts)
-        groups = self.buffer.oldest(len(prompts) if count is None else count)
+        count = len(prompts) if count is None else count
+        if len(self._groups) < count:
+            raise ValueError(f"asked for {count} groups, {len(self._groups)} are drawn")
+        groups = self._groups[:count]
         await self._finish(groups, on_progress)
-        return self._collect(self.buffer.take(len(groups)))
+        del self._groups[:count]
+        return self._collect(groups)
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
         """Start `n` responses to each prompt, for a later `take`."""
@@ -108,17 +142,16 @@ class RolloutManager:
         n: int,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
-        """The same outside of the training buffer, with other settings: validation and generation."""
-        buffer = GroupBuffer(n)
-        groups = buffer.add(prompts)
-        buffer.start()
-        self._spawn(groups, sampling, buffer, prefix="aside/")
+        """The same apart from the training groups, with other settings: validation and generation."""
+        groups = [PromptGroup(prompt, n) for prompt in prompts]
+        self._spawn(groups, sampling, prefix="aside/")
         await self._finish(groups, on_progress)
-        return self._collect(buffer.take(len(groups)))
+        return self._collect(groups)
 
     async def scored(self, batch: Iterable[Trajectory] | None = None) -> None:
         """Wait for the scoring of these responses (None: of all). Errors of the scorer itself are raised."""
-        rows = list(self._scoring) if batch is None else batch
+        rows = list(self._scoring) if batch is None else [*batch]
+        rows += [t.baseline for t in rows if t.baseline is not None]
         await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
 
     async def pause(self) -> int:
@@ -139,25 +172,34 @@ class RolloutManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._processes is not None:
+            await self._processes.close()
 
     def _begin(self, prompts: Sequence[Prompt]) -> None:
-        groups = self.buffer.add(prompts)
-        self.buffer.start()
-        self._spawn(groups, self.settings.sampling, self.buffer)
+        groups = [PromptGroup(prompt, self.settings.n) for prompt in prompts]
+        self._groups += groups
+        self._spawn(groups, self.settings.sampling, baseline=self.settings.greedy_baseline)
 
     def _spawn(
-        self, groups: Sequence[PromptGroup], sampling: SamplingParams, buffer: GroupBuffer, prefix: str = ""
+        self,
+        groups: Sequence[PromptGroup],
+        sampling: SamplingParams,
+        prefix: str = "",
+        *,
+        baseline: bool = False,
     ) -> None:
         """Start every response. `prefix` keeps requests apart whose prompts come from different files."""
 
         async def one(group: PromptGroup, index: int) -> None:
-            trajectory = await self._response(group.prompt, index, sampling, prefix)
-            buffer.finish(group, trajectory)
+            params = replace(sampling, temperature=0.0) if index == GREEDY else sampling
+            trajectory = await self._response(group.prompt, index, params, prefix)
+            group.finish(trajectory)
             if trajectory.score_error is None and trajectory.score is None:
                 self._scoring[trajectory] = asyncio.ensure_future(self._on_finished(trajectory))
 
         for group in groups:
-            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in range(group.size)]
+            numbers = [*range(group.size), *([GREEDY] if baseline else [])]
+            self._responses[group] = [asyncio.ensure_future(one(group, i)) for i in numbers]
 
     async def _finish(self, groups: Sequence[PromptGroup], on_progress: Callable[[int], None] | None) -> None:
         """Wait for every response of the groups. An error, or a signal that was noted, ends all that is under way."""
@@ -191,9 +233,7 @@ class RolloutManager:
         settings = self.settings
         session = Session(self.requests, prompt, index, prefix)
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, index))
-        row = {
-            **{name: value for name, value in prompt.columns.items() if name not in agent_loop.OWN_NAMES},
-            "columns": prompt.columns,
+        own = {
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
             "data_source": prompt.data_source,
@@ -201,12 +241,15 @@ class RolloutManager:
             "uid": prompt.uid,
             "sample_index": index,
         }
+        name = prompt.agent_name or settings.default_loop
+        output: Any
         started = time.monotonic()
         try:
-            loop = agent_loop.get(prompt.agent_name or settings.default_loop)(
-                session.generate, self._tokenizer, self._config
-            )
-            output = await loop.run(params, **row)
+            if self._processes is not None and agent_loop.is_users(name):
+                output = await self._processes.run(name, session, params, prompt.columns, own)
+            else:
+                loop = agent_loop.get(name)(session.generate, self._tokenizer, self._config)
+                output = await loop.run(params, **agent_loop.keywords(prompt.columns, own))
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
@@ -216,12 +259,13 @@ class RolloutManager:
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
+        what = str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
         self._event(
             "rollout_failure",
             uid=prompt.uid,
             file=prompt.file,
             row=prompt.row,
-            error=f"{type(error).__name__}: {error}",
+            error=what,
             traceback="".join(traceback.format_exception(error)),
         )
         return Trajectory(
@@ -233,7 +277,7 @@ class RolloutManager:
             finish_reason="lost",
             versions=(self.engine.version,),
             text="",
-            score_error=f"lost by the sampler: {type(error).__name__}: {error}",
+            score_error=f"lost by the sampler: {what}",
         )
 
     def _trajectory(
@@ -273,7 +317,11 @@ class RolloutManager:
         )
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
-        batch = Batch(t for group in groups for t in group.trajectories)
+        batch = Batch(t for group in groups for t in group.responses if t is not None)
+        for group in groups:
+            for trajectory in group.responses:
+                assert trajectory is not None
+                trajectory.baseline = group.baseline
         lost = [t for t in batch if t.finish_reason == "lost"]
         if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
             raise RolloutError(

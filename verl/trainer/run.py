@@ -163,8 +163,7 @@ def _train(config: Config, tracking: Any) -> None:
             with interrupt.patient():
                 PPOTrainer(config, parts, total_steps).fit()
         finally:
-            if config.trainer.max_staleness:
-                loop.run(parts.rollouts.stop())
+            loop.run(parts.rollouts.stop())
             parts.checkpoints.finish()
             parts.rewards.close()
             parts.workers.close()
@@ -197,6 +196,7 @@ def build_parts(
     from verl.platform.host import tune_allocator
     from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
+    from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
     from verl.trainer.resume import Checkpoints
     from verl.workers.start import check_cluster, start_workers
@@ -217,6 +217,7 @@ def build_parts(
     rewards = RewardRunner(config, events=tracking.event)
     check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
+    loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
         workers.sampler,
         rollout_settings(config),
@@ -225,6 +226,7 @@ def build_parts(
         tokenizer=tokenizer,
         config=config,
         event=tracking.event,
+        processes=LoopProcesses(loops.num_workers, config) if loops.num_workers else None,
     )
     parts = Parts(
         stream=stream,

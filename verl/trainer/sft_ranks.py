@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import UserError
-from verl.trainer.refused import RefusedSteps
+from verl.trainer.step_record import RefusedSteps
 
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine

@@ -25,11 +25,9 @@ from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler, profiled
 from verl.tracking.step_metrics import Counters
-from verl.trainer.health import has_nonfinite_log_probs
-from verl.trainer.resume import refuse_other_data
+from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
-from verl.trainer.storage import Storage
 from verl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ class SFTTrainer:
         from verl.report.live import LiveReport
         from verl.tracking.timer import Phases
         from verl.tracking.watchdog import Watchdog
-        from verl.trainer.refused import RefusedSteps
+        from verl.trainer.step_record import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking
         self.engine.schedule(self.total_steps)

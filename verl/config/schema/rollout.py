@@ -79,8 +79,8 @@ class MultiTurnConfig(Group):
 class AgentConfig(Group):
     """Agent loops."""
 
-    num_workers: int = key(8, low=1)
-    """Concurrent driver workers."""
+    num_workers: int = key(8, low=0)
+    """At most this many processes for user-written agent loops; 0: they run in the driver."""
     default_agent_loop: str = "single_turn_agent"
     """Loop of rows without `agent_name`."""
     agent_loop_config_path: FilePath | None = None

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from verl.reward import worker
-from verl.reward.errors import VerifyFailed
+from verl.reward.outcome import VerifyFailed
 
 if TYPE_CHECKING:
     from verl.reward.pool import Pool

@@ -1,0 +1,144 @@
+"""A child process's end of its socket to the run (`child_process` is the other), and what travels on it.
+
+What travels is one line of ASCII JSON a message, never a pickle. Values JSON lacks (bytes, tuples, decimals, dates, dicts with
+other keys than text) travel tagged and come back as they were; numpy scalars come back as numbers, arrays as lists or, where
+`encode` is told to keep them, as arrays. When the run's end of the socket closes, the child ends, whatever its code is doing.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+
+# Bound here, so that a user's function that replaces json.dumps changes no message.
+from json import dumps, loads
+from queue import SimpleQueue
+from typing import Any
+
+_TAG = "$type"
+_DATES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
+
+
+class NotPlain(TypeError):
+    """A value is of a kind that cannot be sent to another process; the message names the path to it."""
+
+
+def encode(message: Any, name: str = "message", *, arrays: bool = False) -> bytes:
+    """One line. NotPlain names the place (in `name`) and the type of what cannot travel.
+
+    `arrays`: numpy arrays come back as arrays of their dtype and shape, otherwise as lists.
+    """
+    return dumps(to_plain(message, name, arrays), separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """The message of a line. ValueError for a line that holds none."""
+    return from_plain(loads(line))
+
+
+def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
+    """`value` as something JSON can write. NotPlain names the place and type of what cannot travel."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) for k in value) and _TAG not in value:
+            return {str(k): to_plain(v, f"{where}.{k}", arrays) for k, v in value.items()}
+        pairs = [
+            [to_plain(k, f"{where} key"), to_plain(v, f"{where}[{k!r}]", arrays)] for k, v in value.items()
+        ]
+        return {_TAG: "dict", "v": pairs}
+    if isinstance(value, list | tuple):
+        items = [to_plain(v, f"{where}[{i}]", arrays) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "v": items}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "v": base64.b64encode(bytes(value)).decode("ascii")}
+    if isinstance(value, Decimal):
+        return {_TAG: "decimal", "v": str(value)}
+    for name, kind in _DATES.items():
+        if isinstance(value, kind):
+            return {_TAG: name, "v": value.isoformat()}
+    for simple in (str, int, float):  # subclasses: enumerations, numpy's float64
+        if isinstance(value, simple):
+            return simple(value)
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors
+        if arrays and getattr(value, "ndim", 0) and hasattr(value, "tobytes") and value.dtype.kind in "biuf":
+            data = base64.b64encode(value.tobytes()).decode("ascii")
+            return {_TAG: "array", "v": [value.dtype.str, list(value.shape), data]}
+        return to_plain(value.tolist(), where, arrays)
+    raise NotPlain(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent")
+
+
+def from_plain(value: Any) -> Any:
+    """Inverse of `to_plain`."""
+    if isinstance(value, list):
+        return [from_plain(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {k: from_plain(v) for k, v in value.items()}
+    content = value["v"]
+    if kind == "tuple":
+        return tuple(from_plain(v) for v in content)
+    if kind == "dict":
+        return {from_plain(k): from_plain(v) for k, v in content}
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind == "decimal":
+        return Decimal(content)
+    if kind == "array":
+        import numpy as np
+
+        dtype, shape, data = content
+        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+    return _DATES[kind].fromisoformat(content)
+
+
+class ParentChannel:
+    """The child's end of the socket. `send` may be used from any thread.
+
+    `on_message` sees every message first, on the reading thread; those for which it returns False go to `inbox`.
+    """
+
+    def __init__(self, fd: int):
+        self.inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self.on_message: Callable[[dict[str, Any]], bool] = lambda message: False
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        threading.Thread(target=self._listen, name="verl-parent", daemon=True).start()
+
+    def send(self, message: dict[str, Any], *, arrays: bool = False) -> None:
+        """Write one message whole. NotPlain if it holds what cannot travel."""
+        if os.getpid() != self._pid:
+            os._exit(0)  # the user's code forked and the copy returned too: the original speaks for both
+        line = encode(message, arrays=arrays)
+        with self._lock:
+            self._socket.sendall(line)
+
+    def _listen(self) -> None:
+        for line in self._socket.makefile("rb"):
+            message = decode(line)
+            if not self.on_message(message):
+                self.inbox.put(message)
+        os._exit(0)
+
+
+def run_child(module: str, fd: int) -> None:
+    """What a child process runs: `main(channel)` of the module."""
+    if sys.platform == "linux":  # the run may die while the user's code holds the interpreter
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    importlib.import_module(module).main(ParentChannel(fd))

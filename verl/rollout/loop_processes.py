@@ -1,0 +1,268 @@
+"""User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor the driver.
+
+    driver: LoopProcesses.run ──run──────→ child: loop.run(sampling, **row)
+            Session.generate  ←─generate──        self.generate
+                              ──completion→
+                              ←─outputs, or error─
+
+A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
+busy, up to a limit. A process that ends loses its trajectories, which are counted as any other that the sampler lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.errors import UserError
+from verl.platform.child_process import ChildProcess
+from verl.platform.host import usable
+from verl.platform.parent_channel import ParentChannel, encode
+from verl.rollout import agent_loop
+from verl.rollout.session import Session
+
+_EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
+
+
+class LoopFailed(RuntimeError):
+    """An agent loop failed in its process; the text is that of the error there."""
+
+
+class LoopUnusable(UserError):
+    """No process can run the user's agent loops."""
+
+    ends_the_run = True
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One trajectory in a process."""
+
+    session: Session
+    outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def fail(self, error: Exception) -> None:
+        if not self.outputs.done():
+            self.outputs.set_exception(error)
+
+
+class _LoopProcess(ChildProcess):
+    def __init__(self) -> None:
+        super().__init__(__name__)
+        self.running: dict[int, _Run] = {}
+        self.started = asyncio.Event()
+
+
+class LoopProcesses:
+    """The processes of a run. All calls are made on one event loop.
+
+    limit: at most this many processes, and no more than there are CPUs. config: the run's checked configuration.
+    """
+
+    def __init__(self, limit: int, config: Any):
+        self._limit = min(limit, usable())
+        self._config = config
+        self._numbers = itertools.count()
+        self._processes: list[_LoopProcess] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(
+        self,
+        name: str,
+        session: Session,
+        sampling: SamplingParams,
+        columns: dict[str, Any],
+        own: dict[str, Any],
+    ) -> list[agent_loop.AgentLoopOutput]:
+        """What the loop registered as `name` returns for a row (see `agent_loop.keywords`).
+
+        LoopFailed with what it raised, NotPlain for a value that cannot be sent, LoopUnusable if no process can run it.
+        """
+        number = next(self._numbers)
+        module = agent_loop.get(name).__module__
+        message = {"run": number, "module": module, "name": name, "sampling": asdict(sampling)}
+        line = encode(message | {"columns": columns, "own": own}, "the row", arrays=True)
+        process = self._least_busy()
+        run = process.running[number] = _Run(session, asyncio.get_running_loop().create_future())
+        try:
+            await process.started.wait()
+            if not run.outputs.done():
+                process.writer.write(line)
+            return await run.outputs
+        except asyncio.CancelledError:
+            if process.started.is_set() and number in process.running:
+                process.writer.write(encode({"cancel": number}))
+            raise
+        finally:
+            process.running.pop(number, None)
+            for call in run.calls:
+                call.cancel()
+
+    async def close(self) -> None:
+        """Kill every process."""
+        for process in self._processes:
+            process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _least_busy(self) -> _LoopProcess:
+        best = min(self._processes, key=lambda process: len(process.running), default=None)
+        if best is not None and (not best.running or len(self._processes) >= self._limit):
+            return best
+        process = _LoopProcess()
+        self._processes.append(process)
+        task = asyncio.ensure_future(self._serve(process))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return process
+
+    async def _serve(self, process: _LoopProcess) -> None:
+        """A process from its start to its end."""
+        config, why, watching = self._config, "", None
+        unusable: LoopUnusable | None = None
+        try:
+            external = config.actor_rollout_ref.model.external_lib
+            await process.start(encode({"external_lib": external, "config": config.to_dict()}))
+            watching = asyncio.ensure_future(process.close_after_exit(_EXIT_WAIT))
+            process.started.set()
+            async for message in process.messages():
+                if "unusable" in message:
+                    unusable = LoopUnusable(f"agent loops cannot run in processes: {message['unusable']}")
+                else:
+                    self._handle(process, message)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f" ({type(error).__name__}: {error})"
+        finally:
+            self._processes.remove(process)
+            if watching is not None:
+                watching.cancel()
+            await process.end()
+            process.started.set()
+            ended = LoopFailed(f"the process of the agent loop ended: {process.exit_text()}{why}")
+            for run in process.running.values():
+                run.fail(unusable or ended)
+
+    def _handle(self, process: _LoopProcess, message: dict[str, Any]) -> None:
+        run = process.running.get(message["run"])
+        if run is None:  # cancelled meanwhile
+            return
+        if "call" in message:
+            call = asyncio.ensure_future(self._generate(process, run, message))
+            run.calls.add(call)
+            call.add_done_callback(run.calls.discard)
+        elif "error" in message:
+            error = LoopFailed(message["error"])
+            error.add_note(message["traceback"])
+            run.fail(error)
+        elif not run.outputs.done():
+            run.outputs.set_result([agent_loop.AgentLoopOutput(**fields) for fields in message["outputs"]])
+
+    @staticmethod
+    async def _generate(process: _LoopProcess, run: _Run, message: dict[str, Any]) -> None:
+        result: dict[str, Any] = {"call": message["call"]}
+        try:
+            sampling = SamplingParams(**message["sampling"])
+            completion = await run.session.generate(np.asarray(message["prompt_ids"], np.int64), sampling)
+            result["completion"] = asdict(completion)
+        except Exception as error:
+            if getattr(error, "ends_the_run", False):
+                run.fail(error)
+                return
+            result["error"] = f"{type(error).__name__}: {error}"
+        process.writer.write(encode(result, arrays=True))
+
+
+# -- the child -----------------------------------------------------------------------------------------------------
+
+
+def main(channel: ParentChannel) -> None:
+    """Run trajectories until the run closes the socket. The first message is the run's configuration."""
+    from verl.config import Map
+    from verl.data.tokenizer import load_tokenizer
+    from verl.plugins import import_modules
+
+    init = channel.inbox.get()
+    try:
+        config = Map.of(init["config"])
+        import_modules(init["external_lib"])
+        model = config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(
+            model.path,
+            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+    except Exception as error:
+        channel.send({"unusable": f"{type(error).__name__}: {error}"})
+        return
+    asyncio.run(_Child(channel, tokenizer, config).serve())
+
+
+class _Child:
+    def __init__(self, channel: ParentChannel, tokenizer: Any, config: Any):
+        self._channel, self._tokenizer, self._config = channel, tokenizer, config
+        self._runs: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, asyncio.Future[Completion]] = {}
+        self._numbers = itertools.count()
+
+    async def serve(self) -> None:
+        """Handle the messages of the run as they come."""
+        loop = asyncio.get_running_loop()
+        while True:
+            message = await loop.run_in_executor(None, self._channel.inbox.get)
+            if "own" in message:
+                self._runs[message["run"]] = asyncio.ensure_future(self._run(message))
+            elif "cancel" in message:
+                if (task := self._runs.get(message["cancel"])) is not None:
+                    task.cancel()
+            else:
+                self._completed(message)
+
+    async def _run(self, message: dict[str, Any]) -> None:
+        number = message["run"]
+
+        async def generate(prompt_ids: Any, sampling: SamplingParams) -> Completion:
+            call = next(self._numbers)
+            self._calls[call] = asyncio.get_running_loop().create_future()
+            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "sampling": asdict(sampling)}
+            self._channel.send(request, arrays=True)
+            try:
+                return await self._calls[call]
+            finally:
+                del self._calls[call]
+
+        try:
+            importlib.import_module(message["module"])
+            loop = agent_loop.get(message["name"])(generate, self._tokenizer, self._config)
+            row = agent_loop.keywords(message["columns"], message["own"])
+            outputs = await loop.run(SamplingParams(**message["sampling"]), **row)
+            found = outputs if isinstance(outputs, list) else [outputs]
+            self._channel.send({"run": number, "outputs": [vars_of(output) for output in found]}, arrays=True)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._channel.send({"run": number, "error": text, "traceback": traceback.format_exc()})
+        finally:
+            del self._runs[number]
+
+    def _completed(self, message: dict[str, Any]) -> None:
+        future = self._calls.get(message["call"])
+        if future is None or future.done():
+            return
+        if "error" in message:
+            future.set_exception(RuntimeError(message["error"]))
+        else:
+            future.set_result(Completion(**message["completion"]))
+
+
+def vars_of(output: agent_loop.AgentLoopOutput) -> dict[str, Any]:
+    """The fields of an output by name. TypeError for anything else that a loop returned."""
+    if not isinstance(output, agent_loop.AgentLoopOutput):
+        raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
+    return {name: getattr(output, name) for name in output.__slots__}
