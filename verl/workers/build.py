@@ -153,8 +153,7 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     module = load_model(arr.model.path, arr.model).to(platform.device())
     module.requires_grad_(False)
     if adapter_moves(config):
-        from verl.engine.training.lora import AdapterSource, inject
-        from verl.engine.training.lora import LoraSettings
+        from verl.engine.training.lora import AdapterSource, LoraSettings, inject
 
         settings = LoraSettings.of(arr.model, arr.model.path)
         assert settings is not None
