@@ -74,7 +74,9 @@ def test_any_cut_gives_the_same(module, groups, size, tokens, share, seed):
 def test_token_budget_wins_over_size_if_dynamic(module):
     rows = rows_of([(5, [4, 4, 4])])
     engine = FSDPEngine(
-        module=module, role_cfg=CONFIG | {"ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True}, device="cpu"
+        module=module,
+        role_cfg=CONFIG | {"ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True},
+        device="cpu",
     )
     assert engine.update_batching.rows is None
     assert engine.step(rows, simple_loss(12), temperature=1.0).tokens == 5 + 9
