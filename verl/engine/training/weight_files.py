@@ -133,12 +133,8 @@ def open_source(
     load: Callable[[], Mapping[str, torch.Tensor]],
 ) -> WeightSource:
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0."""
-    here = Path(directory)
-    files = on_all_ranks(lambda: FileSource(here, module) if here.is_dir() else None)
-    if all(all_gather_json(files is not None and not files.missing(wanted))):
-        assert files is not None
-        return files
-    return RankZeroSource(load)
+    files = on_all_ranks(lambda: FileSource(Path(directory), module))
+    return files if all(all_gather_json(not files.missing(wanted))) else RankZeroSource(load)
 
 
 def _names_in(directory: Path) -> dict[str, Path]:
