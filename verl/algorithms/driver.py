@@ -17,7 +17,8 @@ import torch
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.registry import ESTIMATORS, Algorithm, setting
+from verl.algorithms.registry import ESTIMATORS, Algorithm
+from verl.config.settings import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 _OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}

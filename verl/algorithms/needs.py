@@ -13,7 +13,8 @@ from typing import Any
 
 from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
 from verl.algorithms.correction import parse_correction
-from verl.algorithms.registry import ESTIMATORS, LOSSES, setting
+from verl.algorithms.registry import ESTIMATORS, LOSSES
+from verl.config.settings import setting
 from verl.errors import UserError
 
 

@@ -8,7 +8,7 @@ release does not have are known, so that asking for one says so; a user may put 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
@@ -79,15 +79,6 @@ class Registry:
         required = {_COLUMN_OF.get(p.name, p.name) for p in parameters if p.default is p.empty}
         offered = {*_COLUMN_OF.values(), "reward_baselines"}
         return self._needs.get(_key(name), frozenset()) | (required & offered)
-
-
-def setting(config: Any, name: str, default: Any = None) -> Any:
-    """`config.name`, or `default` where config is None, lacks the name, or holds None under it.
-
-    Whatever carries the configuration will do: a typed group, a mapping, or nothing at all.
-    """
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return default if value is None else value
 
 
 def _key(name: Name) -> str:
