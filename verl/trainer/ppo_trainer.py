@@ -115,13 +115,13 @@ class PPOTrainer:
         """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
         for one in self.passes:
-            with phases(one.name):
+            with phases(one.name), self.colocation.computing(roles[one.role]):
                 roles[one.role].forward(batch, one.name, one.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             n = self.config.actor_rollout_ref.rollout.n
             metrics: dict[str, Any] = compute_advantages(batch, self.config.algorithm, n, beta)
-        with phases("update_actor"):
+        with phases("update_actor"), self.colocation.computing(self.policy, optimizer=True):
             update = self.policy.update(batch, step=step)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
