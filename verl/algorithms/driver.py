@@ -18,7 +18,8 @@ from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
-from verl.algorithms.registry import ESTIMATORS, Algorithm, setting
+from verl.algorithms.registry import ESTIMATORS, Algorithm
+from verl.config.settings import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 _OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}

@@ -22,8 +22,9 @@ from verl.algorithms.policy_loss import (
     on_inputs,
     weights_now,
 )
-from verl.algorithms.registry import LOSSES, setting
+from verl.algorithms.registry import LOSSES
 from verl.config.schema.base import Map
+from verl.config.settings import setting
 from verl.trajectory import Segment
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class LossConfig(Map):
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
     def __init__(self, actor: Any, global_batch_info: dict[str, Any], rollout_correction: Any = None):
-        super().__init__(actor if isinstance(actor, Mapping) else vars(actor))
+        super().__init__(actor if isinstance(actor, dict) else vars(actor))
         self.update(global_batch_info=global_batch_info, rollout_correction=rollout_correction)
 
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
-from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch, setting
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
 from verl.config.schema.actor import AGG_MODES as MODES
+from verl.config.settings import setting
 
 LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2

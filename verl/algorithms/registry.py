@@ -111,15 +111,6 @@ class Registry:
         return self._whole.get(_key(name))
 
 
-def setting(config: Any, name: str, default: Any = None) -> Any:
-    """`config.name`, or `default` where config is None, lacks the name, or holds None under it.
-
-    Whatever carries the configuration will do: a typed group, a mapping, or nothing at all.
-    """
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return default if value is None else value
-
-
 def _key(name: Name) -> str:
     return str(name.value) if isinstance(name, Enum) else name
 

@@ -163,9 +163,8 @@ def find(path: str) -> Path:
 def _hub_folder(name: str) -> Path | None:
     """The snapshot of a hub id in the cache, or None."""
     env = os.environ.get
-    home = env("HF_HOME") or os.path.join(
-        env("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "huggingface"
-    )
+    caches = env("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = env("HF_HOME") or os.path.join(caches, "huggingface")
     cache = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     root = Path(cache) / f"models--{name.replace('/', '--')}"
     head = root / "refs" / "main"

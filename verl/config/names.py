@@ -280,7 +280,7 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
     return f"; nearest: {', '.join(found)}" if found else ""
 
 
-_NOT_CHOSEN = ("bypass_mode",)
+
 """Registered names that are no choice: algorithm.rollout_correction chooses bypass_mode."""
 
 
@@ -288,6 +288,7 @@ _NOT_CHOSEN = ("bypass_mode",)
 def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
     folder = Path(__file__).parents[1] / "algorithms"
-    pattern = re.compile(rf"^@{registry}\.register\(\"(\w+)", re.M)
+    pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
     found = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
-    return tuple(name for name in found if name not in _NOT_CHOSEN)
+    # algorithm.rollout_correction chooses bypass_mode
+    return tuple(name.lower() for name in found if name != "bypass_mode")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -11,5 +10,5 @@ def setting(group: Any, path: str, default: Any = None) -> Any:
     for name in path.split("."):
         if group is None:
             return default
-        group = group.get(name) if isinstance(group, Mapping) else getattr(group, name, None)
+        group = group.get(name) if isinstance(group, dict) else getattr(group, name, None)
     return default if group is None else group

@@ -133,11 +133,7 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
 
 def _options(model_cfg: Any, dtype: torch.dtype) -> dict[str, Any]:
     trusted = bool(setting(model_cfg, "trust_remote_code", False))
-    return {
-        "dtype": dtype,
-        "attn_implementation": attention.IMPLEMENTATION,
-        "trust_remote_code": trusted,
-    }
+    return {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION, "trust_remote_code": trusted}
 
 
 def _without_values(module: torch.nn.Module) -> None:

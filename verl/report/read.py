@@ -1,8 +1,8 @@
 """Read a run folder for the report: metrics, events, config, versions, sampled responses.
 
 A run may be going on while we read, so every file may end in the middle of a line. Such a line is
-skipped and counted, never guessed at; the page shows the count. No torch, no numpy: the trainer
-calls this between steps and `verl report` starts in a moment.
+skipped and counted, never guessed at; the page shows the count. No torch, no numpy: a run
+starts `verl report` every few seconds, and it starts in a moment.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class PPOTrainer:
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
         warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
         for one in self.passes if warm else with_old_log_probs(self.passes):
-            with phases(one.name):
+            with phases(one.name), self.colocation.computing(roles[one.role]):
                 roles[one.role].forward(batch, one.name, one.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
@@ -124,7 +124,7 @@ class PPOTrainer:
             metrics: dict[str, Any] = compute_advantages(batch, self.config.algorithm, n, beta)
         updates = {}
         for role in parts.workers.trained(policy=warm):
-            with phases(role.phase):
+            with phases(role.phase), self.colocation.computing(role, optimizer=True):
                 updates[role.name] = role.update(batch, step=step)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))

@@ -15,7 +15,8 @@ import numpy as np
 
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
-from verl.algorithms.registry import LOSSES, MiniBatchTokens, setting
+from verl.algorithms.registry import LOSSES, MiniBatchTokens
+from verl.config.settings import setting
 from verl.engine.training.base import StepResult
 from verl.tracking.names import merge_metrics
 from verl.trajectory import Batch, Segment, Trajectory, fill_flat, segments_of, split_groups

@@ -37,6 +37,14 @@ class Role:
         placed = self.group.place(batch, phase)
         self.group.fill(placed, self.group.call("forward", phase, self.name, dict(outputs), doing=phase))
 
+    def onload(self, *, optimizer: bool) -> None:
+        """Bring to the device what is in host memory while the role is idle: weights, and for an update the optimizer's state."""
+        self.group.call("onload", self.name, optimizer, doing="onload")
+
+    def offload(self) -> None:
+        """Back to host memory."""
+        self.group.call("offload", self.name, doing="offload")
+
     def save(self, part: str, directory: Path) -> None:
         """Write the `weights` (a Hugging Face directory) or the `optimizer`; ranks write in parallel, to a folder that all
         nodes see."""

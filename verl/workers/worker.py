@@ -113,7 +113,7 @@ class Worker(Profiled):
         """A forward pass over the rows: fill and return the columns of `outputs` (output of the engine → column)."""
         engine = self.engine(role)
         base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
-        with self.span(phase), engine.on_device(), base:
+        with self.span(phase), base:
             found = engine.forward(self._rows, tuple(outputs), temperature=self._temperature)
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
@@ -134,7 +134,7 @@ class Worker(Profiled):
             codec.fill(self._rows, columns)
         columns_of_update = ("old_log_probs", "entropy") if role == "actor" else ()
         fresh = [n for n in columns_of_update if any(getattr(row, n) is None for row in self._rows)]
-        with self.span(f"update_{role}"), engine.on_device(optimizer=True):
+        with self.span(f"update_{role}"):
             results = [self._update(role, engine, mini) for mini in minis]
         return {
             "results": [asdict(result) for result in results],
@@ -160,8 +160,15 @@ class Worker(Profiled):
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
         rows, engine = [self._rows[i] for i in positions], self.engine()
-        with engine.on_device():
-            return engine.forward(rows, temperature=self._temperature)["log_probs"]
+        return engine.forward(rows, temperature=self._temperature)["log_probs"]
+
+    def onload(self, role: str, optimizer: bool) -> None:
+        """`TrainingEngine.onload` of a role."""
+        self.engine(role).onload(optimizer=optimizer)
+
+    def offload(self, role: str) -> None:
+        """`TrainingEngine.offload` of a role."""
+        self.engine(role).offload()
 
     def advance(self, role: str = "actor") -> float:
         """End of a role's training step: its learning-rate schedule moves on; returns the rate that was used."""

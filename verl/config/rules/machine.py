@@ -57,9 +57,7 @@ def _devices(c: Check) -> None:
         _open_files(c, sizes)
     folder = Path(c.trainer.default_local_dir).expanduser()
     if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:
-        lost = (
-            "is inside Ray's temporary copy of the job's directory and is lost with it: give an absolute path"
-        )
+        lost = "is inside Ray's temporary copy of the job's directory, lost with it: give an absolute path"
         c.notice(f"trainer.default_local_dir={folder} {lost}")
 
 
@@ -70,10 +68,8 @@ def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
         c.lacks("torchrun", f"started {local} processes on a machine with {here} {kind}; start {here}")
     nodes, each = c.trainer.nnodes, c.trainer.n_gpus_per_node
     if nodes * each != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
-        c.notice(
-            f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; torchrun --nnodes={nodes} "
-            f"--nproc_per_node={each} -m verl.trainer.sft_trainer … starts as many"
-        )
+        how = f"torchrun --nnodes={nodes} --nproc_per_node={each} starts as many"
+        c.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; {how}")
 
 
 def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
@@ -114,8 +110,7 @@ def _engine(c: Check) -> None:
     elif name in _ARGUMENT_CHECKS:
         _ARGUMENT_CHECKS[name](c)
     elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
-        belong = f"{c.rollout_key}.engine_kwargs.* belong to vllm and sglang"
-        c.notice(f"no effect: {belong}, the engine is {name}")
+        c.notice(f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, this is {name}")
 
 
 def _vllm(c: Check) -> None:

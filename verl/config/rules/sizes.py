@@ -203,9 +203,7 @@ def plan(c: Check) -> list[str]:
         f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train):
-        rows = c.rows.get("data.val_files")
-        if rows and data.val_max_samples >= 0:
-            rows = min(rows, data.val_max_samples)
+        rows = _rows(c, "val")
         prompts = f"{rows} prompts" if rows else "validation prompts"
         lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines
@@ -215,14 +213,14 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _train_rows(c: Check) -> int | None:
-    """Rows of the training files that a run uses, as far as they are known."""
-    rows, most = c.rows.get("data.train_files"), c.cfg.data.train_max_samples
+def _rows(c: Check, kind: str) -> int | None:
+    """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
+    rows, most = c.rows.get(f"data.{kind}_files"), c.cfg.data[f"{kind}_max_samples"]
     return min(rows, most) if rows and most >= 0 else rows
 
 
 def _steps(c: Check) -> str:
-    rows, size = _train_rows(c), c.cfg.data.train_batch_size
+    rows, size = _rows(c, "train"), c.cfg.data.train_batch_size
     total, epochs = c.trainer.total_training_steps, c.trainer.total_epochs
     if total is not None:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
@@ -244,7 +242,7 @@ def _micro(actor: Any, responses: int, ranks: int) -> str:
 def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
-        rows, size = _train_rows(c), data.train_batch_size
+        rows, size = _rows(c, "train"), data.train_batch_size
         steps = f"{rows} rows, {rows // size} steps an epoch" if rows else f"{size} rows a step"
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":

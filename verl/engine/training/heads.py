@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from verl.engine.training.log_prob import LogitLayer, outputs_of_logits, token_outputs
+from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
 from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
@@ -56,7 +56,7 @@ class OutputHead(torch.nn.Module, ABC):
 class LogProbHead(OutputHead):
     """The language model's own head."""
 
-    outputs = ("log_probs", "entropy", "sum_pi_squared")
+    outputs = OUTPUTS
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""

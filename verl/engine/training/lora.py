@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl.config.model_facts import (
-    ADAPTER_CONFIG,
-    ADAPTER_FOLDER,
-    ADAPTER_WEIGHTS,
-    adapter_directory,
-    read_adapter_config,
-)
+from verl.config import model_facts
 from verl.config.settings import setting
 from verl.engine.training.process_group import on_all_ranks, this_rank
 from verl.engine.training.sharding import take_share, whole
@@ -74,14 +68,14 @@ class LoraSettings:
             float(setting(model_cfg, "lora_alpha", 16)),
             _patterns(setting(model_cfg, "target_modules", _ALL_LINEAR)),
             _patterns(setting(model_cfg, "exclude_modules") or ()),
-            adapter_directory(path) if path else None,
+            model_facts.adapter_directory(path) if path else None,
             str(base),
         )
 
     def described(self) -> dict[str, Any]:
         """What adapter_config.json says, as far as a server needs it; the adapter's own file where there is one."""
         if self.adapter is not None:
-            return read_adapter_config(self.adapter)
+            return model_facts.read_adapter_config(self.adapter)
         return {"peft_type": "LORA", "bias": "none", **self.arguments()}
 
     def arguments(self) -> dict[str, Any]:
@@ -113,7 +107,7 @@ def _peft_config(peft: Any, settings: LoraSettings) -> Any:
     """peft's LoraConfig: new, or the given adapter's. UserError for an adapter that is more than A and B."""
     if settings.adapter is None:
         return peft.LoraConfig(**settings.arguments())
-    where = settings.adapter / ADAPTER_CONFIG
+    where = settings.adapter / model_facts.ADAPTER_CONFIG
     try:
         config = peft.PeftConfig.from_pretrained(str(settings.adapter))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -222,9 +216,9 @@ class Adapter:
         stored = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in self.tensors()}
 
         def write() -> None:
-            folder = directory / ADAPTER_FOLDER
+            folder = directory / model_facts.ADAPTER_FOLDER
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(stored, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            save_file(stored, folder / model_facts.ADAPTER_WEIGHTS, metadata={"format": "pt"})
             inference, self._config.inference_mode = self._config.inference_mode, True
             self._config.save_pretrained(str(folder))
             self._config.inference_mode = inference
@@ -239,7 +233,7 @@ class Adapter:
         must add up to the merged weights of the checkpoint, if there are any.
         """
         state = adapters.PlainView(self._module).adapter_state()
-        saved = on_all_ranks(lambda: _read_tensors(directory / ADAPTER_FOLDER, state))
+        saved = on_all_ranks(lambda: _read_tensors(directory / model_facts.ADAPTER_FOLDER, state))
         for name, tensor in state.items():
             take_share(tensor, saved[name])
         source, kept = FileSource(directory, self._module), untied(self._module)
@@ -288,9 +282,9 @@ def _start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
-    file = directory / ADAPTER_WEIGHTS
+    file = directory / model_facts.ADAPTER_WEIGHTS
     if not file.is_file():
-        raise UserError(f"{directory}: no {ADAPTER_WEIGHTS} here; is it a peft adapter?")
+        raise UserError(f"{directory}: no {model_facts.ADAPTER_WEIGHTS} here; is it a peft adapter?")
     with reading(file, "adapter"):
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
     for name in sorted(wanted.keys() | found.keys()):
@@ -304,8 +298,8 @@ def _read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[s
 
 def refuse_adapter_checkpoint(directory: Path) -> None:
     """UserError for a checkpoint of a run with LoRA, in a run without."""
-    if (directory / ADAPTER_FOLDER / ADAPTER_CONFIG).is_file():
-        rank = read_adapter_config(directory / ADAPTER_FOLDER).get("r")
+    if (directory / model_facts.ADAPTER_FOLDER / model_facts.ADAPTER_CONFIG).is_file():
+        rank = model_facts.read_adapter_config(directory / model_facts.ADAPTER_FOLDER).get("r")
         raise UserError(
             f"{directory}: the checkpoint was trained with LoRA (rank {rank}), this run trains all weights: set "
             f"actor_rollout_ref.model.lora_rank={rank} (sft: model.lora_rank) to go on, or start anew from its merged "

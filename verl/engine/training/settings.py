@@ -19,13 +19,11 @@ def micro_batching(
 ) -> MicroBatching:
     """The micro-batches asked for by `{prefix}_micro_batch_size_per_gpu`, `…_max_token_len_per_gpu` and the
     dynamic-batch switch. The token budget is a limit: where smaller packs are `preferred`, they are smaller."""
-    rows = setting(group, f"{prefix}_micro_batch_size_per_gpu")
     switch = "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz"
-    dynamic = setting(group, switch)
+    rows = None if setting(group, switch) else setting(group, f"{prefix}_micro_batch_size_per_gpu")
     tokens = int(setting(group, f"{prefix}_max_token_len_per_gpu", 16384))
     tokens = tokens if preferred is None else min(tokens, preferred)
-    use_rows = rows is not None and not dynamic
-    return MicroBatching(tokens=tokens, rows=int(rows) if use_rows else None, share_prompt=share_prompt)
+    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt)
 
 
 def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:

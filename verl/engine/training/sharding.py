@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from verl.config.layout import Sizes, rank_problems
 from verl.engine.training import process_group
-from verl.engine.training.process_group import waiting
 from verl.errors import UserError
 
 
@@ -117,29 +116,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with waiting("gathering a weight"):
+    with process_group.waiting("gathering a weight"):
         # Where its ranks talk to each other: an offloaded share is brought there.
-        return _gathered(tensor.to(tensor.device_mesh.device_type))
-
-
-def _gathered(tensor: DTensor) -> torch.Tensor:
-    mesh, last = tensor.device_mesh, tensor.placements[-1]
-    names = mesh.mesh_dim_names or ()
-    if "tensor" not in names or not isinstance(last, Shard):
-        return tensor.full_tensor()
-    # In the reverse of the order in which it was cut.
-    shape = list(tensor.shape)
-    shape[last.dim] //= mesh.size(mesh.ndim - 1)
-    like = torch.empty(shape, device="meta")
-    part = DTensor.from_local(
-        tensor._local_tensor,
-        mesh["shard"],
-        [Shard(0)],
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    ).full_tensor()
-    return DTensor.from_local(part, mesh["tensor"], [last], run_check=False).full_tensor()
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:

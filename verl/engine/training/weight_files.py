@@ -141,12 +141,8 @@ def open_source(
     fresh: Iterable[str] = (),
 ) -> WeightSource:
     """The source for these tensors: the files where every rank can use them, else `load` on rank 0. See `FileSource`."""
-    here = Path(directory)
-    files = on_all_ranks(lambda: FileSource(here, module, fresh) if here.is_dir() else None)
-    if all(all_gather_json(files is not None and not files.missing(wanted))):
-        assert files is not None
-        return files
-    return RankZeroSource(load)
+    files = on_all_ranks(lambda: FileSource(Path(directory), module, fresh))
+    return files if all(all_gather_json(not files.missing(wanted))) else RankZeroSource(load)
 
 
 def _names_in(directory: Path) -> dict[str, Path]:

@@ -21,7 +21,7 @@ from verl.errors import UserError
 from verl.platform import platform_of
 from verl.workers.compare_nodes import NOTE, Facts, Finding, bad
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerFailed, WorkerHandle
-from verl.workers.ray.cluster import Cluster
+from verl.workers.ray.cluster import Cluster, Node
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
 from verl.workers.resources import ResourceRequest, placeable
 
@@ -64,7 +64,9 @@ class Survey:
         cluster = Cluster(config, config.trainer.device)
         try:
             kind = cluster.settle_kind()
-            self._await(cluster)
+            # Fewer nodes than asked for are a finding, not an error.
+            asked = f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …"
+            cluster.wait(self._placeable, self.patience, lambda nodes: self.say(asked))
             nodes = _nodes(cluster)
             self.say(f"asking {len(nodes)} nodes …")
             self.probes = {node["name"]: start_probe(node["id"]) for node in nodes}
@@ -84,22 +86,13 @@ class Survey:
             if not cluster.own and ray.is_initialized():
                 ray.shutdown()
 
+    def _placeable(self, nodes: list[Node]) -> bool:
+        return placeable([node.devices for node in nodes], self.pools)
+
     def used(self, nodes: list[Facts]) -> list[Facts]:
         """The nodes that are large enough for a pool of the run, or all where none is."""
         least = min((pool.devices for pool in self.pools), default=0)
         return [node for node in nodes if node["devices"] >= least] or nodes
-
-    def _await(self, cluster: Cluster) -> None:
-        """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
-
-        def complete() -> bool:
-            return cluster.own or placeable([node.devices for node in cluster.nodes()], self.pools)
-
-        end = time.monotonic() + self.patience
-        if not complete():
-            self.say(f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …")
-        while not complete() and time.monotonic() < end:
-            time.sleep(1.0)
 
     def _ask(self, nodes: list[Facts], call: Callable[[Any, Facts], Any]) -> list[tuple[Any, str | None]]:
         """call(probe, node) for each node: (result, None) or (None, why there is none)."""

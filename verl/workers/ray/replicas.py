@@ -33,7 +33,7 @@ _CALL_S = 120.0
 _OTHERS_S = 35.0
 _PING_S = 5.0
 _CLOSE_S = 10.0
-_LARGEST = ("busy_s", "cache_peak")
+_LARGEST = ("busy_s",)
 _SESSIONS = 1 << 16  # the last so many are remembered
 MAX_RESTARTS = 3
 """Deaths of one worker between two weight transfers after which the run ends."""
@@ -367,7 +367,7 @@ class ReplicaPool(RolloutEngine):
         return out
 
     def stats(self) -> dict[str, float]:
-        """Counters added up over replicas; busy_s and cache_peak are the largest of all."""
+        """Counters added up over replicas; busy_s is the largest of all."""
         out: dict[str, float] = {}
         for found in self._everywhere("stats", needed=False):
             for name, value in found.items():

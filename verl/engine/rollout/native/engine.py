@@ -267,7 +267,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
-        self._incomplete = f"loading version {version} failed"
+        self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
                 for name, tensor in weights:
@@ -278,12 +278,15 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                         )
                     targets[name].copy_(tensor)
                     given.add(name)
+            if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
+                some = f"{len(missing)} weights, among them {missing[:3]}"
+                raise ValueError(f"load_weights: no value came for {some}")
+        except BaseException as error:
+            self._incomplete = f"loading version {version} failed: {type(error).__name__}: {error}"
+            raise
         finally:
             close_stream(weights)
             self.weights_updated(version)
-        if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
-            some = f"{len(missing)} weights, among them {missing[:3]}"
-            raise ValueError(f"load_weights: no value came for {some}")
         self._incomplete = ""
         return self.checksums(verify) if verify else {}
 

@@ -60,6 +60,7 @@ class FastLinears:
         self._dtype = dtype
         self._model = model
         self._modules = _linears(model)
+        self._adapted = {module for module in self._modules if is_adapted(module)}
         platform = platform_of(next(model.parameters()).device)
         # The data type in which packed products multiply; None where there are none.
         self._inner = next((d for d in (dtype, torch.float32) if platform.has_packed_products(d)), None)
@@ -87,10 +88,13 @@ class FastLinears:
             elif self._dtype not in (torch.float32, module.weight.dtype):
                 self._forwards[module] = self._copied(module)
 
+    def _weight(self, module: Any) -> Tensor:
+        return merged_weight(module) if module in self._adapted else module.weight.detach()
+
     def _packed(self, module: Any) -> Callable[[Tensor], Tensor]:
         dtype, inner = self._dtype, self._inner
         weight = torch.ops.mkldnn._reorder_linear_weight(
-            merged_weight(module).to(dtype).to(inner).contiguous(), _ROWS_HINT
+            self._weight(module).to(dtype).to(inner).contiguous(), _ROWS_HINT
         )
         bias = None if module.bias is None else module.bias.detach().to(dtype).to(inner)
         self._copies[module] = (weight, bias)
@@ -109,7 +113,7 @@ class FastLinears:
             room = None if module.bias is None else torch.empty_like(module.bias, dtype=self._dtype)
             self._copies[module] = (torch.empty_like(module.weight, dtype=self._dtype), room)
         weight, bias = self._copies[module]
-        weight.copy_(merged_weight(module))
+        weight.copy_(self._weight(module))
         if bias is not None:
             bias.copy_(module.bias)
         return lambda x: F.linear(x.to(weight.dtype), weight, bias)
@@ -125,15 +129,15 @@ class FastLinears:
         self.refresh()
         modules = list(self._copies)
         if sampled:
-            adapted = [m for m in modules if is_adapted(m)]
-            modules = [m for m in modules if not is_adapted(m)] + adapted[::10]
+            adapted = [m for m in modules if m in self._adapted]
+            modules = [m for m in modules if m not in self._adapted] + adapted[::10]
         wrong = {module for module in modules if not self._same(module, sampled)}
         if names := [name for name, module in self._model.named_modules() if module in wrong]:
             raise WeightSyncError(f"weight sync: the sampler's copy of {named(names)} is not its weight")
 
     def _same(self, module: Any, sampled: bool) -> bool:
         weight, bias = self._copies[module]
-        expected, width = merged_weight(module), weight.shape[1]
+        expected, width = self._weight(module), weight.shape[1]
         columns = torch.arange(0, width, -(-width // 2) if sampled else 1, device=weight.device)
         if sampled and weight.is_mkldnn:  # packed: rows with a single one give its columns, exactly
             rows = F.one_hot(columns, width).to(weight.dtype)

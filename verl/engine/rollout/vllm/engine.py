@@ -97,8 +97,10 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             with launch.environment(cpu, s.tensor_parallel_size):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
-            rpc = self._engine.collective_rpc
-            self._channel = WorkerChannel(self._host, rpc, devices, bucket_bytes, notice)
+            # Without a name of its own here: what this frame names would outlive `close`.
+            self._channel = WorkerChannel(
+                self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
+            )
             self._max_model_len = int(s.max_model_len or self._engine.model_config.max_model_len)
             if eos_token_ids is None:
                 tokenizer = None if s.skip_tokenizer_init else self.tokenizer
