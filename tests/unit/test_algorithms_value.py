@@ -76,7 +76,7 @@ def test_weights_of_pf_ppo() -> None:
     assert resampling_weights(scores, "pow", 2.0).tolist() == [4, 0, 1, 9, 9]
     assert resampling_weights(scores, "max_min", 2.0).tolist() == [1, 0, 0, 1, 1]
     assert resampling_weights(scores, "max_random", 2.0).tolist() == [0.1, 0.1, 0.1, 0.4, 0.4]
-    with pytest.raises(ValueError, match="unknown pf_ppo.reweight_method 'best'"):
+    with pytest.raises(ValueError, match=r"unknown pf_ppo\.reweight_method 'best'"):
         resampling_weights(scores, "best", 1.0)
 
 

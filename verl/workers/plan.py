@@ -86,7 +86,7 @@ class UpdatePlan:
         loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
         reinforce = self.correction.bypass and self.correction.reinforce
-        self._whole = None if reinforce else LOSSES.whole(loss_mode)
+        self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
         self.columns = (
             *_COLUMNS,
             *sorted((LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}),

@@ -57,6 +57,10 @@ def _estimator(c: Check) -> None:
     if keys and weights and len(keys) != len(weights):
         message = f"{len(weights)} weights for {len(keys)} keys; give one each"
         c.refuse("algorithm.gdpo_reward_weights", message)
+    if name == "gdpo" and algorithm.use_kl_in_reward:
+        c.notice(
+            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
+        )
 
 
 def _sampling(c: Check) -> None:

@@ -152,4 +152,5 @@ def _plugins(c: Check, registry: str) -> set[str]:
             c.refuse(f"{c.model_key}.external_lib", trouble)
     from verl.algorithms import registry as registries
 
-    return set(getattr(registries, registry).functions)
+    functions = getattr(registries, registry).functions
+    return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}
