@@ -150,8 +150,10 @@ class UpdatePlan:
         corrected = self._mini_batch(mini.rows, mini.masks)
         if self._whole is not None and corrected.usable:
             seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
-            values = self._whole.compute(self._tokens(corrected.usable, current, seed), self._cfg)
-            fill_flat(corrected.usable, "mini_batch_values", values)
+            # In the order of trajectories, so that what is drawn does not depend on how they are cut into segments.
+            usable = _usable(segment for row in rows for segment in row.segments)
+            values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
+            fill_flat(usable, "mini_batch_values", values)
         return corrected, metrics
 
     def _current(
