@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +129,7 @@ def trajectories(rows: list[slow.Row], cut: bool) -> Batch:
         length = len(row.p)
         ends = [0, *([length // 3, length // 2] if cut and length > 3 else []), length]
         segments = []
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in itertools.pairwise(ends):
             columns = {
                 c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS[:3] if c in row.columns
             }
@@ -194,7 +195,7 @@ def test_gdpo_names_what_the_reward_does_not_return() -> None:
         batch[0].score_parts = {"accuracy": 1.0, "form": 1.0, key: name}
         with pytest.raises(ValueError, match=f"finite number under '{key}'"):
             compute_advantages(batch, config(adv_estimator="gdpo"), rollout_n=1)
-    with pytest.raises(ValueError, match="gdpo needs algorithm.gdpo_reward_keys"):
+    with pytest.raises(ValueError, match=r"gdpo needs algorithm\.gdpo_reward_keys"):
         compute_advantages(batch, config(adv_estimator="gdpo", gdpo_reward_keys=None), rollout_n=1)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verl.algorithms import core_algos, rollout_corr_helper
+from verl.algorithms.registry import ESTIMATORS, LOSSES
 
 
 @pytest.fixture
@@ -58,8 +61,6 @@ def test_unknown_names_list_what_is_there() -> None:
 
 
 def test_registrations_reach_the_trainer() -> None:
-    from verl.algorithms.registry import ESTIMATORS
-
     core_algos.register_adv_est("test_reaches_the_trainer")(double)
     try:
         assert ESTIMATORS.get("test_reaches_the_trainer") is double
@@ -85,3 +86,17 @@ def test_every_public_name_can_be_imported() -> None:
     for module in (core_algos, rollout_corr_helper):
         with pytest.raises(AttributeError, match="no attribute 'compute_nothing'"):
             getattr(module, "compute_nothing")  # noqa: B009
+
+
+def test_the_tables_of_the_docs_are_those_of_the_registries() -> None:
+    """`python3 docs/write_algorithm_tables.py` writes them."""
+    path = Path(__file__).parents[2] / "docs" / "write_algorithm_tables.py"
+    spec = importlib.util.spec_from_file_location("write_algorithm_tables", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.page() == module.PAGE.read_text("utf-8")
+    for registry in (ESTIMATORS, LOSSES):
+        for name in registry.functions:
+            if registry.functions[name].__module__.startswith("verl.algorithms."):
+                assert f"`{name}`" in module.page()

@@ -14,6 +14,7 @@ from verl.algorithms.core_algos import compute_value_loss
 from verl.algorithms.pf_ppo import resample, resampling_weights
 from verl.algorithms.policy_loss import MODES
 from verl.algorithms.value_loss import explained_variance
+from verl.algorithms.variance import variance_proxies
 from verl.trajectory import Batch
 
 
@@ -76,7 +77,7 @@ def test_weights_of_pf_ppo() -> None:
     assert resampling_weights(scores, "pow", 2.0).tolist() == [4, 0, 1, 9, 9]
     assert resampling_weights(scores, "max_min", 2.0).tolist() == [1, 0, 0, 1, 1]
     assert resampling_weights(scores, "max_random", 2.0).tolist() == [0.1, 0.1, 0.1, 0.4, 0.4]
-    with pytest.raises(ValueError, match="unknown pf_ppo.reweight_method 'best'"):
+    with pytest.raises(ValueError, match=r"unknown pf_ppo\.reweight_method 'best'"):
         resampling_weights(scores, "best", 1.0)
 
 
@@ -103,3 +104,39 @@ def test_responses_are_drawn_by_weight_and_stand_alone() -> None:
     assert all(t.loss_mask is None for t in [*drawn.trajectories[1:], *rows])
     nothing, metrics = resample(Batch([rows[3]]), how, 0)
     assert len(nothing) == 1 and math.isnan(metrics["training/pf_ppo/unique_ratio"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_variance_proxies_equal_the_loop(weighted: bool) -> None:
+    rng = np.random.default_rng(3)
+    rows = []
+    for i, mask in enumerate(([1, 0, 1], [1, 1], [0], [1, 1, 1, 0])):
+        names = ["old_log_probs", "sum_pi_squared", "advantages", *(["is_weights"] if weighted else [])]
+        columns = {name: rng.uniform(0, 1, len(mask)) for name in names}
+        columns["old_log_probs"] = -columns["old_log_probs"]
+        rows.append(response("g", mask, 0.0, i, **columns))
+    powers = []
+    for row in rows:
+        written = [t for t, p in enumerate(row.response_mask) if p]
+        if not written:
+            continue
+        a = sum(float(row.advantages[t]) for t in written) / len(written)
+        w = 0.0
+        for t in written:
+            c = float(row.is_weights[t]) if weighted else 1.0
+            w += (1 - 2 * math.exp(row.old_log_probs[t]) + float(row.sum_pi_squared[t])) * c * c
+        powers.append((a * a, w))
+    found = variance_proxies(rows, 0.1)
+    power = sum(a * w for a, w in powers) / 3
+    assert found == pytest.approx(
+        {
+            "variance_proxy/proxy1_signal_strength": 0.01,
+            "variance_proxy/proxy2_total_power": power,
+            "variance_proxy/proxy3_pure_noise": max(0.0, power - 0.01) / 2,
+            "variance_proxy/expected_a_squared": sum(a for a, _ in powers) / 3,
+            "variance_proxy/expected_w": sum(w for _, w in powers) / 3,
+        },
+        rel=1e-6,
+    )
+    rows[0].sum_pi_squared = rows[1].sum_pi_squared = rows[3].sum_pi_squared = None
+    assert variance_proxies(rows, 0.1) == {}

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.registry import ESTIMATORS, setting
+from verl.algorithms.registry import ESTIMATORS
+from verl.config.settings import setting
 
 EPSILON = 1e-6
 Arrays = list[np.ndarray]
@@ -39,7 +40,7 @@ class EstimatorInputs:
     scores: np.ndarray
     index: Iterable[Any]
     lengths: np.ndarray
-    column: Callable[[str], Arrays]
+    column: Callable[[str], Iterable[np.ndarray]]
     part: Callable[[str], Sequence[Any]]
     baselines: np.ndarray | None = None
     config: Any = None
@@ -51,7 +52,7 @@ class EstimatorInputs:
     @property
     def loss_masks(self) -> Arrays:
         """m of the policy tokens, bool [K_i] of each response."""
-        return [mask.astype(bool) for mask in self.column("loss_mask")]
+        return [mask.astype(bool, copy=False) for mask in self.column("loss_mask")]
 
 
 Estimator = Callable[[EstimatorInputs], Result]
@@ -244,8 +245,8 @@ def public_form(estimator: Estimator) -> Callable[..., Tensors]:
 # -- estimators --------------------------------------------------------------------------------------------------
 
 
-@ESTIMATORS.register("grpo")
-@ESTIMATORS.register("grpo_vectorized")
+@ESTIMATORS.register("grpo", keys=["norm_adv_by_std_in_grpo"])
+@ESTIMATORS.register("grpo_vectorized", keys=["norm_adv_by_std_in_grpo"])
 @public_form
 def compute_grpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = (s − mean_g) / (std_g + ε); without the division: Dr. GRPO.
@@ -267,7 +268,7 @@ def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
     return group.without_equal(advantage)
 
 
-@ESTIMATORS.register("grpo_passk")
+@ESTIMATORS.register("grpo_passk", keys=["norm_adv_by_std_in_grpo"])
 @public_form
 def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """The best response of a group: A = (s₍₁₎ − s₍₂₎) / (std_g + ε), undivided where the division is off; all others 0.
@@ -284,7 +285,7 @@ def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
     return advantage / (group.std + inputs.epsilon) if inputs.divide else advantage
 
 
-@ESTIMATORS.register("gdpo")
+@ESTIMATORS.register("gdpo", keys=["gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"])
 @public_form
 def compute_gdpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.

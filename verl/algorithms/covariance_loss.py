@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.policy_loss import LOG_RATIO_LIMIT, LossInputs, PolicyLoss, clip_bounds, public_form
-from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch, setting
+from verl.algorithms.policy_loss import (
+    CLIP_KEYS,
+    LOG_RATIO_LIMIT,
+    LossInputs,
+    PolicyLoss,
+    clip_bounds,
+    public_form,
+)
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
+from verl.config.settings import setting
 
 
 def covariances(tokens: MiniBatchTokens) -> np.ndarray:
@@ -48,10 +56,12 @@ def _to_penalise(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
     return _chosen(tokens, np.argsort(-v, kind="stable")[:count])
 
 
+CLIP_COV_KEYS = ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
+KL_COV_KEYS = ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
 TO_ZERO, TO_PENALISE = WholeMiniBatch(_to_zero), WholeMiniBatch(_to_penalise)
 
 
-@LOSSES.register("clip_cov", needs={"old_log_probs"}, whole=TO_ZERO)
+@LOSSES.register("clip_cov", needs={"old_log_probs"}, whole=TO_ZERO, keys=[*CLIP_KEYS, *CLIP_COV_KEYS])
 @public_form
 def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLoss:
     """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)), and 0 for max(1, ⌊clip_cov_ratio·T⌋) tokens, drawn with the step's seed from
@@ -65,7 +75,7 @@ def compute_policy_loss_clip_cov(inputs: LossInputs) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=zero)
 
 
-@LOSSES.register("kl_cov", needs={"old_log_probs"}, whole=TO_PENALISE)
+@LOSSES.register("kl_cov", needs={"old_log_probs"}, whole=TO_PENALISE, keys=KL_COV_KEYS)
 @public_form
 def compute_policy_loss_kl_cov(inputs: LossInputs) -> PolicyLoss:
     """x = −Aρ, and −Aρ + ppo_kl_coef·|d| for the max(1, ⌊kl_cov_ratio·T⌋) tokens of the largest v. Metrics: ppo_kl, mean |d|."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algorithms.policy_loss import LossInputs, PolicyLoss, clip_bounds, public_form
-from verl.algorithms.registry import LOSSES, setting
+from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, PolicyLoss, clip_bounds, public_form
+from verl.algorithms.registry import LOSSES
+from verl.config.settings import setting
 
 CLIP_RATIO_C = 20.0
 
@@ -22,7 +23,7 @@ def _without_blocked(inputs: LossInputs, allowed: torch.Tensor) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=~allowed, pg_clipfrac_lower=ratio > cap)
 
 
-@LOSSES.register("dppo_tv")
+@LOSSES.register("dppo_tv", keys=[*CLIP_KEYS, "clip_ratio_c"])
 @public_form
 def compute_policy_loss_dppo_tv(inputs: LossInputs) -> PolicyLoss:
     """x = −A·sg(min(ρ, c))·logp·v, c = clip_ratio_c (20); v = [π − π_old ≤ ε_hi] where A > 0, else [π − π_old ≥ −ε_lo].
@@ -37,7 +38,7 @@ def compute_policy_loss_dppo_tv(inputs: LossInputs) -> PolicyLoss:
     return _without_blocked(inputs, allowed)
 
 
-@LOSSES.register("dppo_kl")
+@LOSSES.register("dppo_kl", keys=[*CLIP_KEYS, "clip_ratio_c"])
 @public_form
 def compute_policy_loss_dppo_kl(inputs: LossInputs) -> PolicyLoss:
     """As dppo_tv with v = [D ≤ ε_hi or π ≤ π_old] where A > 0, else [D ≤ ε_lo or π ≥ π_old].

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -167,21 +167,31 @@ def _estimate(rows: Batch, estimator: Estimator, algorithm: Any) -> None:
     """Call an estimator of `EstimatorInputs` and write its results, float32, into the rows."""
     masks = [np.asarray(t.response_mask, bool) for t in rows]
     result = estimator(_inputs(rows, masks, algorithm))
-    pair: tuple[Any, Any] = result if isinstance(result, tuple) else (result, result)
-    for name, values in zip(("advantages", "returns"), pair, strict=True):
-        for t, mask, value in zip(rows, masks, values, strict=True):
-            whole = np.zeros(t.length, np.float32)
-            whole[mask] = value
-            t.put(name, whole)
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    for t, mask, value in zip(rows, masks, advantages, strict=True):
+        t.advantages = _on_tokens(value, mask)
+        t.returns = t.advantages
+    for t, mask, value in zip(rows, masks, returns, strict=True) if returns is not None else ():
+        t.returns = _on_tokens(value, mask)
+
+
+def _on_tokens(values: Any, mask: np.ndarray) -> np.ndarray:
+    """A number, or one for each policy token, on the tokens of a response: float32 [L], 0 on those of others."""
+    out = np.zeros(len(mask), np.float32)
+    out[mask] = values
+    return out
 
 
 def _inputs(rows: Batch, masks: Arrays, algorithm: Any) -> EstimatorInputs:
-    def column(name: str) -> Arrays:
+    def column(name: str) -> Iterator[np.ndarray]:
         if not rows.has(name):
             raise ValueError(
                 f"adv_estimator={algorithm.adv_estimator} needs {name}, which this step does not have"
             )
-        return [np.asarray(t.column(name), np.float64)[mask] for t, mask in zip(rows, masks, strict=True)]
+        dtype = bool if COLUMNS[name].dtype is bool else np.float64
+        # One response after another: float64 copies of all tokens of a step would be gigabytes.
+        values = (np.asarray(t.column(name), dtype) for t in rows)
+        return (own if mask.all() else own[mask] for own, mask in zip(values, masks, strict=True))
 
     def part(key: str) -> list[Any]:
         return [t.score if key in ("score", "reward") else t.score_parts.get(key) for t in rows]

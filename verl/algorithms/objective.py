@@ -141,7 +141,7 @@ class ActorObjective:
         reinforce = self._correction.bypass and self._correction.reinforce
         self._loss = on_inputs(compute_policy_loss_reinforce if reinforce else LOSSES.get(name))
         self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs"}
-        self._whole = None if reinforce else LOSSES.whole(name)
+        self._whole = None if reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.registry import setting
+from verl.config.settings import setting
 from verl.trajectory import Batch, Trajectory
 
 METHODS = ("pow", "max_min", "max_random")

@@ -27,6 +27,7 @@ from verl.config.settings import setting
 LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2
 CLIP_RATIO_C = 3.0
+CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
 
 PolicyLoss = tuple[torch.Tensor, dict[str, Any]]
 Count = float | torch.Tensor
@@ -152,9 +153,13 @@ class LossInputs:
         def flat(values: torch.Tensor) -> np.ndarray:
             return np.asarray(values.detach().double().cpu().numpy()).ravel()
 
-        columns = (like, self.old_log_probs, self.advantages)
-        trajectory = np.repeat(np.arange(like.shape[0]), like.shape[1])
-        tokens = MiniBatchTokens(*map(flat, columns), flat(self.loss_mask) > 0, trajectory)
+        tokens = MiniBatchTokens(
+            log_probs=flat(like),
+            old_log_probs=flat(self.old_log_probs),
+            advantages=flat(self.advantages),
+            loss_mask=flat(self.loss_mask) > 0,
+            trajectory=np.repeat(np.arange(like.shape[0]), like.shape[1]),
+        )
         return torch.from_numpy(whole.compute(tokens, self.config)).to(like.device, like.dtype).view_as(like)
 
 
@@ -205,13 +210,12 @@ def clip_bounds(config: Any) -> tuple[float, float]:
     return low, high
 
 
-@LOSSES.register("vanilla")
+@LOSSES.register("vanilla", keys=[*CLIP_KEYS, "clip_ratio_c"])
 @public_form
 def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
-    """Clipped surrogate with separate bounds and dual clip.
+    """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c), c = clip_ratio_c.
 
-    x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c). Metrics: share of tokens where
-    the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower), mean of old − logp.
+    Metrics: share of tokens where the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower).
     ValueError unless clip_ratio_c > 1.
     Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, arXiv 2503.14476.
     """
@@ -229,7 +233,7 @@ def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=clipped > plain, pg_clipfrac_lower=cut)
 
 
-@LOSSES.register("cispo")
+@LOSSES.register("cispo", keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
     """x = −sg(clip(ρ, 1−ε_lo, 1+ε_hi))·A·logp. Metrics: pg_clipfrac, share of tokens whose ratio is clipped.
@@ -243,7 +247,7 @@ def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
     return loss, inputs.metrics(pg_clipfrac=ratio != limited)
 
 
-@LOSSES.register("sapo")
+@LOSSES.register("sapo", keys=["policy_loss.tau_pos", "policy_loss.tau_neg"])
 @public_form
 def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLoss:
     """x = −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: the gradient fades where the ratio leaves 1.
@@ -268,7 +272,7 @@ def compute_policy_loss_gpg(inputs: LossInputs) -> PolicyLoss:
     return inputs.policy_term(-inputs.advantages * inputs.log_probs), inputs.metrics()
 
 
-@LOSSES.register("dro")
+@LOSSES.register("dro", keys=["policy_loss.dro_beta"])
 @public_form
 def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
     """x = −(A·logp − ½β·d²), β = dro_beta. ValueError unless it is above 0. Source: DRO, arXiv 2405.19107."""

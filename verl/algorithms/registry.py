@@ -56,6 +56,15 @@ class MiniBatchTokens:
     seed: Sequence[int] = (0,)
 
 
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a registration says of its function: columns it needs, what it has to know of a whole mini-batch, settings it reads."""
+
+    needs: frozenset[str] = frozenset()
+    whole: WholeMiniBatch | None = None
+    keys: tuple[str, ...] = ()
+
+
 class Registry:
     """Functions by name, and what each needs. `kind` is how errors call them, `decorator` the name of the user's decorator."""
 
@@ -63,16 +72,19 @@ class Registry:
         self.kind = kind
         self.decorator = decorator
         self.functions: dict[str, Algorithm] = {}
-        self._needs: dict[str, frozenset[str]] = {}
-        self._whole: dict[str, WholeMiniBatch] = {}
+        self._declared: dict[str, Declaration] = {}
 
     def register(
-        self, name: Name, needs: Collection[str] = (), whole: WholeMiniBatch | None = None
+        self,
+        name: Name,
+        needs: Collection[str] = (),
+        whole: WholeMiniBatch | None = None,
+        keys: Sequence[str] = (),
     ) -> Callable[[F], F]:
         """Decorator: make a function known under `name` (str, or an enum member with a str value).
 
         needs: names of columns that must be there when it is called, beside those that its required parameters name.
-        whole: what a loss has to know of a whole mini-batch before its update.
+        whole: what a loss has to know of a whole mini-batch before its update. keys: settings that it reads, for the docs.
         ValueError if another function has the name already; the same function again is harmless.
         """
         key = _key(name)
@@ -84,9 +96,7 @@ class Registry:
                     f"{self.kind} {key!r} is already registered by {taken.__module__}.{taken.__qualname__}; "
                     f"choose another name for {function.__module__}.{function.__qualname__}"
                 )
-            self._needs[key] = frozenset(needs)
-            if whole is not None:
-                self._whole[key] = whole
+            self._declared[key] = Declaration(frozenset(needs), whole, tuple(keys))
             return function
 
         return add
@@ -104,11 +114,11 @@ class Registry:
         parameters = inspect.signature(self.get(name)).parameters.values()
         required = {_COLUMN_OF.get(p.name, p.name) for p in parameters if p.default is p.empty}
         offered = {*_COLUMN_OF.values(), "reward_baselines"}
-        return self._needs.get(_key(name), frozenset()) | (required & offered)
+        return self.declared(name).needs | (required & offered)
 
-    def whole(self, name: Name) -> WholeMiniBatch | None:
-        """What the loss has to know of a whole mini-batch before its update, if anything."""
-        return self._whole.get(_key(name))
+    def declared(self, name: Name) -> Declaration:
+        """What was said when the function was registered."""
+        return self._declared.get(_key(name), Declaration())
 
 
 def _key(name: Name) -> str:

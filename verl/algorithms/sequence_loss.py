@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algorithms.policy_loss import LossInputs, PolicyLoss, agg_loss, clip_bounds, masked, public_form
-from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch, setting
+from verl.algorithms.policy_loss import (
+    CLIP_KEYS,
+    LossInputs,
+    PolicyLoss,
+    agg_loss,
+    clip_bounds,
+    masked,
+    public_form,
+)
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
+from verl.config.settings import setting
 
 GSPO_LIMIT = 10.0
 
@@ -33,7 +42,7 @@ def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 RESPONSE_LOG_RATIOS = WholeMiniBatch(_response_log_ratios, only_segments=True)
 
 
-@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS)
+@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
     """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
@@ -74,7 +83,7 @@ def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
 RESPONSE_TERMS = WholeMiniBatch(_response_terms, only_segments=True)
 
 
-@LOSSES.register("geo_mean", whole=RESPONSE_TERMS)
+@LOSSES.register("geo_mean", whole=RESPONSE_TERMS, keys=CLIP_KEYS)
 @public_form
 def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
     """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.

@@ -21,18 +21,20 @@ from verl.algorithms.advantage import (
     whiten_tokens,
     written_on,
 )
-from verl.algorithms.registry import ESTIMATORS, setting
+from verl.algorithms.registry import ESTIMATORS
+from verl.config.settings import setting
 
 
 def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
     """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
 
-    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps.
+    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer where
+    what is further away no longer counts.
     """
     if factor == 1:
         return np.cumsum(values[::-1])[::-1]
     sums, window = values.astype(np.float64), 1
-    while window < len(sums) and factor:
+    while window < len(sums) and factor > 1e-30:
         sums[:-window] += factor * sums[window:]
         window, factor = 2 * window, factor * factor
     return sums
@@ -49,7 +51,7 @@ def gae(inputs: EstimatorInputs) -> Result:
     return whiten_tokens(advantages, inputs), returns
 
 
-@ESTIMATORS.register("gae", needs={"values"})
+@ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
 @written_on(gae)
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
@@ -73,7 +75,7 @@ def reinforce_plus_plus(inputs: EstimatorInputs) -> Result:
     return whiten_tokens(returns, inputs), returns
 
 
-@ESTIMATORS.register("reinforce_plus_plus")
+@ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
 @written_on(reinforce_plus_plus)
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor,
@@ -136,7 +138,7 @@ def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
     """W_k = Σ_{j ≤ k} (1 − 2π_j + Σ_v π(v)²)·c_j² of each response, c the importance weight (1 where there is none)."""
     try:
         corrections = inputs.column("is_weights")
-    except ValueError:
+    except ValueError:  # the step has no correction
         corrections = [np.ones(int(length)) for length in inputs.lengths]
     columns = zip(inputs.column("old_log_probs"), inputs.column("sum_pi_squared"), corrections, strict=True)
     return [np.cumsum((1 - 2 * np.exp(old) + squares) * c**2) for old, squares, c in columns]

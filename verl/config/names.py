@@ -281,9 +281,6 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
 
 
 
-"""Registered names that are no choice: algorithm.rollout_correction chooses bypass_mode."""
-
-
 @functools.cache
 def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
@@ -88,7 +89,7 @@ class UpdatePlan:
         loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
         reinforce = self.correction.bypass and self.correction.reinforce
-        self._whole = None if reinforce else LOSSES.whole(loss_mode)
+        self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
         needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
         self.columns = ("loss_mask", "returns", "values") if of_critic else (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
@@ -147,8 +148,10 @@ class UpdatePlan:
         corrected = self._mini_batch(mini.rows, mini.masks)
         if self._whole is not None and corrected.usable:
             seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
-            values = self._whole.compute(self._tokens(corrected.usable, current, seed), self._cfg)
-            fill_flat(corrected.usable, "mini_batch_values", values)
+            # In the order of trajectories, so that what is drawn does not depend on how they are cut into segments.
+            usable = _usable(segment for row in rows for segment in row.segments)
+            values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
+            fill_flat(usable, "mini_batch_values", values)
         return corrected, metrics
 
     def _current(

@@ -112,8 +112,10 @@ REFUSED = [
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
     (["critic.strategy=torchtitan"], ["TorchTitan"]),
     # not in this release
-    (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
-    ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
+    (
+        ["algorithm.adv_estimator=remax"],
+        ["remax is not in this release; set algorithm.adv_estimator=", "grpo"],
+    ),
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),

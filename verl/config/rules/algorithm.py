@@ -60,6 +60,10 @@ def _estimator(c: Check) -> None:
         c.refuse("algorithm.gdpo_reward_keys", "gdpo needs the keys the reward function returns, [a,b]")
     if keys and weights and len(keys) != len(weights):
         c.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
+    if name == "gdpo" and algorithm.use_kl_in_reward:
+        c.notice(
+            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
+        )
 
 
 def _sampling(c: Check) -> None:

@@ -147,4 +147,5 @@ def _plugins(c: Check, registry: str) -> set[str]:
         import_modules(c.model.external_lib if c.model is not None else None)
     except UserError as error:
         c.refuse(f"{c.model_key}.external_lib", str(error))
-    return set(getattr(registries, registry).functions)
+    functions = getattr(registries, registry).functions
+    return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}
