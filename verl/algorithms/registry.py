@@ -7,7 +7,7 @@ The loop runs the passes that produce what is needed (`verl.algorithms.needs`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, TypeVar

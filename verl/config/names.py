@@ -280,7 +280,6 @@ def nearest(name: str, options: Iterable[str], count: int = 1, cutoff: float = 0
     return f"; nearest: {', '.join(found)}" if found else ""
 
 
-
 @functools.cache
 def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
