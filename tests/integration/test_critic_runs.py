@@ -75,6 +75,8 @@ def test_a_critic_of_another_vocabulary_or_no_model_is_refused(
 
 def test_pf_ppo_and_kl_in_the_reward_train_with_a_critic(tiny: TinyRun, tmp_path: Path) -> None:
     words = (
+        "algorithm.use_pf_ppo=True",
+        "algorithm.pf_ppo.weight_pow=1.0",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
@@ -82,6 +84,8 @@ def test_pf_ppo_and_kl_in_the_reward_train_with_a_critic(tiny: TinyRun, tmp_path
     found = train(tiny, tmp_path / "out", *words, "trainer.total_training_steps=3", "trainer.save_freq=-1")
     rates = [found[step]["actor/reward_kl_penalty_coeff"] for step in (1, 2, 3)]
     assert rates[0] == 0.001 and rates[2] != rates[0]
+    assert all(0 < found[step]["training/pf_ppo/unique_ratio"] <= 1 for step in found)
+    assert all("actor/entropy" in record and record["actor/grad_norm"] > 0 for record in found.values())
 
 
 def test_remax_compares_with_a_greedy_response(tiny: TinyRun, tmp_path: Path) -> None:
