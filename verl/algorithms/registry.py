@@ -7,7 +7,7 @@ The loop runs the passes that produce what is needed (`verl.algorithms.needs`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
@@ -124,9 +124,9 @@ class Registry:
 def setting(config: Any, name: str, default: Any = None) -> Any:
     """`config.name`, or `default` where config is None, lacks the name, or holds None under it.
 
-    Whatever carries the configuration will do: a typed group, a mapping, or nothing at all.
+    Whatever carries the configuration will do: a typed group, a dict, or nothing at all.
     """
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
     return default if value is None else value
 
 
