@@ -96,6 +96,15 @@ def test_samplers_on_a_node_of_their_own_get_the_weights_by_relay(tiny, address,
     assert_close(records(alone), records(apart), [0, 1, 2, 3])
 
 
+def test_a_critic_on_two_ranks_learns_as_in_one_process(tiny, address, tmp_path) -> None:
+    words = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "critic.ppo_mini_batch_size=4")
+    offload = "critic.model.fsdp_config.param_offload=True"
+    alone = train(tiny, tmp_path / "alone", *words)
+    two = train(tiny, tmp_path / "two", *words, *TWO, offload, address=address)
+    assert_close(records(alone), records(two), [0, 1, 2, 3])
+    assert records(two)[3]["critic/vf_loss"] > 0 and (two / "global_step_3/critic/config.json").is_file()
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit(tiny, address, two, tmp_path) -> None:
     again = train(tiny, from_step(two, 1, tmp_path / "again"), *TWO, address=address)
     later, first = records(again), records(two)

@@ -1,0 +1,136 @@
+"""Several algorithms on the quickstart's task: the same warmed-up model, data and number of sampled tokens; a table and a figure.
+
+    make quickstart
+    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,ppo --seeds 1 --figure docs/ppo.svg
+
+Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated. The horizontal axis is
+response tokens sampled for training. Accuracy is that of one greedy response to each of the 200 held-out problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ACTOR, COLORS = "actor_rollout_ref.actor", ("#2563eb", "#dc2626", "#059669", "#7c3aed")
+METHODS = {
+    "grpo": [],
+    "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.critic_warmup=3"],
+    "drgrpo": [
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    ],
+    "dapo": [
+        "algorithm.filter_groups.enable=True",
+        f"{ACTOR}.clip_ratio_high=0.28",
+        "data.train_batch_size=16",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+    ],
+}
+Curve = list[tuple[float, float, float]]
+
+
+def words(start: Path, out: Path, seed: int, steps: int) -> list[str]:
+    """The quickstart's reinforcement learning."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={start / 'data/train.parquet'}",
+        f"data.val_files={start / 'data/test.parquet'}",
+        *("data.train_batch_size=32", "data.max_prompt_length=64", "data.max_response_length=48"),
+        f"actor_rollout_ref.model.path={next((start / 'warm_up').glob('global_step_*')) / 'actor'}",
+        *(f"{ACTOR}.optim.lr=1e-4", f"{ACTOR}.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=16"),
+        *("actor_rollout_ref.rollout.name=native", "trainer.device=cpu", "trainer.test_freq=5"),
+        *(
+            f"trainer.total_training_steps={steps}",
+            f"trainer.seed={seed}",
+            f"trainer.default_local_dir={out}",
+        ),
+    ]
+
+
+def curve(run: Path) -> Curve:
+    """(tokens sampled so far, accuracy, mean response length) at each validation."""
+    tokens, length, found = 0.0, 0.0, []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "response_length/mean" in record:
+            groups = record.get("training/filter_groups/gen_prompts")
+            responses = 16 * (groups if groups is not None else 32)
+            length = record["response_length/mean"]
+            tokens += responses * length
+        if record.get("val/accuracy") is not None:
+            found.append((tokens, record["val/accuracy"], length))
+    return found
+
+
+def figure(curves: dict[str, list[Curve]]) -> str:
+    """An SVG of accuracy over tokens; thin lines are runs of other seeds."""
+    width, height, left, bottom = 640, 360, 50, 40
+    most = max(point[0] for runs in curves.values() for run in runs for point in run)
+
+    def place(tokens: float, accuracy: float) -> str:
+        return f"{left + (width - left - 90) * tokens / most:.1f},{height - bottom - (height - bottom - 10) * accuracy:.1f}"
+
+    parts = [f'<rect width="{width}" height="{height}" fill="white"/>']
+    for level in (0, 0.25, 0.5, 0.75, 1.0):
+        x, y = place(0, level).split(",")
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{width - 90}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{float(y) + 4}" text-anchor="end">{level:.0%}</text>')
+    middle = left + (width - left - 90) / 2
+    parts.append(
+        f'<text x="{middle}" y="{height - 8}" text-anchor="middle">response tokens sampled, 0 to {most:,.0f}</text>'
+    )
+    for color, (name, runs) in zip(COLORS, curves.items(), strict=False):
+        for number, run in enumerate(runs):
+            points = " ".join(place(tokens, accuracy) for tokens, accuracy, _ in run)
+            stroke = 2.5 if number == 0 else 1
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{stroke}"/>'
+            )
+        x, y = place(*runs[0][-1][:2]).split(",")
+        parts.append(f'<text x="{float(x) + 6}" y="{float(y) + 4}" fill="{color}">{name}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--start", type=Path, required=True, help="the folder of a quickstart")
+    parser.add_argument("--out", type=Path, help="where runs go (default: compare/ in --start)")
+    parser.add_argument("--methods", default="grpo,ppo")
+    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    start = args.start.resolve()
+    curves: dict[str, list[Curve]] = {}
+    for seed in map(int, args.seeds.split(",")):
+        for name in args.methods.split(","):
+            out = (args.out or start / "compare").resolve() / f"{name}_{seed}"
+            if not (out / "report.html").exists():
+                program = [sys.executable, "-m", "verl.trainer.main_ppo"]
+                command = [*program, *words(start, out, seed, args.steps), *METHODS[name]]
+                print(" ".join(command), flush=True)
+                out.mkdir(parents=True, exist_ok=True)
+                with (out / "log").open("w") as log:
+                    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+                    subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
+            curves.setdefault(name, []).append(curve(out))
+    for name, runs in curves.items():
+        ends = [run[-1] for run in runs]
+        median = [statistics.median(values) for values in zip(*ends, strict=True)]
+        first = statistics.median(run[0][1] for run in runs)
+        print(
+            f"{name:8s} {first:6.1%} → {median[1]:6.1%}  {median[0]:9,.0f} tokens  {median[2]:5.1f} tokens a response"
+        )
+    if args.figure:
+        args.figure.write_text(figure(curves))
+
+
+if __name__ == "__main__":
+    main()
