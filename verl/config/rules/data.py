@@ -15,6 +15,8 @@ from verl.config.rules.context import Check
 from verl.errors import UserError
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
+"""Names of `metrics.text`, and the package that computes each."""
 
 
 def check(c: Check) -> None:
@@ -81,15 +83,15 @@ def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
     return list((cells.unique() if distinct else cells).to_pylist())
 
 
-def _sources(c: Check, sources: set[str]) -> None:
+def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
     """Rule 19: every data source has something that scores it."""
-    own = c.cfg.custom_reward_function.path or c.cfg.reward_manager.source == "importlib"
-    if own or c.cfg.reward_model.enable or not sources:
+    own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
+    if own or c.cfg.select("reward_model.enable") or not sources:
         return
     from verl.reward.rules import unsupported
 
     for source, message in unsupported(sorted(sources)).items():
-        c.refuse(f"{c.at('data.reward_fn_key')}, source {source}", message)
+        c.refuse(f"{c.at(key)}, source {source}", message)
 
 
 def _images(c: Check, key: str, file: Any) -> None:
@@ -154,11 +156,31 @@ def _table(c: Check) -> None:
     if not data.path or (file := _open(c, "data.path", data.path)) is None:
         return
     c.rows["data.path"] = len(file)
+    if "://" in (c.cfg.select("data.output_path") or ""):
+        c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
     scored = ("response_key", "data_source_key", "reward_model_key")
     for key in ("prompt_key",) if c.cfg.entry == "generation" else scored:
         if data[key] not in file.columns:
             message = f"{data.path} has no such column{_absent(data[key], file)}"
             c.refuse(f"data.{key}={data[key]}", message)
+        elif key == "data_source_key":
+            sources = _values(file, data[key], distinct=True)
+            _sources(c, {str(source) for source in sources if source}, f"data.{key}")
+    if c.cfg.entry == "eval":
+        _text_metrics(c, file)
+
+
+def _text_metrics(c: Check, file: Any) -> None:
+    """The packages that compare texts, and the column that they compare with."""
+    for name in c.cfg.metrics.text:
+        package = TEXT_METRICS.get(name)
+        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+            install = f"pip install {package} (or 'verl[evaluation]')"
+            c.lacks(f"metrics.text={name}", f"needs {package}, which is not installed: {install}")
+    reference = c.cfg.metrics.reference
+    if reference and reference.split(".")[0] not in file.columns:
+        absent = _absent(reference.split(".")[0], file)
+        c.refuse(f"metrics.reference={reference}", f"{file.path} has no such column{absent}")
 
 
 # ---- code of the user's own ----

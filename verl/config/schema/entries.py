@@ -4,13 +4,18 @@ from typing import ClassVar
 
 from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
-from verl.config.schema.base import FilePath, Group, Map, Root, choice, key, open_map, sub
+from verl.config.schema.base import FilePath, Group, Map, Root, choice, items, key, open_map, sub
 from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
 from verl.config.schema.model import ModelConfig
-from verl.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from verl.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    EvalRewardConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+)
 from verl.config.schema.rollout import GenerationRolloutConfig, RolloutConfig
-from verl.config.schema.trainer import GenerationTrainerConfig, SFTTrainerConfig, TrainerConfig
+from verl.config.schema.trainer import GenerationTrainerConfig, RecordsConfig, SFTTrainerConfig, TrainerConfig
 from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronConfig, SFTOptimConfig
 
 
@@ -85,12 +90,30 @@ class EvalDataConfig(Group):
     """Column of the ground truth."""
 
 
+class EvalMetricsConfig(Group):
+    """What is computed of the scores."""
+
+    k: list[int] | None = key(None, low=1, shown="1, 2, 4, … and the number of responses")
+    """Sizes k of pass@k and maj@k; those above the number of responses to a prompt are left out."""
+    pass_score: float = 1.0
+    """A response is right if its `acc`, or without one its score, is at least this."""
+    confidence: float = key(0.95, above=0, high=0.9999)
+    """Coverage of the accuracy's interval."""
+    text: list[str] = items(options=("bleu", "rouge"))
+    """Comparisons with a reference text: `bleu` (needs sacrebleu), `rouge` (needs rouge-score)."""
+    reference: str | None = None
+    """Column of the reference text, or a field of it as `extra_info.answer`; null = the ground truth."""
+
+
 class EvalConfig(Root):
     """All keys of evaluation."""
 
     entry: ClassVar[str] = "eval"
     data: EvalDataConfig = sub(EvalDataConfig)
+    metrics: EvalMetricsConfig = sub(EvalMetricsConfig)
     custom_reward_function: CustomRewardFunctionConfig = sub(CustomRewardFunctionConfig)
+    reward_model: EvalRewardConfig = sub(EvalRewardConfig)
+    trainer: RecordsConfig = sub(RecordsConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
 
 

@@ -94,6 +94,15 @@ class RewardModelConfig(Group):
     """Devices per node of that pool."""
 
 
+class EvalRewardConfig(Group):
+    """The processes that score in an evaluation."""
+
+    num_workers: int = key(8, low=1)
+    """Scoring processes."""
+    timeout: float = key(300.0, above=0)
+    """Seconds per response."""
+
+
 class RewardManagerModuleConfig(Group):
     """Module of a manager class."""
 

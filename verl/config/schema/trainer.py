@@ -102,8 +102,21 @@ class SFTTrainerConfig(TrainerConfig):
     seed: int = 1
 
 
-class GenerationTrainerConfig(Group):
-    """Devices of generation."""
+class RecordsConfig(Group):
+    """Records of a command that trains nothing."""
+
+    project_name: str = "verl_examples"
+    """First part of the name on the page and in trackers."""
+    experiment_name: str | None = key(None, shown="the data file's name")
+    """Second part of that name."""
+    default_local_dir: FilePath = key(None, shown="a folder beside the data file", nullable=True)
+    """Folder of the records: metrics, events, sampled responses, the page."""
+    logger: list[str] = items("console", options=LOGGERS)
+    """Trackers, as in training."""
+
+
+class GenerationTrainerConfig(RecordsConfig):
+    """Devices and records of generation."""
 
     nnodes: int = key(1, low=1)
     """Nodes."""
