@@ -31,12 +31,14 @@ def final_number(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class RowRules:
-    """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function."""
+    """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
+    one that their data_source selects."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
     media_keys: tuple[str, ...] = ("images", "videos", "audios")
     needs_truth: bool = True
+    needs_source: bool = True
 
     @classmethod
     def of(cls, config: Any) -> RowRules:
@@ -98,7 +100,7 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
             f"{', '.join(hidden)}; it finds the column{'s' if len(hidden) > 1 else ''} in `columns`"
         )
     if not is_plain(file, rules):
-        if rules.source_key not in file.columns:
+        if rules.needs_source and rules.source_key not in file.columns:
             raise DataError(absent_column(rules.source_key, "data.reward_fn_key", file.path, file.columns))
         if rules.needs_truth and "reward_model" not in file.columns:
             raise DataError(absent_column("reward_model", "", file.path, file.columns))
@@ -183,6 +185,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
                 "media", f"column {key!r} is not empty: images, videos, audio are not in this release"
             )
     source = row.get(rules.source_key)
+    if not source and not rules.needs_source:
+        source = PLAIN
     if not isinstance(source, str) or not source:
         raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r}, a name is needed")
     extra, agent = row.get("extra_info"), row.get("agent_name")

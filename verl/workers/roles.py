@@ -142,7 +142,8 @@ class Policy(Role):
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference if a pass of it is needed
+    roles    by name: "actor" is the policy, "ref" the reference if a pass of it is needed; none where only samples are wanted
+    weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
     release  gives the workers back at the end of a run
@@ -151,7 +152,7 @@ class WorkerSet:
 
     roles: dict[str, Role]
     sampler: RolloutEngine
-    weight_sync: WeightSync
+    weight_sync: WeightSync | None
     describe: str = ""
     devices: int = 1
     release: Callable[[], None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,18 @@ _RESTART_S, _PATIENCE = 180.0, 3.0
 
 def start_on_cluster(config: Config, total_steps: int, hooks: RunHooks = SILENT) -> WorkerSet:
     """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used."""
+    return _built(config, hooks, lambda builder: builder.build(total_steps))
+
+
+def start_samplers_on_cluster(config: Config, hooks: RunHooks = SILENT) -> WorkerSet:
+    """The same with samplers alone, on the devices of `trainer.*`, with the weights of the model's files."""
+    return _built(config, hooks, lambda builder: builder.build_samplers())
+
+
+def _built(config: Config, hooks: RunHooks, build: Callable[[_Builder], WorkerSet]) -> WorkerSet:
     builder = _Builder(config, hooks)
     try:
-        return builder.build(total_steps)
+        return build(builder)
     except BaseException:
         builder.release()
         raise
@@ -110,6 +120,26 @@ class _Builder:
             profiler=worker_profiler(config, training, pool),
         )
 
+    def build_samplers(self) -> WorkerSet:
+        """Samplers on all devices of the training pool, which has no ranks."""
+        trainer = self.config.trainer
+        self.kind = self.plain["trainer"]["device"] = self.cluster.settle_kind()
+        pool = self._pool("sampling", "trainer", trainer.nnodes, trainer.n_gpus_per_node)
+        share_cores(self.cluster, self.pools)
+        self._check_nodes()
+        hosts = self.hosts = self._sampler_hosts(pool, None)
+        engines = self._group([host.worker for host in hosts])
+        self._say(f"starting {_some(len(hosts), 'sampler')} on {_some(trainer.nnodes, 'node')}")
+        self._note_processes(engines)
+        starting, began = engines.start("start"), time.monotonic()
+        self._note_started(engines.wait(starting, "starting the samplers"), began)
+        self._record(RayCalls([]), hosts)
+        self._say("all samplers are ready")
+        replicas = ReplicaPool(hosts, event=self._of_sampler)
+        self.watch = Watch(RayCalls([]), lambda error: self._on_death(error, replicas), self.hooks.phase)
+        words = f"{_some(len(hosts), 'sampler')} on {_some(trainer.nnodes, 'node')}, each {self.kind}"
+        return WorkerSet({}, replicas, None, words, devices=pool.devices, release=self.release)
+
     def _say(self, what: str) -> None:
         """What happens outside of the loop, on the terminal, with the seconds since the start."""
         print(f"verl: {what} ({time.monotonic() - self.began:.0f} s)", file=sys.stderr, flush=True)
@@ -180,17 +210,23 @@ class _Builder:
     def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, own: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
-        # Before they load anything, so that one that hangs there can be asked where it stands.
-        for host, pid in zip(self.hosts, engines.call("pid", doing="starting the samplers"), strict=True):
-            host.worker.pid = pid
+        self._note_processes(engines)
         facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
         starting, began = engines.start("start"), time.monotonic()
         facts = facts or group.wait(building, "loading the model")
-        for host, fact in zip(self.hosts, engines.wait(starting, "starting the samplers"), strict=True):
+        self._note_started(engines.wait(starting, "starting the samplers"), began)
+        return facts
+
+    def _note_processes(self, engines: RayCalls) -> None:
+        """Before they load anything, so that one that hangs there can be asked where it stands."""
+        for host, pid in zip(self.hosts, engines.call("pid", doing="starting the samplers"), strict=True):
+            host.worker.pid = pid
+
+    def _note_started(self, facts: list[dict[str, Any]], began: float) -> None:
+        for host, fact in zip(self.hosts, facts, strict=True):
             host.started(fact)
         for starter in self.starters:
             starter.took(time.monotonic() - began)
-        return facts
 
     def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""

@@ -1,0 +1,264 @@
+"""Responses to the prompts of a file, by the engines, sessions and agent loops of training, written beside the prompts.
+
+    file → prompts → `data.batch_size` of them at a time → RolloutManager.sample → the file's rows with a column `responses`
+
+A prompt has the seed, and so the responses, that validation on this file would give it. Nothing is scored here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl import interrupt
+from verl.config import Config, GenerationConfig
+from verl.config.fill import complete
+from verl.errors import UserError
+from verl.tracking.console import Progress, say
+from verl.tracking.responses import SAMPLED
+from verl.trajectory import Batch, Trajectory
+
+if TYPE_CHECKING:
+    from verl.data.dataset import PromptDataset
+    from verl.data.files import RowFile
+    from verl.rollout.manager import RolloutManager
+    from verl.tracking.hooks import RunHooks
+    from verl.tracking.timer import Phases
+    from verl.tracking.tracker import Tracking
+    from verl.workers.roles import WorkerSet
+
+COLUMN = "responses"
+MAX_LOST_RATIO = 0.1
+
+
+def generate(config: GenerationConfig, tracking: Tracking) -> None:
+    """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
+    from verl.tracking.hooks import RunHooks
+    from verl.tracking.timer import Phases
+    from verl.tracking.watchdog import Watchdog
+
+    run, phases, who = training_config(config), Phases(), [str]
+    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
+    hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
+    output = _writable(config.data.output_path)
+    with asyncio.Runner() as loop, watchdog:
+        with phases("start-up", waits_for="data, model and samplers"):
+            data, rollouts, workers = _build(config, run, tracking, hooks)
+        try:
+            tracking.event("plan", device=workers.describe)
+            with interrupt.patient():
+                done = loop.run(_sample(data, rollouts, config.data.batch_size, phases))
+        finally:
+            loop.run(rollouts.stop())
+            workers.close()
+    write_responses(data.source.files[0], output, done.texts)
+    done.tell(tracking)
+    say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
+    if done.lost:
+        tracking.notice(f"{done.lost} responses were lost by the sampler and are null (events.jsonl)")
+
+
+def training_config(config: GenerationConfig) -> Config:
+    """What engines, data and agent loops read, as a training run with this model and sampler would have it."""
+    run, rollout, trainer = Config(), config.rollout, config.trainer
+    arr, data = run.actor_rollout_ref, run.data
+    arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
+    arr.model.trust_remote_code |= config.data.trust_remote_code
+    data.prompt_key = config.data.prompt_key
+    data.apply_chat_template_kwargs = config.data.apply_chat_template_kwargs
+    data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
+    data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
+    run.trainer.nnodes, run.trainer.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
+    run.trainer.device, run.trainer.seed = trainer.device, rollout.seed
+    run.trainer.default_local_dir = trainer.default_local_dir
+    complete(run)
+    return run
+
+
+def _writable(path: str) -> Path:
+    """The output's place, its folder made. UserError if it cannot be written."""
+    target = Path(path).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+    except OSError as error:
+        raise UserError(f"data.output_path={path} cannot be written: {error.strerror}") from error
+    return target
+
+
+def _build(
+    config: GenerationConfig, run: Config, tracking: Tracking, hooks: RunHooks
+) -> tuple[PromptDataset, RolloutManager, WorkerSet]:
+    """Data first: a mistake in it is found before the model is loaded."""
+    from verl.data.tokenizer import load_tokenizer, text_of
+    from verl.platform.host import tune_allocator
+    from verl.rollout.loop_processes import LoopProcesses
+    from verl.rollout.manager import RolloutManager
+    from verl.trainer.run import quiet_libraries, rollout_settings
+    from verl.workers.start import check_cluster, start_samplers
+
+    check_cluster(run)
+    tune_allocator()
+    quiet_libraries()
+    model, rollout = run.actor_rollout_ref.model, run.actor_rollout_ref.rollout
+    tokenizer = tracking.tokenizer = load_tokenizer(
+        model.path,
+        tokenizer_path=model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    data = _open_data(config, run, tokenizer)
+    tracking.data_report(data)
+    settings = rollout_settings(run)
+    if not rollout.do_sample:
+        settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
+    workers = start_samplers(run, tokenizer, hooks)
+    processes = rollout.agent.num_workers
+    rollouts = RolloutManager(
+        workers.sampler,
+        replace(settings, max_lost_ratio=1.0),  # the share of a prompt's own responses says little
+        decode=partial(text_of, tokenizer),
+        on_finished=_unscored,
+        tokenizer=tokenizer,
+        config=run,
+        event=tracking.event,
+        processes=LoopProcesses(processes, run) if processes else None,
+    )
+    return data, rollouts, workers
+
+
+async def _unscored(trajectory: Trajectory) -> None:
+    """Nothing scores these responses."""
+
+
+def _open_data(config: GenerationConfig, run: Config, tokenizer: Any) -> PromptDataset:
+    """The prompts; rows that cannot be used are left out and counted. UserError if none is left."""
+    from verl.data.dataset import PromptDataset
+    from verl.data.files import DataError
+    from verl.data.rows import RowRules
+
+    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
+    try:
+        return PromptDataset([config.data.path], run, tokenizer, split="prompts", rules=rules)
+    except DataError as error:
+        message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
+        raise DataError(message, error.records) from error
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+
+
+@dataclass
+class Generated:
+    """What came of it. texts: row of the file → its responses, None where the sampler lost one; shown: those of the first
+    rows, for the page."""
+
+    texts: dict[int, list[str | None]] = field(default_factory=dict)
+    shown: list[Trajectory] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    cut: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+
+    def add(self, number: int, batch: Batch) -> None:
+        """Note the responses to usable prompt `number`."""
+        kept = [t for t in batch if t.finish_reason != "lost"]
+        self.texts[batch[0].prompt.row] = [None if t.finish_reason == "lost" else t.text for t in batch]
+        self.lengths += [t.policy_tokens for t in kept]
+        self.cut += sum(t.finish_reason == "length" for t in kept)
+        self.lost += len(batch) - len(kept)
+        if number < SAMPLED:
+            self.shown += batch
+
+    def metrics(self) -> dict[str, float]:
+        """metrics.md: generation/…, and the lengths as in training."""
+        tokens, count = sum(self.lengths), max(1, len(self.lengths))
+        return {
+            "generation/num_prompts": len(self.texts),
+            "generation/num_tokens": tokens,
+            "generation/tokens_per_s": tokens / max(self.seconds, 1e-9),
+            "generation/lost": self.lost,
+            "response_length/mean": tokens / count,
+            "response_length/max": max(self.lengths, default=0),
+            "response_length/clip_ratio": self.cut / count,
+        }
+
+    def tell(self, tracking: Tracking) -> None:
+        """Metrics, sampled responses and the page, into the run folder."""
+        from verl.report.live import LiveReport
+
+        tracking.log(0, self.metrics())
+        tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.row, t.index)))
+        tracking.finish("finished")
+        LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+
+
+async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int, phases: Phases) -> Generated:
+    """`settings.n` responses to every prompt. As soon as one prompt is done the next begins.
+
+    RolloutError when more than `MAX_LOST_RATIO` of all responses were lost.
+    """
+    done, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
+    progress, started = Progress(len(data), title="Generation"), time.perf_counter()
+
+    def finished(number: int, batch: Batch) -> None:
+        done.add(number, batch)
+        _check_lost(done.lost, n * len(data), batch)
+        phases.beat()
+        progress.advance_to(len(done.texts))
+
+    try:
+        with phases("gen", waits_for=f"{n * len(data)} responses"):
+            streams = (_stream(data, rollouts, numbers, finished) for _ in range(min(at_a_time, len(data))))
+            await asyncio.gather(*streams)
+    finally:
+        progress.close()
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+async def _stream(
+    data: PromptDataset, rollouts: RolloutManager, numbers: Iterator[int], finished: Callable[[int, Batch], None]
+) -> None:
+    """One prompt after the other, of those that are left."""
+    for number in numbers:
+        batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, rollouts.settings.n)
+        await rollouts.scored(batch)
+        finished(number, batch)
+
+
+def _check_lost(lost: int, total: int, batch: Batch) -> None:
+    from verl.rollout.manager import RolloutError
+
+    if lost > MAX_LOST_RATIO * total:
+        last = next((t.score_error for t in batch if t.finish_reason == "lost"), "")
+        raise RolloutError(f"{lost} of {total} responses are lost, nothing is written; the last: {last}")
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def write_responses(source: RowFile, target: Path, texts: dict[int, list[str | None]]) -> None:
+    """The rows of `source` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.data.files import written_whole
+
+    if source.local.suffix == ".parquet":
+        table = pq.read_table(source.local, partitioning=None)
+    else:
+        table = pa.Table.from_pylist(source.rows(0, len(source)))
+    if COLUMN in table.column_names:
+        table = table.drop_columns([COLUMN])
+    column = pa.array([texts.get(row) for row in range(len(table))], pa.list_(pa.string()))
+    # Notes of other libraries on the columns would no longer hold.
+    table = table.append_column(COLUMN, column).replace_schema_metadata(None)
+    with written_whole(target) as beside:
+        pq.write_table(table, beside)
