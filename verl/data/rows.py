@@ -107,7 +107,7 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
         return False
     others = [name for name in file.columns if name != rules.prompt_key]
     for name in ("response", "reward"):
-        if name in file.columns:
+        if name in file.columns or not rules.needs_source:
             continue
         if nearest(name, others) or (name == "response" and rules.needs_truth):
             raise DataError(absent_column(name, "", file.path, file.columns))

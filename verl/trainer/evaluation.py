@@ -272,6 +272,10 @@ def _read(readers: Mapping[str, Any], t: Trajectory) -> str | None:
     return readers[t.prompt.data_source](t.text or "") if valid(t) else None
 
 
+def _some(count: Number, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _show(metrics: Mapping[str, Number], table: Table) -> None:
     """A line for each source, then the public system's dictionary."""
     sources = dict.fromkeys(t.prompt.data_source for t in table.responses)
@@ -284,7 +288,7 @@ def _show(metrics: Mapping[str, Number], table: Table) -> None:
         interval = f"({found.pop('accuracy_low'):.4f} to {found.pop('accuracy_high'):.4f})"
         words = [f"{name} {value:.4f}" for name, value in found.items() if isinstance(value, float)]
         words[0] += f" {interval}"
-        counts = f"{found['prompts']} prompts, {found['responses']} responses"
+        counts = f"{_some(found['prompts'], 'prompt')}, {_some(found['responses'], 'response')}"
         errors = f", {found['errors']} not scored" if "errors" in found else ""
         say(f"{source}: {counts}{errors}: {', '.join(words)}")
     say(str({name: value for name, value in metrics.items() if name.startswith("test_score/")}))

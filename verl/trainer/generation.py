@@ -76,6 +76,7 @@ def training_config(config: GenerationConfig) -> Config:
     run.trainer.nnodes, run.trainer.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
     run.trainer.device, run.trainer.seed = trainer.device, rollout.seed
     run.trainer.default_local_dir = trainer.default_local_dir
+    run.algorithm.adv_estimator = "grpo"  # one that needs neither a critic nor a reference
     complete(run)
     return run
 
