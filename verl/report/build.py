@@ -30,6 +30,7 @@ SCRIPTS = (
     "core.js",
     "charts.js",
     "chart_list.js",
+    "scores.js",
     "responses.js",
     "tokens.js",
     "lists.js",

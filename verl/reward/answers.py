@@ -1,18 +1,23 @@
-"""The final answer that a response gives, for majority votes: what the rule of its data source would compare with the truth."""
+"""The final answer that a response gives, for majority votes: what the rule of its data source compares with the truth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.reward.rules import gsm8k, math, math_dapo, rule_for, search_qa
+from verl.reward.rules import gsm8k, math, math_dapo, numina, rule_for, search_qa
 
 _EMPTY = ("", math_dapo.INVALID)
 
 
-def reader_of(data_source: str) -> Callable[[str], str | None] | None:
-    """The function that reads an answer out of a text of this source; None if its rule has no single answer. UnknownSource."""
-    return _READERS.get(rule_for(data_source))
+def has_answers(data_source: str) -> bool:
+    """True if the built-in rule of this source compares one answer. UnknownSource for a source without a rule."""
+    return rule_for(data_source) in _READERS
+
+
+def final_answer(data_source: str, text: str, options: Mapping[str, Any]) -> str | None:
+    """The answer that the built-in rule reads, under `options` of the rule; None if there is none in the text."""
+    return _READERS[rule_for(data_source)](text, options) or None
 
 
 def predicted(score_parts: Mapping[str, Any]) -> str | None:
@@ -21,24 +26,26 @@ def predicted(score_parts: Mapping[str, Any]) -> str | None:
     return None if found is None or str(found) in _EMPTY else str(found)
 
 
-def _number(text: str) -> str | None:
-    return gsm8k.extract(text) or gsm8k.extract(text, "flexible")
+def _number(text: str, options: Mapping[str, Any]) -> str | None:
+    return gsm8k.extract(text, options.get("method", "strict"))
 
 
-def _boxed(text: str) -> str | None:
-    found = math.last_boxed(text)
-    return math.normalise(found) or None if found is not None else None
+def _boxed(text: str, options: Mapping[str, Any]) -> str | None:
+    return math.normalise(math.last_boxed(text) or "")
 
 
-def _tagged(text: str) -> str | None:
-    found = search_qa.last_answer(text)
-    return search_qa.normalise(found) or None if found is not None else None
+def _stated(text: str, options: Mapping[str, Any]) -> str | None:
+    return math.normalise(numina.extract(text) or "")
 
 
-_READERS: dict[str, Callable[[str], str | None]] = {
+def _tagged(text: str, options: Mapping[str, Any]) -> str | None:
+    return search_qa.normalise(search_qa.last_answer(text) or "")
+
+
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
     "gsm8k": _number,
     "math": _boxed,
-    "numina": _boxed,
     "geo3k": _boxed,
+    "numina": _stated,
     "search_qa": _tagged,
 }

@@ -130,7 +130,7 @@ def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenize
         "score_error": t.score_error,
         "parts": dict(t.score_parts),
         "advantage": advantage,
-        "length": t.length,
+        "length": t.length if t.length or not t.text else None,  # None: a text that came without tokens
         "finish_reason": t.finish_reason,
         "versions": list(t.versions),
         "tokens": tokens,

@@ -21,7 +21,7 @@ from verl.data.checked import by_problem
 from verl.data.files import DataError, RowFile, absent_column, open_file
 from verl.data.rows import RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
-from verl.reward.answers import predicted, reader_of
+from verl.reward.answers import final_answer, has_answers, predicted
 from verl.reward.pool import FunctionSpec
 from verl.reward.rules import unsupported
 from verl.reward.runner import RewardRunner
@@ -144,9 +144,10 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
         raise BadRow("wrong column type", "responses must be a list of strings, or one string")
     nothing = np.zeros(0, np.int64)
     prompt = fields.prompt(f"0:{row}@0", nothing, fields.cell, file=path, row=row)
-    lost: dict[str, Any] = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
+    state: dict[str, Any] = {"finish_reason": ""}
+    lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [
-        Trajectory(prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else {}))
+        Trajectory(prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state))
         for i, text in enumerate(texts)
     ]
 
@@ -227,9 +228,9 @@ def _source_metrics(
 ) -> tuple[dict[str, Number], list[str]]:
     metrics, notes = config.metrics, []
     right = [[_is_right(t, metrics.pass_score) for t in group] for group in groups]
-    answers = _answers(groups, custom=bool(config.custom_reward_function.path))
+    answers = _answers(groups, config)
     if answers is None and source != OVERALL and max(map(len, groups)) > 1:
-        notes.append(f"no maj@k for {source}: its reward function returns no `pred`, the answer that is voted on")
+        notes.append(f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)")
     found = source_metrics(right, answers, metrics.k, metrics.confidence)
     scores = [[t.score for t in group if t.score is not None and valid(t)] for group in groups]
     means = [fmean(values) for values in scores if values]
@@ -257,19 +258,19 @@ def _is_right(t: Trajectory, pass_score: float) -> bool:
     return float(t.score if accuracy is None else accuracy) >= pass_score - _ROUNDING
 
 
-def _answers(groups: Sequence[Sequence[Trajectory]], *, custom: bool) -> list[list[str | None]] | None:
+def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list[list[str | None]] | None:
     """The final answer of each response: the function's `pred`, or what the built-in rule reads. None where neither is."""
+    custom = config.custom_reward_function
     every = [t for group in groups for t in group if valid(t)]
     if every and all("pred" in t.score_parts for t in every):
         return [[predicted(t.score_parts) for t in group] for group in groups]
-    readers = {} if custom else {s: reader_of(s) for s in {t.prompt.data_source for t in every}}
-    if not readers or not all(readers.values()):
+    if custom.path or not all(map(has_answers, {t.prompt.data_source for t in every})):
         return None
-    return [[_read(readers, t) for t in group] for group in groups]
+    return [[_read(t, custom.reward_kwargs) if valid(t) else None for t in group] for group in groups]
 
 
-def _read(readers: Mapping[str, Any], t: Trajectory) -> str | None:
-    return readers[t.prompt.data_source](t.text or "") if valid(t) else None
+def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:
+    return final_answer(t.prompt.data_source, t.text or "", (t.prompt.columns.get("reward_kwargs") or {}) | options)
 
 
 def _some(count: Number, what: str) -> str:
