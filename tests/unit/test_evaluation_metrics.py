@@ -112,7 +112,7 @@ def test_sizes() -> None:
 def test_uneven_prompts_count_up_to_the_fewest_responses() -> None:
     found = source_metrics([[True, False, True], [False, False]], [["1", "2", "1"], ["3", None]], None, 0.95)
     assert {name for name in found if "@" in name} == {"pass@1", "pass@2", "maj@2"}
-    assert found["accuracy"] == found["pass@1"] == pytest.approx(1 / 3)
+    assert [found["accuracy"], found["pass@1"]] == pytest.approx([1 / 3, 1 / 3])
     assert found["prompts"] == 2 and found["responses"] == 5
     assert not [name for name in source_metrics([[True]], None, None, 0.95) if name.startswith("maj")]
 
@@ -155,4 +155,3 @@ def test_references_are_handed_over_as_the_libraries_take_them(monkeypatch) -> N
     found = text_metrics(["bleu", "rouge"], ["x", "y"], [["x"], ["a", "b"]])
     assert found == {"bleu": 12.5, "rouge1": 0.5, "rouge2": 0.5, "rougeL": 0.5}
     assert asked["bleu"] == (["x", "y"], [["x", "a"], [None, "b"]])
-    assert math.isfinite(found["bleu"])

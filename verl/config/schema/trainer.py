@@ -111,13 +111,14 @@ class RecordsConfig(Group):
     """Second part of that name."""
     default_local_dir: FilePath = key(None, shown="a folder beside the data file", nullable=True)
     """Folder of the records: metrics, events, sampled responses, the page."""
-    logger: list[str] = items("console", options=LOGGERS)
-    """Trackers, as in training."""
+    logger: list[str] = items(options=LOGGERS)
+    """Trackers, as in training; `console` is the line of all metrics."""
 
 
 class GenerationTrainerConfig(RecordsConfig):
     """Devices and records of generation."""
 
+    logger: list[str] = items("console", options=LOGGERS)
     nnodes: int = key(1, low=1)
     """Nodes."""
     n_gpus_per_node: int = key(None, low=1, nullable=True, shown="devices found (1 on cpu)")
