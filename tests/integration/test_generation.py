@@ -79,9 +79,21 @@ def test_rows_come_out_with_a_column_more(tiny: TinyRun, tmp_path: Path, capfd: 
     assert record["generation/num_prompts"] == 2 and record["generation/lost"] == 0
     assert 0 < record["generation/num_tokens"] <= 2 * 2 * 12 and record["generation/tokens_per_s"] > 0
     assert (tmp_path / "records/report.html").exists()
-    again = tmp_path / "again.parquet"  # all prompts at once, from the file that has responses already: nothing changes
+    again = (
+        tmp_path / "again.parquet"
+    )  # all prompts at once, from the file that has responses already: nothing changes
     assert main_generation.main(words(tiny, again, f"data.path={out}")) == 0
     assert responses(again) == found and pq.read_table(again).column_names == table.column_names
+
+
+def test_several_files_come_out_as_one(tiny: TinyRun, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "Say a", "note": "x"}')
+    both = f"data.path=[{tiny.val},{other}]"
+    assert main_generation.main(words(tiny, tmp_path / "both.parquet", both, "rollout.n=1")) == 0
+    table = pq.read_table(tmp_path / "both.parquet")
+    assert table["note"].to_pylist() == [None] * 4 + ["x"]
+    assert [len(texts) for texts in responses(tmp_path / "both.parquet")] == [1] * 5
 
 
 def test_greedy_responses_are_the_same(tiny: TinyRun, tmp_path: Path, capfd: Any) -> None:
@@ -138,11 +150,16 @@ def test_lost_responses_are_null_and_too_many_end_the_run(tiny, tmp_path, capfd,
 
 @pytest.mark.slow
 def test_two_devices_give_the_same_responses(tiny: TinyRun, tmp_path: Path) -> None:
-    """Under the other public name of the module."""
+    """Under the other public name of the module, with its keys."""
     one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
     assert main_generation.main(words(tiny, one)) == 0
     module = "verl.trainer.main_generation_server"
-    command = [sys.executable, "-m", module, *words(tiny, two, "trainer.n_gpus_per_node=2")]
+    spelled = [
+        word.replace("model.", "actor_rollout_ref.model.").replace("data.path", "data.train_files")
+        for word in words(tiny, two)
+    ]
+    spelled = [f"actor_rollout_ref.{word}" if word.startswith("rollout.") else word for word in spelled]
+    command = [sys.executable, "-m", module, *spelled, "trainer.n_gpus_per_node=2"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert "all samplers are ready" in done.stderr and responses(two) == responses(one)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl.config import load
+from verl.config.check import check
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.trainer import main_eval
 from verl.trainer.evaluation import evaluation_metrics, read_table
@@ -144,8 +145,11 @@ def test_other_columns_and_the_plain_format(tmp_path) -> None:
     (only,) = read_table(config_of(path, *keys)).responses
     assert only.prompt.ground_truth == "7" and only.prompt.data_source == GSM8K
     path = write(tmp_path, {"prompt": "How many?", "response": "so #### 7", "responses": ["7", "#### 8"]})
+    assert check(config_of(path)).problems == []
     (first, _) = read_table(config_of(path)).responses
-    assert first.prompt.ground_truth == "7" and first.prompt.columns["reward_kwargs"] == {"method": "flexible"}
+    assert first.prompt.ground_truth == "7" and first.prompt.columns["reward_kwargs"] == {
+        "method": "flexible"
+    }
 
 
 def test_references_of_texts(tmp_path) -> None:
@@ -180,4 +184,6 @@ def test_answers_that_rules_read() -> None:
     assert final_answer("numina_olympiads", "The answer is 4.", {}) == "4"
     assert final_answer("lighteval/MATH", "nothing", {}) is None
     assert not has_answers(DAPO)  # it returns `pred`
-    assert predicted({"pred": "[INVALID]"}) is None and predicted({"pred": 3}) == "3" and predicted({}) is None
+    assert (
+        predicted({"pred": "[INVALID]"}) is None and predicted({"pred": 3}) == "3" and predicted({}) is None
+    )

@@ -77,7 +77,9 @@ def test_one_response_to_each_prompt_gives_wilsons_interval() -> None:
     low, high = accuracy_interval([1.0] * 8 + [0.0] * 2, 10)
     assert (low, high) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)  # a published example
     low, high = accuracy_interval([0.0] * 10, 10)
-    assert low == pytest.approx(0.0, abs=1e-12) and high == pytest.approx(1.959964**2 / (10 + 1.959964**2), abs=1e-6)
+    assert low == pytest.approx(0.0, abs=1e-12) and high == pytest.approx(
+        1.959964**2 / (10 + 1.959964**2), abs=1e-6
+    )
 
 
 def test_more_responses_narrow_the_interval_only_as_far_as_they_differ() -> None:

@@ -47,12 +47,13 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
 
 def _records(root: Any) -> None:
     """Name and folder of the records: of generation and evaluation after the file that they write or read."""
-    trainer, file = root["trainer"], root.select("data.output_path") or root.select("data.path")
-    if root.entry in ("eval", "generation"):
-        beside = os.path.splitext(file or root.entry)[0]
-        trainer.experiment_name = trainer.experiment_name or os.path.basename(beside)
-        folder = f"{beside}_{'evaluation' if root.entry == 'eval' else 'generation'}"
-    if root.entry in ("ppo", "sft") or "://" in folder:
+    trainer, kind = root["trainer"], {"eval": "evaluation", "generation": "generation"}.get(root.entry)
+    file = ""
+    if kind:
+        file = root["data"]["path" if root.entry == "eval" else "output_path"] or kind
+        trainer.experiment_name = trainer.experiment_name or os.path.splitext(os.path.basename(file))[0]
+    folder = f"{os.path.splitext(file)[0]}_{kind}"
+    if not file or "://" in file:
         folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
     trainer.default_local_dir = trainer.default_local_dir or folder
 

@@ -49,8 +49,8 @@ class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
     files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). With data.custom_cls the rows come from the user's class. Raises
-    DataError where the data cannot be used; it carries the rows that explain it.
+    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). With
+    data.custom_cls the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
 
     def __init__(

@@ -38,9 +38,7 @@ def _bleu(sacrebleu: Any, responses: Sequence[str], references: Sequence[Sequenc
 
 def _rouge(package: Any, responses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     scorer = package.RougeScorer(list(ROUGE), use_stemmer=True)
-    found = [
-        scorer.score_multi(list(texts), text) for text, texts in zip(responses, references, strict=True)
-    ]
+    found = [scorer.score_multi(list(texts), text) for text, texts in zip(responses, references, strict=True)]
     return {name: fmean(scores[name].fmeasure for scores in found) for name in ROUGE}
 
 

@@ -147,7 +147,9 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
     state: dict[str, Any] = {"finish_reason": ""}
     lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [
-        Trajectory(prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state))
+        Trajectory(
+            prompt, i, nothing, nothing.astype(bool), text=text or "", **(lost if text is None else state)
+        )
         for i, text in enumerate(texts)
     ]
 
@@ -230,7 +232,9 @@ def _source_metrics(
     right = [[_is_right(t, metrics.pass_score) for t in group] for group in groups]
     answers = _answers(groups, config)
     if answers is None and source != OVERALL and max(map(len, groups)) > 1:
-        notes.append(f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)")
+        notes.append(
+            f"no maj@k for {source}: nothing tells the answer that is voted on (a reward function can return it as `pred`)"
+        )
     found = source_metrics(right, answers, metrics.k, metrics.confidence)
     scores = [[t.score for t in group if t.score is not None and valid(t)] for group in groups]
     means = [fmean(values) for values in scores if values]
@@ -270,7 +274,9 @@ def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list
 
 
 def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:
-    return final_answer(t.prompt.data_source, t.text or "", (t.prompt.columns.get("reward_kwargs") or {}) | options)
+    return final_answer(
+        t.prompt.data_source, t.text or "", (t.prompt.columns.get("reward_kwargs") or {}) | options
+    )
 
 
 def _some(count: Number, what: str) -> str:

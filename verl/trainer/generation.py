@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
         finally:
             loop.run(rollouts.stop())
             workers.close()
-    write_responses(data.source.files[0], output, done.texts)
+    write_responses(data.source.files, output, done.texts)
     done.tell(tracking)
     say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
     if done.lost:
@@ -146,7 +146,7 @@ def _open_data(config: GenerationConfig, run: Config, tokenizer: Any) -> PromptD
 
     rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
     try:
-        return PromptDataset([config.data.path], run, tokenizer, split="prompts", rules=rules)
+        return PromptDataset(config.data.path, run, tokenizer, split="prompts", rules=rules)
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
         raise DataError(message, error.records) from error
@@ -157,10 +157,10 @@ def _open_data(config: GenerationConfig, run: Config, tokenizer: Any) -> PromptD
 
 @dataclass
 class Generated:
-    """What came of it. texts: row of the file → its responses, None where the sampler lost one; shown: those of the first
-    rows, for the page."""
+    """What came of it. texts: "{file number}:{row}" → responses, None where the sampler lost one; shown: those of the
+    first rows, for the page."""
 
-    texts: dict[int, list[str | None]] = field(default_factory=dict)
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
     shown: list[Trajectory] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
@@ -170,7 +170,8 @@ class Generated:
     def add(self, number: int, batch: Batch) -> None:
         """Note the responses to usable prompt `number`."""
         kept = [t for t in batch if t.finish_reason != "lost"]
-        self.texts[batch[0].prompt.row] = [None if t.finish_reason == "lost" else t.text for t in batch]
+        row = batch[0].uid.removesuffix("@0")
+        self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
         self.lengths += [t.policy_tokens for t in kept]
         self.cut += sum(t.finish_reason == "length" for t in kept)
         self.lost += len(batch) - len(kept)
@@ -195,7 +196,7 @@ class Generated:
         from verl.report.live import LiveReport
 
         tracking.log(0, self.metrics())
-        tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.row, t.index)))
+        tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))
         tracking.finish("finished")
         LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
 
@@ -225,7 +226,10 @@ async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int,
 
 
 async def _stream(
-    data: PromptDataset, rollouts: RolloutManager, numbers: Iterator[int], finished: Callable[[int, Batch], None]
+    data: PromptDataset,
+    rollouts: RolloutManager,
+    numbers: Iterator[int],
+    finished: Callable[[int, Batch], None],
 ) -> None:
     """One prompt after the other, of those that are left."""
     for number in numbers:
@@ -245,21 +249,23 @@ def _check_lost(lost: int, total: int, batch: Batch) -> None:
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def write_responses(source: RowFile, target: Path, texts: dict[int, list[str | None]]) -> None:
-    """The rows of `source` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+def write_responses(files: Sequence[RowFile], target: Path, texts: Mapping[str, list[str | None]]) -> None:
+    """All rows of `files` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.data.files import written_whole
+    from verl.data.files import ParquetFile, written_whole
 
-    if source.local.suffix == ".parquet":
-        table = pq.read_table(source.local, partitioning=None)
-    else:
-        table = pa.Table.from_pylist(source.rows(0, len(source)))
-    if COLUMN in table.column_names:
-        table = table.drop_columns([COLUMN])
-    column = pa.array([texts.get(row) for row in range(len(table))], pa.list_(pa.string()))
-    # Notes of other libraries on the columns would no longer hold.
-    table = table.append_column(COLUMN, column).replace_schema_metadata(None)
+    tables = []
+    for number, file in enumerate(files):
+        if isinstance(file, ParquetFile):
+            table = pq.read_table(file.local, partitioning=None)
+        else:
+            table = pa.Table.from_pylist(file.rows(0, len(file)))
+        if COLUMN in table.column_names:
+            table = table.drop_columns([COLUMN])
+        column = pa.array([texts.get(f"{number}:{row}") for row in range(len(table))], pa.list_(pa.string()))
+        # Notes of other libraries on the columns would no longer hold.
+        tables.append(table.append_column(COLUMN, column).replace_schema_metadata(None))
     with written_whole(target) as beside:
-        pq.write_table(table, beside)
+        pq.write_table(pa.concat_tables(tables, promote_options="permissive"), beside)

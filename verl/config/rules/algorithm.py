@@ -27,7 +27,9 @@ def _generation(c: Check) -> None:
     if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
         c.notice(f"{c.at('rollout.n')} and greedy: all responses to a prompt will be the same")
     if rollout.nnodes:
-        message = "no pool of its own here: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
+        message = (
+            "no pool of its own here: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
+        )
         c.refuse(c.at("rollout.nnodes"), message)
 
 

@@ -153,21 +153,37 @@ def _absent(column: str, file: Any) -> str:
 def _table(c: Check) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
     data = c.cfg.data
-    if not data.path or (file := _open(c, "data.path", data.path)) is None:
-        return
-    c.rows["data.path"] = len(file)
     if "://" in (c.cfg.select("data.output_path") or ""):
         c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
-    scored = ("response_key", "data_source_key", "reward_model_key")
-    for key in ("prompt_key",) if c.cfg.entry == "generation" else scored:
-        if data[key] not in file.columns:
-            message = f"{data.path} has no such column{_absent(data[key], file)}"
-            c.refuse(f"data.{key}={data[key]}", message)
-        elif key == "data_source_key":
-            sources = _values(file, data[key], distinct=True)
-            _sources(c, {str(source) for source in sources if source}, f"data.{key}")
-    if c.cfg.entry == "eval":
-        _text_metrics(c, file)
+    paths = [data.path] if isinstance(data.path, str) else data.path or []
+    files = [file for path in paths if (file := _open(c, "data.path", path)) is not None]
+    if files and len(files) == len(paths):
+        c.rows["data.path"] = sum(map(len, files))
+    for file in files:
+        if c.cfg.entry == "generation":
+            _has_columns(c, file, "prompt_key")
+        else:
+            _responses_file(c, file)
+
+
+def _has_columns(c: Check, file: Any, *keys: str) -> bool:
+    for key in keys:
+        if (name := c.cfg.data[key]) not in file.columns:
+            c.refuse(f"data.{key}={name}", f"{file.path} has no such column{_absent(name, file)}")
+    return all(c.cfg.data[key] in file.columns for key in keys)
+
+
+def _responses_file(c: Check, file: Any) -> None:
+    """A file to be scored: the columns of its format, and a reward for every data source."""
+    from verl.data.rows import RowRules, is_plain
+
+    data = c.cfg.data
+    scored = ("data_source_key", "reward_model_key")
+    plain = is_plain(file, RowRules(data.prompt_key, data.data_source_key))
+    if _has_columns(c, file, "response_key", *(() if plain else scored)) and not plain:
+        found = _values(file, data.data_source_key, distinct=True)
+        _sources(c, {str(source) for source in found if source}, "data.data_source_key")
+    _text_metrics(c, file)
 
 
 def _text_metrics(c: Check, file: Any) -> None:

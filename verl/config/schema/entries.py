@@ -120,8 +120,8 @@ class EvalConfig(Root):
 class GenerationDataConfig(Group):
     """Prompts to sample responses for."""
 
-    path: FilePath | None = key(None, required=True)
-    """Parquet file with prompts; required."""
+    path: list[FilePath] | None = key(None, required=True)
+    """File with prompts, or several; required."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     n_samples: int = key(5, low=1)
@@ -129,7 +129,7 @@ class GenerationDataConfig(Group):
     batch_size: int = key(128, low=1)
     """Prompts at a time."""
     output_path: FilePath | None = key(None, required=True)
-    """Parquet file written: the input rows plus `responses`; required."""
+    """Parquet file written: the rows of all files plus `responses`; required."""
     apply_chat_template_kwargs: Map = open_map()
     """Passed to the chat template."""
     trust_remote_code: bool = False
