@@ -86,14 +86,16 @@ def test_rows_come_out_with_a_column_more(tiny: TinyRun, tmp_path: Path, capfd: 
     assert responses(again) == found and pq.read_table(again).column_names == table.column_names
 
 
-def test_several_files_come_out_as_one(tiny: TinyRun, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"prompt": "Say a", "note": "x"}')
-    both = f"data.path=[{tiny.val},{other}]"
-    assert main_generation.main(words(tiny, tmp_path / "both.parquet", both, "rollout.n=1")) == 0
-    table = pq.read_table(tmp_path / "both.parquet")
-    assert table["note"].to_pylist() == [None] * 4 + ["x"]
-    assert [len(texts) for texts in responses(tmp_path / "both.parquet")] == [1] * 5
+def test_several_files_come_out_as_one(tiny: TinyRun, tmp_path: Path, capfd: Any) -> None:
+    first, second, out = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "both.parquet"
+    first.write_text('{"prompt": "Say a"}\n{"prompt": "Say b"}')
+    second.write_text('{"prompt": "Say c", "note": "x"}')
+    assert main_generation.main(words(tiny, out, f"data.path=[{first},{second}]", "rollout.n=1")) == 0
+    assert pq.read_table(out)["note"].to_pylist() == [None, None, "x"]
+    assert [len(texts) for texts in responses(out)] == [1] * 3
+    assert main_generation.main(words(tiny, out, f"data.path=[{first},{tiny.val}]")) == 2
+    assert "do not fit into one table" in capfd.readouterr().err  # before anything is sampled
+    assert len(responses(out)) == 3
 
 
 def test_greedy_responses_are_the_same(tiny: TinyRun, tmp_path: Path, capfd: Any) -> None:

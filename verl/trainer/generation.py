@@ -24,6 +24,8 @@ from verl.tracking.responses import SAMPLED
 from verl.trajectory import Batch, Trajectory
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from verl.data.dataset import PromptDataset
     from verl.data.files import RowFile
     from verl.rollout.manager import RolloutManager
@@ -41,6 +43,8 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases
     from verl.tracking.watchdog import Watchdog
+    from verl.trainer.run import quiet_libraries
+    from verl.workers.start import check_cluster
 
     run, phases, who = training_config(config), Phases(), [str]
     watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
@@ -48,7 +52,11 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     output = _writable(config.data.output_path)
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
-            data, rollouts, workers = _build(config, run, tracking, hooks)
+            check_cluster(run)
+            quiet_libraries()
+            data, tokenizer = _open_data(config, run, tracking)
+            rows = joined_rows(data.source.files)
+            rollouts, workers = _build(run, tokenizer, tracking, hooks)
         try:
             tracking.event("plan", device=workers.describe)
             with interrupt.patient():
@@ -56,7 +64,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
         finally:
             loop.run(rollouts.stop())
             workers.close()
-    write_responses(data.source.files, output, done.texts)
+    write_responses(rows, data.source.files, done.texts, output)
     done.tell(tracking)
     say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
     if done.lost:
@@ -93,29 +101,43 @@ def _writable(path: str) -> Path:
     return target
 
 
-def _build(
-    config: GenerationConfig, run: Config, tracking: Tracking, hooks: RunHooks
-) -> tuple[PromptDataset, RolloutManager, WorkerSet]:
-    """Data first: a mistake in it is found before the model is loaded."""
-    from verl.data.tokenizer import load_tokenizer, text_of
-    from verl.platform.host import tune_allocator
-    from verl.rollout.loop_processes import LoopProcesses
-    from verl.rollout.manager import RolloutManager
-    from verl.trainer.run import quiet_libraries, rollout_settings
-    from verl.workers.start import check_cluster, start_samplers
+def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tuple[PromptDataset, Any]:
+    """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
+    from verl.data.dataset import PromptDataset
+    from verl.data.files import DataError
+    from verl.data.rows import RowRules
+    from verl.data.tokenizer import load_tokenizer
 
-    check_cluster(run)
-    tune_allocator()
-    quiet_libraries()
-    model, rollout = run.actor_rollout_ref.model, run.actor_rollout_ref.rollout
+    model = run.actor_rollout_ref.model
     tokenizer = tracking.tokenizer = load_tokenizer(
         model.path,
         tokenizer_path=model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
-    data = _open_data(config, run, tokenizer)
+    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
+    try:
+        data = PromptDataset(config.data.path or [], run, tokenizer, split="prompts", rules=rules)
+    except DataError as error:
+        message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
+        raise DataError(message, error.records) from error
     tracking.data_report(data)
+    return data, tokenizer
+
+
+def _build(
+    run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
+) -> tuple[RolloutManager, WorkerSet]:
+    """The samplers and what drives them."""
+    from verl.data.tokenizer import text_of
+    from verl.platform.host import tune_allocator
+    from verl.rollout.loop_processes import LoopProcesses
+    from verl.rollout.manager import RolloutManager
+    from verl.trainer.run import rollout_settings
+    from verl.workers.start import start_samplers
+
+    tune_allocator()
+    rollout = run.actor_rollout_ref.rollout
     settings = rollout_settings(run)
     if not rollout.do_sample:
         settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
@@ -131,25 +153,11 @@ def _build(
         event=tracking.event,
         processes=LoopProcesses(processes, run) if processes else None,
     )
-    return data, rollouts, workers
+    return rollouts, workers
 
 
 async def _unscored(trajectory: Trajectory) -> None:
     """Nothing scores these responses."""
-
-
-def _open_data(config: GenerationConfig, run: Config, tokenizer: Any) -> PromptDataset:
-    """The prompts; rows that cannot be used are left out and counted. UserError if none is left."""
-    from verl.data.dataset import PromptDataset
-    from verl.data.files import DataError
-    from verl.data.rows import RowRules
-
-    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
-    try:
-        return PromptDataset(config.data.path, run, tokenizer, split="prompts", rules=rules)
-    except DataError as error:
-        message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
-        raise DataError(message, error.records) from error
 
 
 # ------------------------------------------------------------------------------------------------------ sampling
@@ -249,23 +257,40 @@ def _check_lost(lost: int, total: int, batch: Batch) -> None:
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def write_responses(files: Sequence[RowFile], target: Path, texts: Mapping[str, list[str | None]]) -> None:
-    """All rows of `files` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+def joined_rows(files: Sequence[RowFile]) -> pa.Table:
+    """All rows of the files, less a column `responses`. UserError for columns of one name that hold different things."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.data.files import ParquetFile, written_whole
+    from verl.data.files import ParquetFile
 
     tables = []
-    for number, file in enumerate(files):
+    for file in files:
         if isinstance(file, ParquetFile):
             table = pq.read_table(file.local, partitioning=None)
         else:
             table = pa.Table.from_pylist(file.rows(0, len(file)))
-        if COLUMN in table.column_names:
-            table = table.drop_columns([COLUMN])
-        column = pa.array([texts.get(f"{number}:{row}") for row in range(len(table))], pa.list_(pa.string()))
         # Notes of other libraries on the columns would no longer hold.
-        tables.append(table.append_column(COLUMN, column).replace_schema_metadata(None))
+        table = table.replace_schema_metadata(None)
+        tables.append(table.drop_columns([COLUMN]) if COLUMN in table.column_names else table)
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise UserError(
+            f"the files of data.path do not fit into one table, generate for each: {error}"
+        ) from error
+
+
+def write_responses(
+    rows: pa.Table, files: Sequence[RowFile], texts: Mapping[str, list[str | None]], target: Path
+) -> None:
+    """Write `rows` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.data.files import written_whole
+
+    places = [f"{number}:{row}" for number, file in enumerate(files) for row in range(len(file))]
+    column = pa.array([texts.get(place) for place in places], pa.list_(pa.string()))
     with written_whole(target) as beside:
-        pq.write_table(pa.concat_tables(tables, promote_options="permissive"), beside)
+        pq.write_table(rows.append_column(COLUMN, column), beside)

@@ -97,7 +97,7 @@ class EvalMetricsConfig(Group):
     """Sizes k of pass@k and maj@k; those above the number of responses to a prompt are left out."""
     pass_score: float = 1.0
     """A response is right if its `acc`, or without one its score, is at least this."""
-    confidence: float = key(0.95, above=0, high=0.9999)
+    confidence: float = key(0.95, low=0.5, high=0.9999)
     """Coverage of the accuracy's interval."""
     text: list[str] = items(options=("bleu", "rouge"))
     """Comparisons with a reference text: `bleu` (needs sacrebleu), `rouge` (needs rouge-score)."""
