@@ -49,7 +49,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     run, phases, who = training_config(config), Phases(), [str]
     watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
-    output = _writable(config.data.output_path)
+    output = _writable(str(config.data.output_path))
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
             check_cluster(run)
