@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.chat import BadRow
-from verl.data.checked import by_problem
+from verl.data.dataset import by_problem
 from verl.data.files import DataError, RowFile, absent_column, open_file
-from verl.data.rows import RowFields, RowRules, fields_of, is_plain
+from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.reward.pool import FunctionSpec
@@ -48,7 +47,7 @@ _CHUNK = 512
 
 def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     """Score, and write metrics, scores, sampled responses and the page to the run folder; see `run_guarded` for how it ends."""
-    from verl.report.live import LiveReport
+    from verl.tracking.run_folder import LiveReport
 
     table = read_table(config)
     tracking.data_report(table)
@@ -117,7 +116,7 @@ def read_table(config: EvalConfig) -> Table:
             fields = fields_of(row, number, plain_format, rules)
             table.responses += _responses(row.pop(data.response_key), fields, file.path, number)
             uid = table.responses[-1].uid
-            table.references[uid] = _reference(row, config.metrics.reference, fields.ground_truth)
+            table.references[uid] = _reference(row, config.metrics.reference, fields.facts["ground_truth"])
         except BadRow as bad:
             record = {"file": file.path, "row": number, "problem": bad.problem, "detail": bad.detail}
             table.bad_rows.append(record)

@@ -41,8 +41,7 @@ MAX_LOST_RATIO = 0.1
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
     from verl.tracking.hooks import RunHooks
-    from verl.tracking.timer import Phases
-    from verl.tracking.watchdog import Watchdog
+    from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
@@ -129,7 +128,7 @@ def _build(
     run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
 ) -> tuple[RolloutManager, WorkerSet]:
     """The samplers and what drives them."""
-    from verl.data.tokenizer import text_of
+    from verl.data.rows import text_of
     from verl.platform.host import tune_allocator
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
@@ -151,7 +150,7 @@ def _build(
         tokenizer=tokenizer,
         config=run,
         event=tracking.event,
-        processes=LoopProcesses(processes, run) if processes else None,
+        processes=partial(LoopProcesses, processes, run) if processes else None,
     )
     return rollouts, workers
 
@@ -201,7 +200,7 @@ class Generated:
 
     def tell(self, tracking: Tracking) -> None:
         """Metrics, sampled responses and the page, into the run folder."""
-        from verl.report.live import LiveReport
+        from verl.tracking.run_folder import LiveReport
 
         tracking.log(0, self.metrics())
         tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))

@@ -20,16 +20,19 @@ from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronCo
 
 
 class ActorRolloutRefConfig(Group):
-    """The policy: its model, its update, its sampler, its reference."""
+    """The policy: its model, its update, its sampler, its reference.
+
+    Attributes:
+        hybrid_engine: Sampler and trainer share devices; False needs `rollout.nnodes` > 0.
+        nccl_timeout: Seconds a collective may take; honoured by every process group.
+    """
 
     model: ModelConfig = sub(ModelConfig)
     actor: ActorConfig = sub(ActorConfig)
     ref: RefConfig = sub(RefConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
     hybrid_engine: bool = True
-    """Sampler and trainer share devices; False needs `rollout.nnodes` > 0."""
     nccl_timeout: float = key(600.0, above=0)
-    """Seconds a collective may take; honoured by every process group."""
 
 
 class Config(Root):
@@ -50,14 +53,17 @@ class Config(Root):
 
 
 class EngineConfig(FSDPConfig, MegatronConfig):
-    """Placement, precision and parallel layout; the Megatron keys count with `strategy=megatron`."""
+    """Placement, precision and parallel layout; the Megatron keys count with `strategy=megatron`.
+
+    Attributes:
+        strategy: `fsdp` and `fsdp2` (both: torch FSDP2), `megatron`.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+        use_torch_compile: Compile the log-prob kernel where the platform can.
+    """
 
     strategy: str = choice("fsdp", *STRATEGIES)
-    """`fsdp` and `fsdp2` (both: torch FSDP2), `megatron`."""
     ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""
     use_torch_compile: bool = True
-    """Compile the log-prob kernel where the platform can."""
 
 
 class SFTConfig(Root):
@@ -76,33 +82,39 @@ class SFTConfig(Root):
 
 
 class EvalDataConfig(Group):
-    """Responses to score."""
+    """Responses to score.
+
+    Attributes:
+        path: Parquet file with responses; required.
+        prompt_key: Column of the prompt.
+        response_key: Column of the responses.
+        data_source_key: Column that selects the reward function.
+        reward_model_key: Column of the ground truth.
+    """
 
     path: FilePath | None = key(None, required=True)
-    """Parquet file with responses; required."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
     response_key: str = "responses"
-    """Column of the responses."""
     data_source_key: str = "data_source"
-    """Column that selects the reward function."""
     reward_model_key: str = "reward_model"
-    """Column of the ground truth."""
 
 
 class EvalMetricsConfig(Group):
-    """What is computed of the scores."""
+    """What is computed of the scores.
+
+    Attributes:
+        k: Sizes k of pass@k and maj@k; those above the number of responses to a prompt are left out.
+        pass_score: A response is right if its `acc`, or without one its score, is at least this.
+        confidence: Coverage of the accuracy's interval.
+        text: Comparisons with a reference text: `bleu` (needs sacrebleu), `rouge` (needs rouge-score).
+        reference: Column of the reference text, or a field of it as `extra_info.answer`; null = the ground truth.
+    """
 
     k: list[int] | None = key(None, low=1, shown="1, 2, 4, … and the number of responses")
-    """Sizes k of pass@k and maj@k; those above the number of responses to a prompt are left out."""
     pass_score: float = 1.0
-    """A response is right if its `acc`, or without one its score, is at least this."""
     confidence: float = key(0.95, low=0.5, high=0.9999)
-    """Coverage of the accuracy's interval."""
     text: list[str] = items(options=("bleu", "rouge"))
-    """Comparisons with a reference text: `bleu` (needs sacrebleu), `rouge` (needs rouge-score)."""
     reference: str | None = None
-    """Column of the reference text, or a field of it as `extra_info.answer`; null = the ground truth."""
 
 
 class EvalConfig(Root):
@@ -118,22 +130,25 @@ class EvalConfig(Root):
 
 
 class GenerationDataConfig(Group):
-    """Prompts to sample responses for."""
+    """Prompts to sample responses for.
+
+    Attributes:
+        path: File with prompts, or several; required.
+        prompt_key: Column of the prompt.
+        n_samples: Responses per prompt.
+        batch_size: Prompts at a time.
+        output_path: Parquet file written: the rows of all files plus `responses`; required.
+        apply_chat_template_kwargs: Passed to the chat template.
+        trust_remote_code: Run code that is shipped with the tokenizer.
+    """
 
     path: list[FilePath] | None = key(None, required=True)
-    """File with prompts, or several; required."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
     n_samples: int = key(5, low=1)
-    """Responses per prompt."""
     batch_size: int = key(128, low=1)
-    """Prompts at a time."""
     output_path: FilePath | None = key(None, required=True)
-    """Parquet file written: the rows of all files plus `responses`; required."""
     apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template."""
     trust_remote_code: bool = False
-    """Run code that is shipped with the tokenizer."""
 
 
 class GenerationConfig(Root):
@@ -145,3 +160,9 @@ class GenerationConfig(Root):
     rollout: GenerationRolloutConfig = sub(GenerationRolloutConfig)
     trainer: GenerationTrainerConfig = sub(GenerationTrainerConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
+
+
+ROOTS: dict[str, type[Root]] = {
+    root.entry: root for root in (Config, SFTConfig, EvalConfig, GenerationConfig)
+}
+"""The whole configuration by entry point."""
