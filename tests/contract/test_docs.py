@@ -16,14 +16,14 @@ import pytest
 from verl.cli.main import COMMANDS
 from verl.config.command_line import build, split_arguments
 from verl.config.fields import locate
-from verl.config.schema.entries import Config, SFTConfig
+from verl.config.names import PROGRAMS
+from verl.config.schema.entries import ROOTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "config.md")
 IDS = [p.relative_to(ROOT).as_posix() for p in PAGES]
-ENTRIES = {"verl.trainer.main_ppo": "ppo", "verl.trainer.sft_trainer": "sft"}
-ROOTS = {"ppo": Config, "sft": SFTConfig}
+ENTRIES = {program: entry for entry, program in PROGRAMS.items()}
 GROUPS = {
     "data",
     "actor_rollout_ref",
@@ -32,7 +32,7 @@ GROUPS = {
     "reward_model",
     "reward_manager",
 }
-GROUPS |= {"trainer", "critic", "model", "optim", "engine", "checkpoint"}
+GROUPS |= {"trainer", "critic", "model", "optim", "engine", "checkpoint", "metrics"}
 COLUMNS = {"reward_model.ground_truth"}
 SUFFIXES = {
     "md",

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from tests.runs import TinyRun, main_ppo, records
+from tests.tiny import tiny_model
 from verl.reward.load import calling_style, load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(s for s in EXAMPLES.rglob("*.sh") if s.name != "ray_start.sh")
+EVALUATION = EXAMPLES / "evaluation"
+SCRIPTS = sorted(s for s in EXAMPLES.rglob("*.sh") if s.name != "ray_start.sh" and s.parent != EVALUATION)
 PREPARE = sorted((EXAMPLES / "data_preprocess").glob("*.py"))
 
 
@@ -84,6 +86,24 @@ def test_a_command_is_right_after_its_own_preparation(script, shell, tmp_path) -
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout
     assert "no effect" not in done.stderr and "not in this release" not in done.stderr
+
+
+@pytest.mark.slow
+def test_generation_then_evaluation(shell, tmp_path) -> None:
+    """Both commands as they are, on a model of a few thousand weights and short responses."""
+    gsm8k_files(tmp_path)
+    shell("python3", EXAMPLES / "data_preprocess/gsm8k.py", "--local_dataset_path", tmp_path / "raw")
+    small = ["data.n_samples=2", "rollout.response_length=4", "trainer.device=cpu"]
+    words = [f"model.path={tiny_model(tmp_path / 'model')}", *small]
+    generate = ["bash", EVALUATION / "generate_gsm8k.sh", *words]
+    plan = shell(*generate, "--check")
+    assert plan.returncode == 0 and "130 prompts × 2 responses" in plan.stdout, plan.stderr
+    made = shell(*generate)
+    assert made.returncode == 0, made.stderr
+    done = shell("bash", EVALUATION / "evaluate_gsm8k.sh")
+    assert done.returncode == 0, done.stderr
+    assert "openai/gsm8k: 130 prompts, 260 responses" in done.stdout
+    assert (tmp_path / "data/gsm8k/responses_evaluation/report.html").exists()
 
 
 def test_dr_grpo_is_grpo_with_three_keys_changed(shell) -> None:

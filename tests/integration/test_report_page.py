@@ -201,3 +201,25 @@ def test_empty_and_young_runs(page: chromium.Page, tmp_path: Path) -> None:
     assert "step 1 of 50" in page.eval("document.getElementById('status').textContent")
     assert drawn_pixels(page, "[data-chart=reward]") > 100
     no_errors(page)
+
+
+def test_an_evaluation_has_a_table_of_scores_and_no_curves(page: chromium.Page, tmp_path: Path) -> None:
+    record = {"step": 0, "time": 1.0, "val/accuracy": 0.5, "eval/a/b/prompts": 2, "eval/a/b/pass@16": 0.75}
+    record |= {"eval/a/b/accuracy": 0.5, "eval/a/b/accuracy_low": 0.25, "eval/a/b/accuracy_high": 0.75}
+    record |= {"eval/a/b/pass@2": 0.625, "eval/all/accuracy": 0.5}
+    record |= {"eval/all/accuracy_low": 0.4, "eval/all/accuracy_high": 0.6}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    page.open(write_report(tmp_path))
+    no_errors(page)
+    cells = "[...document.querySelectorAll('#scores-body th, #scores-body td')].map(n => n.textContent)"
+    found = page.eval(cells)
+    assert found[:5] == ["data source", "prompts", "accuracy", "pass@2", "pass@16"]
+    assert found[5:10] == ["a/b", "2", "50.0 % 25.0 % to 75.0 %", "62.5 %", "75.0 %"]
+    assert page.eval("document.getElementById('curves').hidden") is True
+    assert "Accuracy, a/b" in page.eval("document.getElementById('headline').textContent")
+
+
+def test_a_training_run_has_no_table_of_scores(page: chromium.Page, hostile_report: Path) -> None:
+    page.open(hostile_report)
+    assert page.eval("document.getElementById('scores').hidden") is True
+    assert page.eval("document.getElementById('curves').hidden") is False

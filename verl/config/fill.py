@@ -39,9 +39,20 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
             _rollout(rollout)
     if root.entry == "ppo":
         _ppo(root, say)
-    if root.entry in ("ppo", "sft") and root.select("trainer.default_local_dir") is None:
-        trainer = root["trainer"]
-        trainer.default_local_dir = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    _records(root)
+
+
+def _records(root: Any) -> None:
+    """Name and folder of the records: of generation and evaluation after the file that they write or read."""
+    trainer, kind = root["trainer"], {"eval": "evaluation", "generation": "generation"}.get(root.entry)
+    file = ""
+    if kind:
+        file = root["data"]["path" if root.entry == "eval" else "output_path"] or kind
+        trainer.experiment_name = trainer.experiment_name or os.path.splitext(os.path.basename(file))[0]
+    folder = f"{os.path.splitext(file)[0]}_{kind}"
+    if not file or "://" in file:
+        folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+    trainer.default_local_dir = trainer.default_local_dir or folder
 
 
 def _interpolate(resolver: Resolver) -> None:
@@ -139,10 +150,10 @@ def _lag(resolver: Resolver, said: str, lag: int) -> None:
 def _devices(root: Root) -> None:
     """`trainer.n_gpus_per_node=null` is every device of this machine, for a trainer that uses more than one."""
     trainer = root.get("trainer")
-    if trainer is None or trainer.n_gpus_per_node is not None:
+    if trainer is None or trainer.get("n_gpus_per_node", 1) is not None:
         return
     trainer.n_gpus_per_node = 1
-    if root.entry == "ppo" and trainer.device != "cpu":
+    if root.entry in ("ppo", "generation") and trainer.device != "cpu":
         found = machine.find()
         kind = found.best if trainer.device == "auto" else trainer.device
         trainer.n_gpus_per_node = max(1, found.count(kind)) if kind != "cpu" else 1

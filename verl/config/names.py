@@ -59,7 +59,11 @@ RENAMES: dict[str, dict[str, str]] = {
         **_EVERYWHERE,
     },
     "eval": _EVERYWHERE,
-    "generation": _EVERYWHERE,
+    "generation": {
+        "actor_rollout_ref.{model, rollout}": r"\1",  # main_generation_server's
+        "data.train_files": "data.path",
+        **_EVERYWHERE,
+    },
 }
 """By entry point: an old spelling, and the schema's, in which \\1 and \\2 stand for the glob's variable parts."""
 

@@ -168,8 +168,8 @@ class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
     files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) With data.custom_cls the rows come from the user's class. Raises
-    DataError where the data cannot be used; it carries the rows that explain it.
+    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). With
+    data.custom_cls the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
 
     def __init__(
@@ -180,12 +180,13 @@ class PromptDataset(CheckedRows):
         *,
         split: str = "train",
         score_known: Callable[[str], bool] | None = None,
+        rules: RowRules | None = None,
     ):
         data = config.data
         self.split = split
         self.config = config
         self._limit = int(data.max_prompt_length)
-        self.rules = RowRules.of(config)
+        self.rules = rules or RowRules.of(config)
         renderer = ChatRenderer(tokenizer, data.apply_chat_template_kwargs)
         if data.custom_cls.path:
             super().__init__(CustomRows.load(files, config, tokenizer, split))

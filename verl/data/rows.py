@@ -162,12 +162,14 @@ def final_number(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class RowRules:
-    """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function."""
+    """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
+    one that their data_source selects."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
     media_keys: tuple[str, ...] = ("images", "videos", "audios")
     needs_truth: bool = True
+    needs_source: bool = True
 
     @classmethod
     def of(cls, config: Any) -> RowRules:
@@ -192,11 +194,14 @@ class RowFields:
         return Prompt(uid, ids, messages, **self.facts, **place)
 
 
-def check_columns(file: RowFile, rules: RowRules) -> bool:
-    """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest.
+def is_plain(file: RowFile, rules: RowRules) -> bool:
+    """True for a file of the plain format: a string prompt and neither data_source nor reward_model."""
+    chat = {rules.source_key, "data_source", "reward_model"} & {*file.columns}
+    return not chat and rules.prompt_key in file.columns and file.is_string(rules.prompt_key)
 
-    A file is of the plain format if its prompts are strings and it has neither data_source nor reward_model.
-    """
+
+def check_columns(file: RowFile, rules: RowRules) -> bool:
+    """True: plain format, False: chat format. Raises DataError for an absent column, naming the nearest."""
     columns = file.columns
 
     def need(name: str, key: str) -> None:
@@ -208,15 +213,15 @@ def check_columns(file: RowFile, rules: RowRules) -> bool:
         s = "s" if len(hidden) > 1 else ""
         further = f"{', '.join(hidden)}; it finds the column{s} in `columns`"
         notice(f"{file.path}: an agent loop's own arguments have the name{s} {further}")
-    chat = {rules.source_key, "data_source", "reward_model"} & {*columns}
-    if chat or not file.is_string(rules.prompt_key):
-        need(rules.source_key, "data.reward_fn_key")
+    if not is_plain(file, rules):
+        if rules.needs_source:
+            need(rules.source_key, "data.reward_fn_key")
         if rules.needs_truth:
             need("reward_model", "")
         return False
     others = [name for name in columns if name != rules.prompt_key]
     for name in ("response", "reward"):
-        if name in columns:
+        if name in columns or not rules.needs_source:
             continue
         if nearest(name, others) or (name == "response" and rules.needs_truth):
             need(name, "")
@@ -280,6 +285,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
         if media is not None and len(media):
             raise BadRow("media", f"column {key!r} is not empty: media are not in this release")
     source = row.get(rules.source_key)
+    if not source and not rules.needs_source:
+        source = PLAIN
     if not isinstance(source, str) or not source:
         raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r}, a name is needed")
     taken = (rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key)

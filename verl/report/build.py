@@ -27,7 +27,7 @@ from verl.tracking.jsonl import jsonable
 
 SCRIPTS = (
     *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js", "chart_list.js"),
-    *("responses.js", "tokens.js", "lists.js", "app.js"),
+    *("scores.js", "responses.js", "tokens.js", "lists.js", "app.js"),
 )
 SERIES_BYTES = 2_000_000
 POINTS = 1_500

@@ -13,7 +13,11 @@ ACCURACY = re.compile(r"^val-core/.+/acc/mean@\d+$")
 REWARD = re.compile(r"^val-core/.+/reward/mean@\d+$")
 SECRET = re.compile(r"(?i)(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$")
 
+EVALUATED = re.compile(r"^eval/.+/accuracy$")
+SPEED = "generation/tokens_per_s"
+
 FACTS = (
+    ("File", "data.path"),
     ("Algorithm", "algorithm.adv_estimator"),
     ("Prompts per step", "data.train_batch_size"),
     ("Responses per prompt", "actor_rollout_ref.rollout.n"),
@@ -23,6 +27,9 @@ FACTS = (
     ("Prompt limit", "data.max_prompt_length"),
     ("Response limit", "data.max_response_length"),
     ("Sampler", "actor_rollout_ref.rollout.name"),
+    ("Sampler", "rollout.name"),
+    ("Responses per prompt", "rollout.n"),
+    ("Temperature", "rollout.temperature"),
     ("Temperature", "actor_rollout_ref.rollout.temperature"),
     ("Seed", "data.seed"),
 )
@@ -111,8 +118,8 @@ def elapsed(metrics: Metrics) -> float | None:
 
 def headline(metrics: Metrics) -> list[Record]:
     """The figures on top: `{label, name, from, to, value, better, note}`, only those the run has."""
-    figures: list[Record] = []
-    if name := accuracy_name(metrics):
+    figures = _single_figures(metrics)
+    if not figures and (name := accuracy_name(metrics)):
         label, points = validation_label(metrics, name), present(metrics, name)
         figures.append(_change(label, name, points, window=1, up=name != "val/loss"))
     for label, key, up in (("Mean score", "critic/score/mean", True), ("Training loss", "train/loss", False)):
@@ -128,6 +135,27 @@ def headline(metrics: Metrics) -> list[Record]:
             median = statistics.median(recent)
             figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
     return figures
+
+
+def _single_figures(metrics: Metrics) -> list[Record]:
+    """Of evaluation and generation, which train nothing: the accuracy by data source; speed and lengths."""
+    last = {name: column[-1] for name, column in metrics.columns.items() if column and column[-1] is not None}
+    figures: list[Record] = []
+    for name in [name for name in last if EVALUATED.match(name)][:4]:
+        source = name.removeprefix("eval/").removesuffix("/accuracy")
+        note = f"interval {last[f'{name}_low']:.3g} to {last[f'{name}_high']:.3g}"
+        figures.append(_figure(f"Accuracy, {source}", name, last, "", note))
+    if SPEED in last:
+        figures.append(
+            _figure("Sampling", SPEED, last, "tokens/s", f"{last['generation/num_prompts']:g} prompts")
+        )
+        note = f"longest {last['response_length/max']:g}, {last['response_length/clip_ratio']:.0%} cut at the limit"
+        figures.append(_figure("Mean response", "response_length/mean", last, "tokens", note))
+    return figures
+
+
+def _figure(label: str, name: str, values: Record, unit: str, note: str) -> Record:
+    return {"label": label, "name": name, "value": values[name], "unit": unit, "note": note}
 
 
 def _change(label: str, name: str, points: list[tuple[int, float]], window: int, up: bool) -> Record:

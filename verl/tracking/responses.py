@@ -120,7 +120,7 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
         "score_error": t.score_error,
         "parts": dict(t.score_parts),
         "advantage": advantage,
-        "length": t.length,
+        "length": t.length if t.length or not t.text else None,  # None: a text that came without tokens
         "finish_reason": t.finish_reason,
         "versions": list(t.versions),
         "tokens": texts(t.response_ids),

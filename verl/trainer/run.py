@@ -95,6 +95,8 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
 def _interrupted(config: Any, run_dir: Path) -> str:
     """How to go on after an interruption."""
     further = _further(config, run_dir)
+    if config.entry in ("eval", "generation"):
+        return "interrupted: the same command starts from the beginning"
     if further is None:
         return "interrupted before a checkpoint was saved (trainer.save_freq): the same command starts from the beginning"
     return f"interrupted. {further}"
@@ -113,8 +115,8 @@ def _further(config: Any, run_dir: Path) -> str | None:
 
 def import_plugins(config: Any) -> None:
     """Import `model.external_lib` and VERL_USE_EXTERNAL_MODULES, which register estimators, losses and the like."""
-    model = config.model if config.entry == "sft" else config.actor_rollout_ref.model
-    import_modules(model.external_lib)
+    model = config.select("actor_rollout_ref.model") or config.select("model")
+    import_modules(model.external_lib if model is not None else None)
 
 
 def open_tracking(config: Any) -> Any:

@@ -158,7 +158,9 @@ class Policy(TrainedRole):
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed
+    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed;
+             none where only samples are wanted
+    weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
     release  gives the workers back at the end of a run
@@ -167,7 +169,7 @@ class WorkerSet:
 
     roles: dict[str, Role]
     sampler: RolloutEngine
-    weight_sync: WeightSync
+    weight_sync: WeightSync | None
     describe: str = ""
     devices: int = 1
     release: Callable[[], None] | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.devices import ray_address
 from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
+from verl.platform import detect
 from verl.platform.network import check_reachable
 from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
@@ -47,14 +48,29 @@ def start_workers(config: Any, tokenizer: Any, total_steps: int, hooks: RunHooks
     """The workers of a run, wherever they belong. UserError for what cannot be had."""
     if not wants_ray(config):
         return start_here(config, tokenizer, total_steps)
+    _need_ray()
+    from verl.workers.ray.build import start_on_cluster
+
+    return start_on_cluster(config, total_steps, hooks)
+
+
+def start_samplers(config: Any, tokenizer: Any, hooks: RunHooks) -> WorkerSet:
+    """Sampling engines alone, on the devices of `trainer.*`, with the weights of the model's files. UserError as above."""
+    if wants_ray(config):
+        _need_ray()
+        from verl.workers.ray.build import start_samplers_on_cluster
+
+        return start_samplers_on_cluster(config, hooks)
+    platform = detect(config.trainer.device)
+    return WorkerSet({}, build.own_sampler(config, tokenizer, platform), None, platform.describe())
+
+
+def _need_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "more than one device, or a cluster's address, needs Ray, which is not installed here: "
             "pip install 'verl[ray]', or set trainer.nnodes=1 trainer.n_gpus_per_node=1 and unset RAY_ADDRESS"
         )
-    from verl.workers.ray.build import start_on_cluster
-
-    return start_on_cluster(config, total_steps, hooks)
 
 
 def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:

@@ -18,6 +18,19 @@ def check(c: Check) -> None:
     if c.ppo:
         for rules in (_kl, _estimator, _sampling, _loss, _correction, _staleness, _notices):
             rules(c)
+    elif c.cfg.entry == "generation":
+        _generation(c)
+
+
+def _generation(c: Check) -> None:
+    rollout = c.rollout
+    if rollout.n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        c.notice(f"{c.at('rollout.n')} and greedy: all responses to a prompt will be the same")
+    if rollout.nnodes:
+        message = (
+            "no pool of its own here: trainer.nnodes and trainer.n_gpus_per_node are the sampling devices"
+        )
+        c.refuse(c.at("rollout.nnodes"), message)
 
 
 def _kl(c: Check) -> None:

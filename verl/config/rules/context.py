@@ -107,4 +107,6 @@ class Check:
         """Training devices over all nodes; of supervised training the processes that torchrun started."""
         if self.cfg.entry == "sft":
             return int(os.environ.get("WORLD_SIZE", "1"))
+        if self.cfg.entry == "eval":
+            return 1
         return int(self.trainer.nnodes * self.trainer.n_gpus_per_node) if self.trainer else 1

@@ -15,6 +15,8 @@ from verl.config.rules.context import Check
 from verl.errors import UserError
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
+"""Names of `metrics.text`, and the package that computes each."""
 
 
 def check(c: Check) -> None:
@@ -81,15 +83,15 @@ def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
     return list((cells.unique() if distinct else cells).to_pylist())
 
 
-def _sources(c: Check, sources: set[str]) -> None:
+def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
     """Rule 19: every data source has something that scores it."""
-    own = c.cfg.custom_reward_function.path or c.cfg.reward_manager.source == "importlib"
-    if own or c.cfg.reward_model.enable or not sources:
+    own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
+    if own or c.cfg.select("reward_model.enable") or not sources:
         return
     from verl.reward.rules import unsupported
 
     for source, message in unsupported(sorted(sources)).items():
-        c.refuse(f"{c.at('data.reward_fn_key')}, source {source}", message)
+        c.refuse(f"{c.at(key)}, source {source}", message)
 
 
 def _images(c: Check, key: str, file: Any) -> None:
@@ -152,13 +154,50 @@ def _absent(column: str, file: Any) -> str:
 def _table(c: Check) -> None:
     """The file of prompts or of responses that generation and evaluation read."""
     data = c.cfg.data
-    if not data.path or (file := _open(c, "data.path", data.path)) is None:
-        return
-    c.rows["data.path"] = len(file)
-    scored = ("response_key", "data_source_key", "reward_model_key")
-    for key in ("prompt_key",) if c.cfg.entry == "generation" else scored:
-        if data[key] not in file.columns:
-            c.refuse(f"data.{key}", f"{data.path} has no such column{_absent(data[key], file)}")
+    if "://" in (c.cfg.select("data.output_path") or ""):
+        c.refuse("data.output_path", "is not a local path; write to a disk of this machine and copy the file")
+    paths = [data.path] if isinstance(data.path, str) else data.path or []
+    files = [file for path in paths if (file := _open(c, "data.path", path)) is not None]
+    if files and len(files) == len(paths):
+        c.rows["data.path"] = sum(map(len, files))
+    for file in files:
+        if c.cfg.entry == "generation":
+            _has_columns(c, file, "prompt_key")
+        else:
+            _responses_file(c, file)
+
+
+def _has_columns(c: Check, file: Any, *keys: str) -> bool:
+    for key in keys:
+        if (name := c.cfg.data[key]) not in file.columns:
+            c.refuse(f"data.{key}", f"{file.path} has no such column{_absent(name, file)}")
+    return all(c.cfg.data[key] in file.columns for key in keys)
+
+
+def _responses_file(c: Check, file: Any) -> None:
+    """A file to be scored: the columns of its format, and a reward for every data source."""
+    from verl.data.rows import RowRules, is_plain
+
+    data = c.cfg.data
+    scored = ("data_source_key", "reward_model_key")
+    plain = is_plain(file, RowRules(data.prompt_key, data.data_source_key))
+    if _has_columns(c, file, "response_key", *(() if plain else scored)) and not plain:
+        found = _values(file, data.data_source_key, distinct=True)
+        _sources(c, {str(source) for source in found if source}, "data.data_source_key")
+    _text_metrics(c, file)
+
+
+def _text_metrics(c: Check, file: Any) -> None:
+    """The packages that compare texts, and the column that they compare with."""
+    for name in c.cfg.metrics.text:
+        package = TEXT_METRICS.get(name)
+        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+            install = f"pip install {package} (or 'verl[evaluation]')"
+            c.lacks(f"metrics.text={name}", f"needs {package}, which is not installed: {install}")
+    reference = c.cfg.metrics.reference
+    if reference and reference.split(".")[0] not in file.columns:
+        absent = _absent(reference.split(".")[0], file)
+        c.refuse("metrics.reference", f"{file.path} has no such column{absent}")
 
 
 # ---- code of the user's own ----

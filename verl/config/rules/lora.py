@@ -96,6 +96,9 @@ def _patterns(c: Check) -> None:
 def _sampler(c: Check, rank: int) -> None:
     name, at = c.rollout.name, f"{c.model_key}.lora_rank={rank}"
     engine = CAPABILITIES[name]
+    if c.cfg.entry == "generation" and not engine.in_place_weights:
+        message = f"an adapter reaches {name} with a weight sync, and nothing is trained here; give it the merged model"
+        c.refuse(c.at(f"{c.model_key}.lora_rank", f"{c.model_key}.lora_adapter_path"), message)
     room = next((known for known in engine.lora_ranks if known >= rank), None)
     if not engine.lora_ranks:
         return

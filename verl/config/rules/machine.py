@@ -17,14 +17,14 @@ from verl.config.rules.context import Check
 
 def check(c: Check) -> None:
     """Rules 17, 21 to 24, and what this release does on one machine only."""
-    if c.trainer is not None:
+    if c.trainer is not None and c.cfg.entry != "eval":
         _devices(c)
     if c.rollout is not None:
         _engine(c)
     if c.model is not None:
         _model(c)
+    _trackers(c)
     if c.ppo or c.cfg.entry == "sft":
-        _trackers(c)
         _resume(c)
 
 
@@ -34,7 +34,7 @@ def _installed(package: str) -> bool:
 
 def _devices(c: Check) -> None:
     wanted, found = c.trainer.device, c.devices
-    cluster = c.ppo and bool(ray_address(c.cfg))
+    cluster = c.cfg.entry != "sft" and bool(ray_address(c.cfg))
     kind = found.best if wanted == "auto" else wanted
     here, sizes = found.count(kind), f"{c.at('trainer.nnodes')}, {c.at('trainer.n_gpus_per_node')}"
     if kind == "cuda" and here and not found.cuda_build:
@@ -43,10 +43,6 @@ def _devices(c: Check) -> None:
         c.lacks("trainer.device", f"no {wanted} device is found here; set trainer.device=cpu or auto")
     if c.cfg.entry == "sft":
         _processes(c, sizes, kind, here)
-        return
-    if not c.ppo:
-        if c.world > 1:
-            c.lacks(sizes, f"this command runs on one device, and here is {here} {kind}; set both to 1")
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)

@@ -247,5 +247,5 @@ def _other_plan(c: Check) -> list[str]:
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":
         prompts = f"{c.rows.get('data.path', 'all')} prompts"
-        return [f"{prompts} × {data.n_samples} responses, {data.batch_size} at a time"]
+        return [f"{prompts} × {c.rollout.n} responses, {data.batch_size} at a time"]
     return []

@@ -4,13 +4,18 @@ from typing import ClassVar
 
 from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
-from verl.config.schema.base import FilePath, Group, Map, Root, choice, key, open_map, sub
+from verl.config.schema.base import FilePath, Group, Map, Root, choice, items, key, open_map, sub
 from verl.config.schema.data import DataConfig, SFTDataConfig
 from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
 from verl.config.schema.model import ModelConfig
-from verl.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from verl.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    EvalRewardConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+)
 from verl.config.schema.rollout import GenerationRolloutConfig, RolloutConfig
-from verl.config.schema.trainer import GenerationTrainerConfig, SFTTrainerConfig, TrainerConfig
+from verl.config.schema.trainer import GenerationTrainerConfig, RecordsConfig, SFTTrainerConfig, TrainerConfig
 from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronConfig, SFTOptimConfig
 
 
@@ -76,30 +81,40 @@ class SFTConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class TableConfig(Group):
-    """A file of rows.
-
-    Attributes:
-        path: Parquet file with the rows; required.
-        prompt_key: Column of the prompt.
-    """
-
-    path: FilePath | None = key(None, required=True)
-    prompt_key: str = "prompt"
-
-
-class EvalDataConfig(TableConfig):
+class EvalDataConfig(Group):
     """Responses to score.
 
     Attributes:
+        path: Parquet file with responses; required.
+        prompt_key: Column of the prompt.
         response_key: Column of the responses.
         data_source_key: Column that selects the reward function.
         reward_model_key: Column of the ground truth.
     """
 
+    path: FilePath | None = key(None, required=True)
+    prompt_key: str = "prompt"
     response_key: str = "responses"
     data_source_key: str = "data_source"
     reward_model_key: str = "reward_model"
+
+
+class EvalMetricsConfig(Group):
+    """What is computed of the scores.
+
+    Attributes:
+        k: Sizes k of pass@k and maj@k; those above the number of responses to a prompt are left out.
+        pass_score: A response is right if its `acc`, or without one its score, is at least this.
+        confidence: Coverage of the accuracy's interval.
+        text: Comparisons with a reference text: `bleu` (needs sacrebleu), `rouge` (needs rouge-score).
+        reference: Column of the reference text, or a field of it as `extra_info.answer`; null = the ground truth.
+    """
+
+    k: list[int] | None = key(None, low=1, shown="1, 2, 4, … and the number of responses")
+    pass_score: float = 1.0
+    confidence: float = key(0.95, low=0.5, high=0.9999)
+    text: list[str] = items(options=("bleu", "rouge"))
+    reference: str | None = None
 
 
 class EvalConfig(Root):
@@ -107,21 +122,28 @@ class EvalConfig(Root):
 
     entry: ClassVar[str] = "eval"
     data: EvalDataConfig = sub(EvalDataConfig)
+    metrics: EvalMetricsConfig = sub(EvalMetricsConfig)
     custom_reward_function: CustomRewardFunctionConfig = sub(CustomRewardFunctionConfig)
+    reward_model: EvalRewardConfig = sub(EvalRewardConfig)
+    trainer: RecordsConfig = sub(RecordsConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class GenerationDataConfig(TableConfig):
+class GenerationDataConfig(Group):
     """Prompts to sample responses for.
 
     Attributes:
+        path: File with prompts, or several; required.
+        prompt_key: Column of the prompt.
         n_samples: Responses per prompt.
         batch_size: Prompts at a time.
-        output_path: Parquet file written: the input rows plus `responses`; required.
+        output_path: Parquet file written: the rows of all files plus `responses`; required.
         apply_chat_template_kwargs: Passed to the chat template.
         trust_remote_code: Run code that is shipped with the tokenizer.
     """
 
+    path: list[FilePath] | None = key(None, required=True)
+    prompt_key: str = "prompt"
     n_samples: int = key(5, low=1)
     batch_size: int = key(128, low=1)
     output_path: FilePath | None = key(None, required=True)

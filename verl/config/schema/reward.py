@@ -112,6 +112,18 @@ class RewardModelConfig(Group):
     n_gpus_per_node: int = key(8, low=1)
 
 
+class EvalRewardConfig(Group):
+    """The processes that score in an evaluation.
+
+    Attributes:
+        num_workers: Scoring processes.
+        timeout: Seconds per response.
+    """
+
+    num_workers: int = key(8, low=1)
+    timeout: float = key(300.0, above=0)
+
+
 class RewardManagerModuleConfig(Group):
     """Module of a manager class.
 

@@ -97,8 +97,24 @@ class SFTTrainerConfig(TrainerConfig):
     seed: int = 1
 
 
-class GenerationTrainerConfig(Group):
-    """Devices of generation.
+class RecordsConfig(Group):
+    """Records of a command that trains nothing.
+
+    Attributes:
+        project_name: First part of the name on the page and in trackers.
+        experiment_name: Second part of that name.
+        default_local_dir: Folder of the records: metrics, events, sampled responses, the page.
+        logger: Trackers, as in training; `console` is the line of all metrics.
+    """
+
+    project_name: str = "verl_examples"
+    experiment_name: str | None = key(None, shown="the data file's name")
+    default_local_dir: FilePath = key(None, shown="a folder beside the data file", nullable=True)
+    logger: list[str] = items(options=LOGGERS)
+
+
+class GenerationTrainerConfig(RecordsConfig):
+    """Devices and records of generation.
 
     Attributes:
         nnodes: Nodes.
@@ -106,6 +122,7 @@ class GenerationTrainerConfig(Group):
         device: `auto`, `cuda`, `npu`, `cpu`.
     """
 
+    logger: list[str] = items("console", options=LOGGERS)
     nnodes: int = key(1, low=1)
     n_gpus_per_node: int = key(None, low=1, nullable=True, shown="devices found (1 on cpu)")
     device: str = choice("auto", *DEVICES)

@@ -25,6 +25,10 @@
     return R.el("div", { class: "card figure-card", title: f.name }, R.el("p", { class: "label" }, f.label, delta), value, spark(f.name), R.el("p", { class: "hint" }, f.note));
   };
 
+  // Generation and evaluation train nothing: they have one record, and no curves.
+  const alone = D.lastStep === 0 && !D.totalSteps;
+  if (alone) for (const id of ["curves", "curves-link"]) R.byId(id).hidden = true;
+
   const age = () => (D.times.last === null ? null : Date.now() / 1000 - D.times.last);
   const stepTime = () => { const f = D.headline.find((h) => h.unit === "s"); return f ? f.value : 60; };
   const quiet = () => D.status.state === "running" && age() !== null && age() > Math.max(600, 20 * stepTime());
@@ -33,7 +37,7 @@
     const state = quiet() ? "quiet" : D.status.state;
     const parts = [R.el("span", { class: "pill " + state }, state === "quiet" ? "no news" : R.plain(D.status.word))];
     const say = (text) => text && parts.push(R.el("span", {}, text));
-    if (D.lastStep !== null) say(D.totalSteps ? `step ${D.lastStep.toLocaleString("en-US")} of ${D.totalSteps.toLocaleString("en-US")}` : `step ${D.lastStep}`);
+    if (D.lastStep !== null && !alone) say(D.totalSteps ? `step ${D.lastStep.toLocaleString("en-US")} of ${D.totalSteps.toLocaleString("en-US")}` : `step ${D.lastStep}`);
     if (D.elapsed) say(`${R.duration(D.elapsed)} of work`);
     if (state === "running" && D.totalSteps && D.lastStep) say(`about ${R.duration((D.totalSteps - D.lastStep) * stepTime())} left`);
     if (D.status.state === "running" && age() !== null) say(`last step ${R.duration(Math.max(0, age()))} ago`);
@@ -99,7 +103,8 @@
 
   theme();
   overview();
-  R.setUpCharts();
+  R.setUpScores();
+  if (!alone) R.setUpCharts();
   R.setUpResponses();
   R.setUpEvents();
   R.setUpConfig();

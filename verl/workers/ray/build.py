@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,18 @@ _RESTART_S, _PATIENCE = 180.0, 3.0
 
 def start_on_cluster(config: Config, total_steps: int, hooks: RunHooks = SILENT) -> WorkerSet:
     """Start or join Ray and place every role. UserError for a cluster or a model that cannot be used."""
+    return _built(config, hooks, lambda builder: builder.build(total_steps))
+
+
+def start_samplers_on_cluster(config: Config, hooks: RunHooks = SILENT) -> WorkerSet:
+    """The same with samplers alone, on the devices of `trainer.*`, with the weights of the model's files."""
+    return _built(config, hooks, lambda builder: builder.build_samplers())
+
+
+def _built(config: Config, hooks: RunHooks, build: Callable[[_Builder], WorkerSet]) -> WorkerSet:
     builder = _Builder(config, hooks)
     try:
-        return builder.build(total_steps)
+        return build(builder)
     except BaseException:
         builder.release()
         raise
@@ -82,9 +92,7 @@ class _Builder:
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
         facts = self._load(group, engines, total_steps, own)
         training = WorkerGroup(group, facts, plan=update_plan(config), balance=config.trainer.balance_batch)
-        processes = [*group.workers, *(replica.worker for replica in replicas)]
-        named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in processes]
-        self.hooks.event("workers", workers=named)
+        self._record([*group.workers, *engines.workers])
         self._say("all workers are ready")
         pool = ReplicaPool(replicas, event=self._of_sampler)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.hooks.phase)
@@ -100,6 +108,31 @@ class _Builder:
             release=self.release,
             profiler=worker_profiler(config, training, pool),
         )
+
+    def build_samplers(self) -> WorkerSet:
+        """Samplers on all devices of the training pool, which has no ranks."""
+        trainer = self.config.trainer
+        self.kind = self.plain["trainer"]["device"] = self.cluster.settle_kind()
+        pool = self._pool("sampling", "trainer", trainer.nnodes, trainer.n_gpus_per_node)
+        share_cores(self.cluster, self.pools)
+        self._check_nodes()
+        replicas = self.replicas = self._samplers(pool, None)
+        engines = self._group([replica.worker for replica in replicas])
+        self._say(f"starting {_some(len(replicas), 'sampler')} on {_some(trainer.nnodes, 'node')}")
+        self._note_processes(engines)
+        starting, began = engines.start("start"), time.monotonic()
+        self._note_started(engines.wait(starting, "starting the samplers"), began)
+        self._record(engines.workers)
+        self._say("all samplers are ready")
+        sampler = ReplicaPool(replicas, event=self._of_sampler)
+        self.watch = Watch(RayCalls([]), lambda error: self._on_death(error, sampler), self.hooks.phase)
+        words = f"{_some(len(replicas), 'sampler')} on {_some(trainer.nnodes, 'node')}, each {self.kind}"
+        return WorkerSet({}, sampler, None, words, devices=pool.devices, release=self.release)
+
+    def _record(self, workers: Sequence[WorkerHandle]) -> None:
+        """Which process is which, for the record."""
+        named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
+        self.hooks.event("workers", workers=named)
 
     def _say(self, what: str) -> None:
         """What happens outside of the loop, on the terminal, with the seconds since the start."""
@@ -159,18 +192,23 @@ class _Builder:
     def _load(self, group: RayCalls, engines: RayCalls, total_steps: int, own: bool) -> list[dict[str, Any]]:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
-        # Before they load anything, so that one that hangs there can be asked where it stands.
-        pids = engines.call("pid", doing="starting the samplers")
-        for worker, pid in zip(engines.workers, pids, strict=True):
-            worker.pid = pid
+        self._note_processes(engines)
         facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
         starting, began = engines.start("start"), time.monotonic()
         facts = facts or group.wait(building, "loading the model")
-        started = engines.wait(starting, "starting the samplers")
-        for replica, fact in zip(self.replicas, started, strict=True):
+        self._note_started(engines.wait(starting, "starting the samplers"), began)
+        return facts
+
+    def _note_processes(self, engines: RayCalls) -> None:
+        """Before they load anything, so that one that hangs there can be asked where it stands."""
+        pids = engines.call("pid", doing="starting the samplers")
+        for worker, pid in zip(engines.workers, pids, strict=True):
+            worker.pid = pid
+
+    def _note_started(self, facts: list[dict[str, Any]], began: float) -> None:
+        for replica, fact in zip(self.replicas, facts, strict=True):
             replica.started(fact)
         self.restart_limit = max(_RESTART_S, _PATIENCE * (time.monotonic() - began))
-        return facts
 
     def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""

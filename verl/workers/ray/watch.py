@@ -55,7 +55,7 @@ class Watch:
             thread.start()
 
     def _watch_workers(self) -> None:
-        while not self._stop.is_set():
+        while self._refs and not self._stop.is_set():
             ready, _ = ray.wait(list(self._refs), num_returns=1, timeout=_PAUSE_S)
             for ref in ready:
                 try:

@@ -1,0 +1,51 @@
+"""The final answer that a response gives, for majority votes: what the rule of its data source compares with the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.reward.rules import gsm8k, math, math_dapo, numina, rule_for, search_qa
+
+_EMPTY = ("", math_dapo.INVALID)
+
+
+def has_answers(data_source: str) -> bool:
+    """True if the built-in rule of this source compares one answer. UnknownSource for a source without a rule."""
+    return rule_for(data_source) in _READERS
+
+
+def final_answer(data_source: str, text: str, options: Mapping[str, Any]) -> str | None:
+    """The answer that the built-in rule reads, under `options` of the rule; None if there is none in the text."""
+    return _READERS[rule_for(data_source)](text, options) or None
+
+
+def predicted(score_parts: Mapping[str, Any]) -> str | None:
+    """`pred` of what a reward function returned, None if there is none or it says that there was no answer."""
+    found = score_parts.get("pred")
+    return None if found is None or str(found) in _EMPTY else str(found)
+
+
+def _number(text: str, options: Mapping[str, Any]) -> str | None:
+    return gsm8k.extract(text, options.get("method", "strict"))
+
+
+def _boxed(text: str, options: Mapping[str, Any]) -> str | None:
+    return math.normalise(math.last_boxed(text) or "")
+
+
+def _stated(text: str, options: Mapping[str, Any]) -> str | None:
+    return math.normalise(numina.extract(text) or "")
+
+
+def _tagged(text: str, options: Mapping[str, Any]) -> str | None:
+    return search_qa.normalise(search_qa.last_answer(text) or "")
+
+
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
+    "gsm8k": _number,
+    "math": _boxed,
+    "geo3k": _boxed,
+    "numina": _stated,
+    "search_qa": _tagged,
+}

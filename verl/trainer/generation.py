@@ -1,0 +1,295 @@
+"""Responses to the prompts of a file, by the engines, sessions and agent loops of training, written beside the prompts.
+
+    file → prompts → `data.batch_size` of them at a time → RolloutManager.sample → the file's rows with a column `responses`
+
+A prompt has the seed, and so the responses, that validation on this file would give it. Nothing is scored here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl import interrupt
+from verl.config import Config, GenerationConfig
+from verl.config.fill import complete
+from verl.errors import UserError
+from verl.tracking.console import Progress, say
+from verl.tracking.responses import SAMPLED
+from verl.trajectory import Batch, Trajectory
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from verl.data.dataset import PromptDataset
+    from verl.data.files import RowFile
+    from verl.rollout.manager import RolloutManager
+    from verl.tracking.hooks import RunHooks
+    from verl.tracking.timer import Phases
+    from verl.tracking.tracker import Tracking
+    from verl.workers.roles import WorkerSet
+
+COLUMN = "responses"
+MAX_LOST_RATIO = 0.1
+
+
+def generate(config: GenerationConfig, tracking: Tracking) -> None:
+    """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
+    from verl.tracking.hooks import RunHooks
+    from verl.tracking.timer import Phases, Watchdog
+    from verl.trainer.run import quiet_libraries
+    from verl.workers.start import check_cluster
+
+    run, phases, who = training_config(config), Phases(), [str]
+    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
+    hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
+    output = _writable(str(config.data.output_path))
+    with asyncio.Runner() as loop, watchdog:
+        with phases("start-up", waits_for="data, model and samplers"):
+            check_cluster(run)
+            quiet_libraries()
+            data, tokenizer = _open_data(config, run, tracking)
+            rows = joined_rows(data.source.files)
+            rollouts, workers = _build(run, tokenizer, tracking, hooks)
+        try:
+            tracking.event("plan", device=workers.describe)
+            with interrupt.patient():
+                done = loop.run(_sample(data, rollouts, config.data.batch_size, phases))
+        finally:
+            loop.run(rollouts.stop())
+            workers.close()
+    write_responses(rows, data.source.files, done.texts, output)
+    done.tell(tracking)
+    say(f"{output}: {len(data.source)} rows, {len(done.texts)} of them with responses")
+    if done.lost:
+        tracking.notice(f"{done.lost} responses were lost by the sampler and are null (events.jsonl)")
+
+
+def training_config(config: GenerationConfig) -> Config:
+    """What engines, data and agent loops read, as a training run with this model and sampler would have it."""
+    run, rollout, trainer = Config(), config.rollout, config.trainer
+    arr, data = run.actor_rollout_ref, run.data
+    arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
+    arr.model.trust_remote_code |= config.data.trust_remote_code
+    data.prompt_key = config.data.prompt_key
+    data.apply_chat_template_kwargs = config.data.apply_chat_template_kwargs
+    data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
+    data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
+    run.trainer.nnodes, run.trainer.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
+    run.trainer.device, run.trainer.seed = trainer.device, rollout.seed
+    run.trainer.default_local_dir = trainer.default_local_dir
+    run.algorithm.adv_estimator = "grpo"  # one that needs neither a critic nor a reference
+    complete(run)
+    return run
+
+
+def _writable(path: str) -> Path:
+    """The output's place, its folder made. UserError if it cannot be written."""
+    target = Path(path).expanduser()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+    except OSError as error:
+        raise UserError(f"data.output_path={path} cannot be written: {error.strerror}") from error
+    return target
+
+
+def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tuple[PromptDataset, Any]:
+    """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
+    from verl.data.dataset import PromptDataset
+    from verl.data.files import DataError
+    from verl.data.rows import RowRules
+    from verl.data.tokenizer import load_tokenizer
+
+    model = run.actor_rollout_ref.model
+    tokenizer = tracking.tokenizer = load_tokenizer(
+        model.path,
+        tokenizer_path=model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
+    try:
+        data = PromptDataset(config.data.path or [], run, tokenizer, split="prompts", rules=rules)
+    except DataError as error:
+        message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
+        raise DataError(message, error.records) from error
+    tracking.data_report(data)
+    return data, tokenizer
+
+
+def _build(
+    run: Config, tokenizer: Any, tracking: Tracking, hooks: RunHooks
+) -> tuple[RolloutManager, WorkerSet]:
+    """The samplers and what drives them."""
+    from verl.data.rows import text_of
+    from verl.platform.host import tune_allocator
+    from verl.rollout.loop_processes import LoopProcesses
+    from verl.rollout.manager import RolloutManager
+    from verl.trainer.run import rollout_settings
+    from verl.workers.start import start_samplers
+
+    tune_allocator()
+    rollout = run.actor_rollout_ref.rollout
+    settings = rollout_settings(run)
+    if not rollout.do_sample:
+        settings = replace(settings, sampling=replace(settings.sampling, temperature=0.0))
+    workers = start_samplers(run, tokenizer, hooks)
+    processes = rollout.agent.num_workers
+    rollouts = RolloutManager(
+        workers.sampler,
+        replace(settings, max_lost_ratio=1.0),  # the share of a prompt's own responses says little
+        decode=partial(text_of, tokenizer),
+        on_finished=_unscored,
+        tokenizer=tokenizer,
+        config=run,
+        event=tracking.event,
+        processes=partial(LoopProcesses, processes, run) if processes else None,
+    )
+    return rollouts, workers
+
+
+async def _unscored(trajectory: Trajectory) -> None:
+    """Nothing scores these responses."""
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+
+
+@dataclass
+class Generated:
+    """What came of it. texts: "{file number}:{row}" → responses, None where the sampler lost one; shown: those of the
+    first rows, for the page."""
+
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
+    shown: list[Trajectory] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    cut: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+
+    def add(self, number: int, batch: Batch) -> None:
+        """Note the responses to usable prompt `number`."""
+        kept = [t for t in batch if t.finish_reason != "lost"]
+        row = batch[0].uid.removesuffix("@0")
+        self.texts[row] = [None if t.finish_reason == "lost" else t.text for t in batch]
+        self.lengths += [t.policy_tokens for t in kept]
+        self.cut += sum(t.finish_reason == "length" for t in kept)
+        self.lost += len(batch) - len(kept)
+        if number < SAMPLED:
+            self.shown += batch
+
+    def metrics(self) -> dict[str, float]:
+        """metrics.md: generation/…, and the lengths as in training."""
+        tokens, count = sum(self.lengths), max(1, len(self.lengths))
+        return {
+            "generation/num_prompts": len(self.texts),
+            "generation/num_tokens": tokens,
+            "generation/tokens_per_s": tokens / max(self.seconds, 1e-9),
+            "generation/lost": self.lost,
+            "response_length/mean": tokens / count,
+            "response_length/max": max(self.lengths, default=0),
+            "response_length/clip_ratio": self.cut / count,
+        }
+
+    def tell(self, tracking: Tracking) -> None:
+        """Metrics, sampled responses and the page, into the run folder."""
+        from verl.tracking.run_folder import LiveReport
+
+        tracking.log(0, self.metrics())
+        tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))
+        tracking.finish("finished")
+        LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+
+
+async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int, phases: Phases) -> Generated:
+    """`settings.n` responses to every prompt. As soon as one prompt is done the next begins.
+
+    RolloutError when more than `MAX_LOST_RATIO` of all responses were lost.
+    """
+    done, numbers, n = Generated(), iter(range(len(data))), rollouts.settings.n
+    progress, started = Progress(len(data), title="Generation"), time.perf_counter()
+
+    def finished(number: int, batch: Batch) -> None:
+        done.add(number, batch)
+        _check_lost(done.lost, n * len(data), batch)
+        phases.beat()
+        progress.advance_to(len(done.texts))
+
+    try:
+        with phases("gen", waits_for=f"{n * len(data)} responses"):
+            streams = (_stream(data, rollouts, numbers, finished) for _ in range(min(at_a_time, len(data))))
+            await asyncio.gather(*streams)
+    finally:
+        progress.close()
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+async def _stream(
+    data: PromptDataset,
+    rollouts: RolloutManager,
+    numbers: Iterator[int],
+    finished: Callable[[int, Batch], None],
+) -> None:
+    """One prompt after the other, of those that are left."""
+    for number in numbers:
+        batch = await rollouts.sample([data.prompt(number)], rollouts.settings.sampling, rollouts.settings.n)
+        await rollouts.scored(batch)
+        finished(number, batch)
+
+
+def _check_lost(lost: int, total: int, batch: Batch) -> None:
+    from verl.rollout.manager import RolloutError
+
+    if lost > MAX_LOST_RATIO * total:
+        last = next((t.score_error for t in batch if t.finish_reason == "lost"), "")
+        raise RolloutError(f"{lost} of {total} responses are lost, nothing is written; the last: {last}")
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def joined_rows(files: Sequence[RowFile]) -> pa.Table:
+    """All rows of the files, less a column `responses`. UserError for columns of one name that hold different things."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.data.files import ParquetFile
+
+    tables = []
+    for file in files:
+        if isinstance(file, ParquetFile):
+            table = pq.read_table(file.local, partitioning=None)
+        else:
+            table = pa.Table.from_pylist(file.rows(0, len(file)))
+        # Notes of other libraries on the columns would no longer hold.
+        table = table.replace_schema_metadata(None)
+        tables.append(table.drop_columns([COLUMN]) if COLUMN in table.column_names else table)
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise UserError(
+            f"the files of data.path do not fit into one table, generate for each: {error}"
+        ) from error
+
+
+def write_responses(
+    rows: pa.Table, files: Sequence[RowFile], texts: Mapping[str, list[str | None]], target: Path
+) -> None:
+    """Write `rows` with a column `responses` (list of strings; null for rows that were left out), as parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.data.files import written_whole
+
+    places = [f"{number}:{row}" for number, file in enumerate(files) for row in range(len(file))]
+    column = pa.array([texts.get(place) for place in places], pa.list_(pa.string()))
+    with written_whole(target) as beside:
+        pq.write_table(rows.append_column(COLUMN, column), beside)
