@@ -40,6 +40,14 @@ class VerifyFailed(RewardError, RuntimeError):
     """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
 
 
+class SandboxFailed(RewardError, RuntimeError):
+    """The sandbox, not the program in it, did not work: the response is failed, not wrong."""
+
+
+class ServiceFailed(RewardError, RuntimeError):
+    """A service over the network gave no usable answer: the response is failed, not wrong."""
+
+
 class RewardPrecheckError(UserError, RewardError, ValueError):
     """The reward function failed on the first rows, before the run."""
 
