@@ -1,0 +1,204 @@
+r"""Code: the response's program is run on test cases, in a sandbox; the score is the share of cases that it passes.
+
+    response ─→ program ─┬ + a case's input     ─→ what it prints         ≟ the case's output
+                         ├ + a call of fn_name  ─→ the result, as JSON    ≟ the case's output
+                         └ + an assert          ─→ a word, after it holds ≟ the word
+
+Expected outputs stay here: the program cannot print what it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from verl.reward.sandbox import local, service
+from verl.reward.sandbox.local import Ran
+
+MAX_CASES = 10
+SECONDS = 10.0
+TOLERANCE = 1e-6
+
+# Solutions to tasks about a function or a class use these without importing them.
+_IMPORTS = """import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+_CALL = """
+
+import json as _json, sys as _sys
+_arguments = [_json.loads(_line) for _line in _sys.stdin.read().splitlines() if _line.strip()]
+_function = getattr(Solution(), {name!r}) if hasattr(globals().get("Solution"), {name!r}) else {name}
+_sys.stdout.write("\\n" + _json.dumps(_function(*_arguments), default=list) + "\\n")
+"""
+_ASSERT = """
+
+{case}
+import sys as _sys
+_sys.stdout.write("\\n" + _sys.stdin.readline() + "\\n")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: what is put before and after the solution, the input, and what makes the output right."""
+
+    before: str
+    after: str
+    text: str
+    passes: Callable[[str], bool]
+
+
+def program_of(response: str) -> str | None:
+    """The last ```` ```python ```` block, else the first fenced block, None without any. A last block may be open."""
+    if "```python" in response:
+        return response.rsplit("```python", 1)[1].split("```", 1)[0]
+    parts = response.split("```", 2)
+    if len(parts) < 3:
+        return None
+    first, _, rest = parts[1].partition("\n")
+    return rest if first.strip().isalnum() else parts[1]
+
+
+def cases_of(ground_truth: Any) -> list[Case]:
+    """The first MAX_CASES cases. ValueError says what is wrong with the row's tests."""
+    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(tests, Mapping):
+        raise ValueError("code: the ground truth must hold inputs and outputs, or assert_case")
+    asserts = tests.get("assert_case")
+    if asserts:
+        return [_assert(case) for case in _listed(asserts)[:MAX_CASES]]
+    inputs, outputs = _listed(tests.get("inputs")), _listed(tests.get("outputs"))
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"code: the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    name = tests.get("fn_name")
+    if name and not str(name).isidentifier():
+        raise ValueError(f"code: fn_name {name!r} is no name of a function")
+    pairs = list(zip(inputs, outputs, strict=True))[:MAX_CASES]
+    return [_call(str(name), *pair) if name else _printed(*pair) for pair in pairs]
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _assert(case: str) -> Case:
+    word = secrets.token_hex(8)
+    return Case(_IMPORTS, _ASSERT.format(case=case), word, lambda output: _last_line(output) == word)
+
+
+def _call(name: str, given: Any, expected: Any) -> Case:
+    """Arguments are one JSON value a line, or a list of them; a result may stand in a list of its own."""
+    if isinstance(given, str):
+        text = "\n".join(json.dumps(json.loads(line)) for line in given.splitlines() if line.strip())
+    else:
+        text = "\n".join(json.dumps(value) for value in given)
+    wanted = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
+
+    def passes(output: str) -> bool:
+        result = _json_or_text(_last_line(output))
+        return _same(result, wanted) or (isinstance(wanted, list) and _same([result], wanted))
+
+    return Case(_IMPORTS, _CALL.format(name=name), text, passes)
+
+
+def _printed(given: Any, expected: Any) -> Case:
+    text, wanted = ("\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected))
+    return Case("", "", text, lambda output: _same_text(output, wanted))
+
+
+def _last_line(output: str) -> str:
+    lines = output.rstrip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _same(result: Any, wanted: Any) -> bool:
+    """Equal; numbers with a fraction within TOLERANCE."""
+    if isinstance(result, list) and isinstance(wanted, list):
+        return len(result) == len(wanted) and all(map(_same, result, wanted))
+    if isinstance(result, float) or isinstance(wanted, float):
+        numbers = isinstance(result, float | int) and isinstance(wanted, float | int)
+        return numbers and math.isclose(result, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return bool(result == wanted)
+
+
+def _same_text(output: str, wanted: str) -> bool:
+    """The same words line by line; blanks and empty lines at the end do not count, nor the digits of a fraction."""
+    mine, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, wanted))
+    return len(mine) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted or "." not in wanted:
+        return word == wanted
+    try:
+        return math.isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except ValueError:
+        return False
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    max_concurrent: int = 1,
+) -> float:
+    """Passed cases over cases run. SandboxFailed or ServiceFailed where that cannot be found out; ValueError without tests.
+
+    With `sandbox_fusion_url` the service there runs the programs, at most `max_concurrent` at a time, each under
+    `concurrent_semaphore` if there is one; else a local sandbox, one after another.
+    """
+    cases = cases_of(ground_truth)
+    program = program_of(solution_str)
+    if program is None or not program.strip():
+        return 0.0
+    memory = memory_limit_mb or 1024
+
+    def passed(case: Case) -> bool:
+        source = _joined(case, program)
+        with concurrent_semaphore or nullcontext():
+            ran = _run(sandbox_fusion_url, source, case.text, memory)
+        return ran.finished and case.passes(ran.output)
+
+    if sandbox_fusion_url is None or max_concurrent == 1:
+        return _share([passed(case) for case in cases])
+    with ThreadPoolExecutor(max_concurrent) as threads:
+        return _share(list(threads.map(passed, cases)))
+
+
+def _run(url: str | None, source: str, text: str, memory_mb: int) -> Ran:
+    if url is None:
+        return local.run(source, text, seconds=SECONDS, memory_mb=memory_mb)
+    return service.run(url, source, text, seconds=SECONDS, memory_mb=memory_mb)
+
+
+def _joined(case: Case, program: str) -> str:
+    """A program with imports from __future__ must begin with them."""
+    before = "" if "from __future__" in program else case.before
+    return before + program + case.after
+
+
+def _share(passed: Sequence[bool]) -> float:
+    return sum(passed) / len(passed)
