@@ -48,6 +48,10 @@ class ServiceFailed(RewardError, RuntimeError):
     """A service over the network gave no usable answer: the response is failed, not wrong."""
 
 
+class JudgeFailed(RewardError, RuntimeError):
+    """A judge answered without a verdict: the response is failed, not wrong."""
+
+
 class RewardPrecheckError(UserError, RewardError, ValueError):
     """The reward function failed on the first rows, before the run."""
 

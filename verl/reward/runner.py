@@ -114,6 +114,8 @@ class RewardRunner:
             }
             for t in trajectories
         ]
+        if function.sees_prompt:
+            rows[0]["extra_info"].setdefault("messages", trajectories[0].prompt.messages)
         if function.batch:
             return Call({f"{name}s": [row[name] for row in rows] for name in rows[0]}, count=count)
         # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
