@@ -24,6 +24,8 @@ from verl.reward.sandbox.local import Ran
 MAX_CASES = 10
 SECONDS = 10.0
 TOLERANCE = 1e-6
+TIMES_LONGER, ROOM = 16, 4096
+"""An output longer than this many times the expected one, and ROOM characters, is a different one: it is not taken apart."""
 
 # Solutions to tasks about a function or a class use these without importing them.
 _IMPORTS = """import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
@@ -107,7 +109,10 @@ def _call(name: str, given: Any, expected: Any) -> Case:
     wanted = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
 
     def passes(output: str) -> bool:
-        result = _json_or_text(_last_line(output))
+        line = _last_line(output)
+        if _too_long(line, json.dumps(wanted)):
+            return False
+        result = _json_or_text(line)
         return _same(result, wanted) or (isinstance(wanted, list) and _same([result], wanted))
 
     return Case(_IMPORTS, _CALL.format(name=name), text, passes)
@@ -119,14 +124,17 @@ def _printed(given: Any, expected: Any) -> Case:
 
 
 def _last_line(output: str) -> str:
-    lines = output.rstrip().splitlines()
-    return lines[-1] if lines else ""
+    return output.rstrip().rsplit("\n", 1)[-1]
+
+
+def _too_long(output: str, wanted: str) -> bool:
+    return len(output) > TIMES_LONGER * len(wanted) + ROOM
 
 
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -135,13 +143,15 @@ def _same(result: Any, wanted: Any) -> bool:
     if isinstance(result, list) and isinstance(wanted, list):
         return len(result) == len(wanted) and all(map(_same, result, wanted))
     if isinstance(result, float) or isinstance(wanted, float):
-        numbers = isinstance(result, float | int) and isinstance(wanted, float | int)
-        return numbers and math.isclose(result, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return _close(result, wanted)
     return bool(result == wanted)
 
 
 def _same_text(output: str, wanted: str) -> bool:
     """The same words line by line; blanks and empty lines at the end do not count, nor the digits of a fraction."""
+    output = output.rstrip()
+    if _too_long(output, wanted):
+        return False
     mine, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, wanted))
     return len(mine) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(mine, theirs, strict=True)
@@ -149,11 +159,14 @@ def _same_text(output: str, wanted: str) -> bool:
 
 
 def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted or "." not in wanted:
-        return word == wanted
+    return word == wanted or ("." in wanted and _close(word, wanted))
+
+
+def _close(result: Any, wanted: Any) -> bool:
+    """True for two numbers, or texts of numbers, within TOLERANCE."""
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except ValueError:
+        return math.isclose(float(result), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

@@ -66,10 +66,11 @@ _ANY, _TRUNCATE, _ACCESS_MODE, _THREAD = 0xFFFFFFFF, 0o1000, 0o3, 0x10000
 _DENIED_IF = (
     ("openat 257 56", 2, _TRUNCATE | _ACCESS_MODE, _TRUNCATE),  # truncation of what may only be read
     ("clone 56 220", 0, _THREAD, 0),  # a process; threads are allowed
-    ("fcntl 72 25", 1, _ANY, 8),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals through a pipe
+    ("fcntl 72 25", 1, _ANY, 8),  # signals through a pipe: F_SETOWN, F_SETSIG, F_SETOWN_EX
     ("fcntl 72 25", 1, _ANY, 10),
     ("fcntl 72 25", 1, _ANY, 15),
-    ("ioctl 16 29", 1, _ANY, 0x8901),  # the same as FIOSETOWN, SIOCSPGRP
+    ("fcntl 72 25", 1, _ANY, 1024),  # F_SETLEASE: makes others wait who open the file
+    ("ioctl 16 29", 1, _ANY, 0x8901),  # the same: FIOSETOWN, SIOCSPGRP
     ("ioctl 16 29", 1, _ANY, 0x8902),
     ("prctl 157 167", 0, _ANY, _DIE_WITH_PARENT),
 )
