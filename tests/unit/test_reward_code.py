@@ -196,8 +196,12 @@ def test_a_run_scores_code(capsys: pytest.CaptureFixture[str]) -> None:
             asyncio.run(runner.score_batch([right, wrong]))
             assert (right.score, wrong.score) == (1.0, 0.0), (right.score_error, wrong.score_error)
             if not where:
+                right.prompt.extra_info["answer"] = "Twice the number."
                 asyncio.run(precheck(runner, [right.prompt]))
                 assert "a program without output scores 0" in capsys.readouterr().err
+                right.prompt.extra_info["answer"] = right.text
+                asyncio.run(precheck(runner, [right.prompt]))
+                assert "scores 1, an empty response 0" in capsys.readouterr().err
             runner.close()
 
 

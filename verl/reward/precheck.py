@@ -69,9 +69,10 @@ def reference_responses(
     """
     truth = truth_text(ground_truth)
     found = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
+    only_code = not found
     for key in ("answer", "response"):
         solution = (extra_info or {}).get(key)
-        if isinstance(solution, str) and solution.strip():
+        if isinstance(solution, str) and solution.strip() and (not only_code or "```" in solution):
             found.append((f"extra_info.{key}", solution))
     return found
 
