@@ -35,6 +35,9 @@ REFUSED = {
     "raise its own limit": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "outlive the parent": "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0) == 0, PermissionError()",
     "new namespace": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0, PermissionError()",
+    "truncate what it reads": "import os\nos.open(__file__, os.O_RDONLY | os.O_TRUNC)",
+    "signals of a pipe": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "lease": "import fcntl\nfcntl.fcntl(open(__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "the programs beside": "import os\nprint(os.listdir('/tmp'))",
 }
 STOPPED = {
