@@ -48,7 +48,7 @@ test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m verl.config.reference docs/config.md
+	$(BIN)/python docs/write_config_page.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -68,7 +68,7 @@ class Step:
     def _rollouts(self, folder: Path) -> Any:
         import ray
 
-        from verl.data.tokenizer import text_of
+        from verl.data.rows import text_of
         from verl.engine.rollout.base import SamplingParams
         from verl.rollout.manager import RolloutManager, RolloutSettings
         from verl.workers.ray.calls import WorkerHandle
@@ -165,7 +165,7 @@ class Step:
     def _dump(self, number: int, batch: Any) -> list[Any]:
         from verl.tracking.responses import TokenTexts, report_rows, sampled
 
-        return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer), self.tokenizer)
+        return report_rows(number, sampled(list(batch)), TokenTexts(self.tokenizer))
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -85,10 +85,11 @@ class Teller(RolloutWorker):
 
     async def begin(self, folder: str, tokens: int, seconds: float) -> None:
         """Takes the place of `start`."""
-        from verl.data.tokenizer import load_tokenizer, text_of
+        from verl.data.rows import text_of
+        from verl.data.tokenizer import load_tokenizer
 
         self._decode = partial(text_of, load_tokenizer(folder))
-        self._engine = Canned(np.load(Path(folder) / STREAM), tokens, seconds)
+        self.engine = Canned(np.load(Path(folder) / STREAM), tokens, seconds)
 
 
 class Echo:

@@ -93,7 +93,7 @@ def in_process(layers: int = 8, hidden: int = 512) -> Callable[[], int]:
         vocab_size=2048, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=4, head_dim=64,
     )  # fmt: skip
-    trainer = FSDPEngine.from_module(Qwen3ForCausalLM(config).eval())
+    trainer = FSDPEngine(module=Qwen3ForCausalLM(config).eval())
     sampler = NativeEngine(trainer.module, eos_token_ids=[0], max_model_len=256, max_num_seqs=8)
     sync = InProcessSync(trainer, sampler)
     size = sum(p.numel() * 4 for p in trainer.module.parameters())

@@ -113,12 +113,12 @@ def stalls(channel: str, out: Any) -> None:
 def relays(rank: int, size: int, port: int, channel: str, readers: int, pushes: int, out: Any) -> None:
     """A relay: reports ("relay N", bytes or the error's text) of each transfer."""
     from verl.weight_sync.base import WeightSyncError
-    from verl.weight_sync.collective import WeightGroup, relay
+    from verl.weight_sync.collective import Channel, Rendezvous, WeightGroup, relay
 
     torch.set_num_threads(1)
-    group = WeightGroup(rank, size, "127.0.0.1", port, timeout=20)
+    group = WeightGroup(rank, Rendezvous("127.0.0.1", port, size, 20))
     for _ in range(pushes):
         try:
-            out.put((f"relay {rank}", relay(group, f"{channel}.{rank}", readers, timeout=10).bytes))
+            out.put((f"relay {rank}", relay(group, Channel(f"{channel}.{rank}", readers, timeout=10)).bytes))
         except WeightSyncError as error:
             out.put((f"relay {rank}", str(error)))

@@ -29,7 +29,7 @@ SERVED: dict[str, str | dict[str, str]] = {
         "DataProtoItem": "verl.data_proto:DataProtoItem",
     },
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
-    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.correction",
+    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_corr_helper",
     "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
     "verl.experimental.agent_loop": {
         name: f"verl.rollout.agent_loop:{name}" for name in ("AgentLoopBase", "AgentLoopOutput", "register")
@@ -75,7 +75,7 @@ REFUSED: dict[str, str] = {
     "verl.utils.reward_score": "use verl.reward.default_compute_score, which knows every built-in rule",
     "verl.utils.tracking": "use verl.tracking",
     "verl.utils.checkpoint": "use verl.checkpoint",
-    "verl.utils.torch_functional": "use verl.algorithms.aggregate (agg_loss, masked, masked_mean)",
+    "verl.utils.torch_functional": "use verl.algorithms.policy_loss (agg_loss, masked, masked_mean)",
     "verl.trainer.ppo": "use verl.trainer.ppo_trainer (the loop) or verl.algorithms.core_algos",
 }
 

@@ -47,9 +47,21 @@ COLUMNS: dict[str, Column] = {
     "returns": Column(source="adv", public="returns"),
     "loss_mask": Column(bool, source="adv", public="loss_mask"),
     "is_weights": Column(source="adv", public="rollout_is_weights"),
+    "mini_batch_values": Column(source="update", public="mini_batch_values"),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
 distribution sampled from, 0 where the mask is False. All but the first two are absent (None) until their pass fills them."""
+
+AGENT_LOOP_ARGUMENTS = (
+    "self",
+    "sampling_params",
+    "prompt_ids",
+    "raw_prompt",
+    "uid",
+    "sample_index",
+    "columns",
+)
+"""Keywords of an agent loop's `run` that mean one thing in every run. A data column of that name is found in `columns`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,8 @@ KILLS = 25
 WRITER = """
 import random, sys
 from pathlib import Path
-from verl.checkpoint import newest, save
+from tests.saving import save
+from verl.checkpoint import newest
 
 root = Path(sys.argv[1])
 

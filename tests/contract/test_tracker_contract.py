@@ -49,7 +49,7 @@ def wandb_curve(place: Path) -> Curve:
     from wandb.proto import wandb_internal_pb2
 
     runs = sorted((place / "run/wandb").glob("offline-run-*"), key=lambda p: p.stat().st_ctime_ns)
-    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "resumed under the same id"
+    assert len({run.name.split("-")[3] for run in runs}) == 1, "resumed under the same id"
     found: Curve = {}
     for record in (record for run in runs for file in run.glob("*.wandb") for record in wandb_records(file)):
         history = wandb_internal_pb2.Record.FromString(record).history.item

@@ -244,7 +244,7 @@ def test_what_is_saved_is_a_hugging_face_directory(on: Run, tmp_path: Path) -> N
     assert "verl" not in json.dumps(config) and (to / "generation_config.json").exists()
     loaded, report = AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    again = get_engine("fsdp").from_module(loaded, role_cfg=TRAINED, device="cpu", trainable=False)
+    again = get_engine("fsdp")(module=loaded, role_cfg=TRAINED, device="cpu", trainable=False)
     assert any(".experts.0." in name for name in found[0])
     assert all(identical(dict(again.named_weights()), weights) for weights in found)
     assert all(tensor.dtype == torch.float32 for tensor in found[0].values())

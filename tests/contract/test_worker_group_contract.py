@@ -253,6 +253,13 @@ CASES = {
             "rollout_rs_threshold": "0.9_1.1",
         }
     },
+    **{
+        loss: {
+            "ppo_epochs": 2,
+            "policy_loss": {"loss_mode": loss, "clip_cov_lb": -9.0, "clip_cov_ratio": 0.3},
+        }
+        for loss in ("gspo", "geo_mean", "clip_cov", "kl_cov")
+    },
 }
 
 
@@ -264,7 +271,7 @@ def test_ranks_that_are_far_do_what_one_does_here(dp_ranks, case, segments) -> N
     config = settings(**CASES[case])
     here, far = batch_of(LENGTHS, segments), batch_of(LENGTHS, segments)
     (ours, result), (theirs, remote) = (
-        run(way, config, b, case == "epochs") for way, b in ((None, here), (dp_ranks, far))
+        run(way, config, b, first="ppo_epochs" in CASES[case]) for way, b in ((None, here), (dp_ranks, far))
     )
     same(here, far)
     assert (remote.updates, remote.skipped, remote.tokens) == (result.updates, result.skipped, result.tokens)

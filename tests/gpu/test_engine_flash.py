@@ -7,6 +7,7 @@ import torch
 
 from tests.unit.test_engine_attention import layout, tensors
 from verl.models import flash_attention
+from verl.models.attention import AttentionOptions
 from verl.models.packed_attention import PackedPlan, _TiledAttention
 from verl.platform import detect
 
@@ -21,9 +22,9 @@ def test_flash_equals_blocks():
         None if x is None else x.detach().to(device, torch.bfloat16).requires_grad_()
         for x in tensors(len(positions), width=64, value_width=64)
     )
-    assert flash_attention.fits(q, v, softcap=None, sinks=None)
-    flash = flash_attention.attend(q, k, v, plan.flash_parts(), 0.125)
-    blocks = _TiledAttention.apply(q, k, v, None, plan, plan.blocks, 0.125, None)
+    assert flash_attention.fits(q, v, AttentionOptions(0.125))
+    flash = flash_attention.attend(q, k, v, plan.flash_parts, 0.125, plan.flash_kernel)
+    blocks = _TiledAttention.apply(q, k, v, None, plan, plan.tiles, AttentionOptions(0.125))
     torch.testing.assert_close(flash, blocks, rtol=2e-2, atol=2e-2)
     weight = torch.randn_like(flash)
     for a, b in zip(
@@ -44,7 +45,7 @@ def test_flash_equals_sdpa(record_property):
         None if x is None else x.detach().to(device, torch.bfloat16).requires_grad_()
         for x in tensors(len(positions), width=64, value_width=64)
     )
-    flash = flash_attention.attend(q, k, v, plan.flash_parts(), 0.125)
+    flash = flash_attention.attend(q, k, v, plan.flash_parts, 0.125, plan.flash_kernel)
     weight = torch.randn_like(flash)
     ours = torch.autograd.grad((flash * weight).sum(), (q, k, v))
     parts, start = [], 0

@@ -129,7 +129,7 @@ def taken(platform: Any) -> int:
     """Bytes in use by this process now, as far as the device counts them."""
     platform.synchronize()
     platform.empty_cache()
-    platform.reset_peak_memory()
+    platform.module.reset_peak_memory_stats()
     return int(platform.peak_memory())
 
 

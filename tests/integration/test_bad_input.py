@@ -120,7 +120,7 @@ def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_p
         tiny.overrides(tmp_path / "out", f"data.train_files={long_rows}", "data.truncation=error")
     )
     message = assert_refused(
-        run, CONFIGURATION, "12 of 24 prompts", f"{long_rows} row 1: 139", "data.max_prompt_length=64"
+        run, CONFIGURATION, "12 of 24 rows", f"{long_rows} row 1: 139", "data.max_prompt_length=64"
     )
     for way_out in (
         "data.max_prompt_length=139",

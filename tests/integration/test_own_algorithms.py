@@ -69,3 +69,30 @@ def test_a_loop_with_several_segments_trains(tiny: TinyRun, tmp_path: Path, mode
     assert first["training/rollout_logprob_abs_diff/max"] < 1e-3, "every segment is scored in its own context"
     row = json.loads((tmp_path / "dump" / "1.jsonl").read_text().splitlines()[0])
     assert row["turns"] == 2
+
+
+def test_dynamic_sampling_trains_and_goes_on_exactly(tiny: TinyRun, tmp_path: Path) -> None:
+    """Half of the groups have no signal; a run of four steps is a run of two and another of two."""
+    reward = tmp_path / "half.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return {'score': len(solution_str) % 3 if int(ground_truth) % 2 else 1.0, 'acc': 1.0}\n"
+    )
+    words = [
+        "algorithm.filter_groups.enable=True",
+        f"custom_reward_function.path={reward}",
+        "data.train_batch_size=3",
+        "trainer.test_freq=0",
+    ]
+    assert main(tiny.overrides(tmp_path / "whole", *words)) == 0
+    assert main(tiny.overrides(tmp_path / "parts", *words, "trainer.total_training_steps=2")) == 0
+    assert main(tiny.overrides(tmp_path / "parts", *words)) == 0
+    whole, parts = (
+        [r for r in records(tmp_path / name) if "actor/grad_norm" in r] for name in ("whole", "parts")
+    )
+    assert [r["step"] for r in parts] == [1, 2, 3, 4]
+    assert sum(r["training/filter_groups/evicted_samples"] for r in whole) > 2
+    for one, other in zip(whole, parts, strict=True):
+        for name in ("actor/grad_norm", "critic/score/mean", "training/filter_groups/evicted_samples"):
+            assert one[name] == other[name], (one["step"], name)
+        assert one["critic/score/min"] < one["critic/score/max"], "every group left has signal"

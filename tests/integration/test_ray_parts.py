@@ -105,7 +105,7 @@ def group(cluster):
 
 
 def test_answers_come_in_the_workers_order(group) -> None:
-    assert group.call("work", each=[("a",), ("b",)]) == ["a", "b"] and group.pending() == []
+    assert group.call("work", each=[("a",), ("b",)]) == ["a", "b"] and group.waiting == []
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_dead_engine_in_a_living_host_is_a_dead_host(pool) -> None:
 def test_a_fresh_host_may_die_before_it_samples(pool, ends: bool) -> None:
     """Once in its start, once (or for good) while it loads weights: these are deaths as any other."""
     one, seen = pool(hosts=1)
-    host, starts, loads = one.hosts[0], [], []
+    host, starts, loads = one.replicas[0], [], []
     start, refill = host.start, one.refill
 
     def dying() -> Any:
@@ -288,7 +288,7 @@ def test_a_host_without_room_is_not_tried_again(pool) -> None:
     def nowhere() -> Any:
         raise NoRoom("no other node had 1 cpu devices free")
 
-    one.hosts[0].start = nowhere
+    one.replicas[0].start = nowhere
     threading.Timer(2, lambda: one.end(RuntimeError("training worker 0 died"))).start()
 
     async def run() -> Completion:
@@ -304,8 +304,8 @@ def test_a_full_object_store_ends_the_run(pool) -> None:
     def full(*_: Any) -> None:
         raise ray.exceptions.ObjectStoreFullError("no room")
 
-    real = one.hosts[0].worker.handle
-    one.hosts[0].worker.handle = SimpleNamespace(submit=SimpleNamespace(remote=full))
+    real = one.replicas[0].worker.handle
+    one.replicas[0].worker.handle = SimpleNamespace(submit=SimpleNamespace(remote=full))
 
     async def run() -> Completion:
         return await asyncio.wait_for(ask(one, "a"), 10)
@@ -313,7 +313,7 @@ def test_a_full_object_store_ends_the_run(pool) -> None:
     with pytest.raises(Exception, match="object_store_memory") as caught:
         asyncio.run(run())
     assert caught.value.ends_the_run
-    one.hosts[0].worker.handle = real
+    one.replicas[0].worker.handle = real
 
 
 def test_requests_that_a_host_cannot_take_fail_with_its_error(pool, monkeypatch) -> None:
@@ -333,7 +333,7 @@ def test_a_host_that_does_not_answer_is_named(pool, monkeypatch) -> None:
     from verl.workers.ray import replicas
 
     one, seen = pool()
-    pid = ray.get(one.hosts[1].worker.handle.pid.remote())
+    pid = ray.get(one.replicas[1].worker.handle.pid.remote())
     monkeypatch.setattr(replicas, "_CALL_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -350,9 +350,9 @@ def test_a_push_while_every_host_is_started_again_moves_nothing(pool) -> None:
     from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 
     one, _ = pool(hosts=1)
-    training = SimpleNamespace(lock=threading.RLock(), moved=True)
+    training = SimpleNamespace(lock=threading.RLock(), moved=True, facts=[{"device_id": ""}])
     sync = RemoteWeightSync(training, ["node"], one, 10.0)
-    one.hosts[0].reviving = True
+    one.replicas[0].reviving = True
     assert sync.push(4).bytes == 0
     assert (one.version, sync._version, training.moved) == (4, 4, False)
 
@@ -360,23 +360,23 @@ def test_a_push_while_every_host_is_started_again_moves_nothing(pool) -> None:
 def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None:
     """The weight transfer and whoever waits for responses may both find it dead: one of them starts it again."""
     one, seen = pool()
-    pids = [ray.get(host.worker.handle.pid.remote()) for host in one.hosts]
-    assert one.find_dead(one.hosts) == []
+    pids = [ray.get(host.worker.handle.pid.remote()) for host in one.replicas]
+    assert one.find_dead(one.replicas) == []
     os.kill(pids[1], signal.SIGKILL)
     end = time.monotonic() + 30
-    while not (dead := one.find_dead(one.hosts)) and time.monotonic() < end:
+    while not (dead := one.find_dead(one.replicas)) and time.monotonic() < end:
         time.sleep(0.1)
     assert [host.number for host, _ in dead] == [1]
     assert one.replace_dead(*dead[0]) and not one.replace_dead(*dead[0]), (
         "the second one leaves it to the first"
     )
-    assert ray.get(one.hosts[1].worker.handle.pid.remote()) not in pids
+    assert ray.get(one.replicas[1].worker.handle.pid.remote()) not in pids
 
     async def run() -> list[Completion]:
         asks = [asyncio.ensure_future(ask(one, name)) for name in ("a", "b", "c", "d")]
         await asyncio.sleep(0.5)
         assert sum(done.done() for done in asks) == 2, "the fresh one has no weights yet"
-        one.hosts[1].reviving = False
+        one.replicas[1].reviving = False
         one._flush()
         return await asyncio.gather(*asks)
 

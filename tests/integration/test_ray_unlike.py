@@ -81,7 +81,7 @@ def test_every_difference_is_in_the_message_and_nothing_starts(address: str, tmp
     for text in (
         "this code: the driver has ",
         f"{host} has 4.0.0",
-        f"{host}: {HUB}: another revision ({'b' * 40}) than this machine (driver) ({'a' * 40})",
+        f"{HUB}: this machine (driver) has revision {'a' * 40}; {host} has revision {'b' * 40}",
         f"open files {FILES} (may be raised to {FILES})",
         "the run needs 1280",
     ):

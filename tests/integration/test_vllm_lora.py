@@ -12,7 +12,7 @@ from tests.runs import TinyRun, main_ppo, records
 from tests.unit.engine_cases import simple_loss
 from tests.unit.lora_cases import disturb, engine, lora, trained
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
-from verl.engine.training.lora_config import LoraSettings
+from verl.engine.training.lora import LoraSettings
 from verl.weight_sync.sender import StreamedSync
 
 require_vllm()

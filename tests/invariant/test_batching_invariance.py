@@ -26,7 +26,7 @@ def module():
 
 
 def run(module, rows, model_cfg=None, **options):
-    engine = FSDPEngine.from_module(module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu")
+    engine = FSDPEngine(module=module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu")
     stats = engine.forward(rows, BOTH, temperature=0.8)
     result = engine.step(rows, simple_loss(max(1, len(stats["log_probs"])), 0.1), BOTH, temperature=0.8)
     return stats, result, gradients(engine)
@@ -73,8 +73,10 @@ def test_any_cut_gives_the_same(module, groups, size, tokens, share, seed):
 
 def test_token_budget_wins_over_size_if_dynamic(module):
     rows = rows_of([(5, [4, 4, 4])])
-    engine = FSDPEngine.from_module(
-        module, role_cfg=CONFIG | {"ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True}, device="cpu"
+    engine = FSDPEngine(
+        module=module,
+        role_cfg=CONFIG | {"ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True},
+        device="cpu",
     )
     assert engine.update_batching.rows is None
     assert engine.step(rows, simple_loss(12), temperature=1.0).tokens == 5 + 9
@@ -115,7 +117,7 @@ def count_layer_calls(engine):
 
 def test_memory_decides_when_nobody_does(module, monkeypatch):
     rows = rows_of([(7, [5, 9])])
-    engine = FSDPEngine.from_module(module, role_cfg=CONFIG, device="cpu")
+    engine = FSDPEngine(module=module, role_cfg=CONFIG, device="cpu")
     seen = []
     original = engine._outputs
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_config
 from tests.unit.engine_cases import assert_close, gradients, rows_of
-from verl.algorithms.aggregate import MODES
 from verl.algorithms.driver import compute_advantages
+from verl.algorithms.policy_loss import MODES
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.trajectory import Batch, Segment, Trajectory, flat
 from verl.workers.group import DirectCalls, WorkerGroup
@@ -51,6 +51,7 @@ def trajectories(cut: bool) -> list[Trajectory]:
 
 def actor_config(mode: str, **more: Any) -> Any:
     settings: dict[str, Any] = {
+        "data_loader_seed": 1, "clip_ratio": 0.2, "clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3,
         "loss_agg_mode": mode, "entropy_coeff": 0.1, "ppo_mini_batch_size": 1, "ppo_epochs": 1, "shuffle": False,
         "policy_loss": None, "use_kl_loss": False, "fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0,
         "optim": {"lr": 0.0, "weight_decay": 0.0}, "ppo_micro_batch_size_per_gpu": None,
@@ -62,7 +63,7 @@ def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, 
     """A step's passes and updates of a tiny model in this process, by the product's own roles."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
-    engine = FSDPEngine.from_module(module.eval(), role_cfg=vars(actor), device="cpu")
+    engine = FSDPEngine(module=module.eval(), role_cfg=vars(actor), device="cpu")
     algorithm = SimpleNamespace(
         adv_estimator="grpo",
         norm_adv_by_std_in_grpo=True,
@@ -123,3 +124,22 @@ def test_sequence_weights_and_rejection_count_trajectories(settings: dict[str, A
     assert {k: cut[1].metrics[k] for k in common} == pytest.approx(common, rel=1e-3, abs=1e-5)
     for a, b in zip(whole[2], cut[2], strict=True):
         assert_close(a, b, 5e-5)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean", "clip_cov", "kl_cov"])
+def test_losses_of_whole_responses_and_mini_batches_see_all_segments(loss: str) -> None:
+    """Two epochs that move the weights, so that ratios are not 1."""
+    constants = {"clip_cov_lb": -10.0, "clip_cov_ub": 10.0, "clip_cov_ratio": 0.3, "kl_cov_ratio": 0.3}
+    actor = actor_config(
+        "seq-mean-token-mean",
+        policy_loss=SimpleNamespace(loss_mode=loss, **constants),
+        ppo_epochs=2,
+        optim={"lr": 3e-3, "weight_decay": 0.0},
+        ppo_micro_batch_size_per_gpu=1,
+    )
+    whole, cut = (updated(c, actor) for c in (False, True))
+    common = {k: v for k, v in whole[1].metrics.items() if k != "actor/grad_norm"}
+    assert {k: cut[1].metrics[k] for k in common} == pytest.approx(common, rel=1e-3, abs=2e-5)
+    assert whole[1].metrics["actor/ppo_kl"] != 0 and len(whole[2]) == len(cut[2]) == 4
+    for a, b in zip(whole[2], cut[2], strict=True):
+        assert_close(a, b, 2e-4)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.advantage import compute_grpo_outcome_advantage, group_statistics
+from verl.algorithms.advantage import GroupStatistics, compute_grpo_outcome_advantage
 
 
 def oracle(
@@ -122,13 +122,13 @@ def test_order_of_answers_does_not_matter() -> None:
 
 
 def test_keys_may_be_a_tensor_and_must_match_the_responses() -> None:
-    scores = torch.tensor([1.0, 2.0, 5.0])
-    from_tensor = group_statistics(scores, torch.tensor([4, 4, 9]))
-    from_names = group_statistics(scores, ["x", "x", "y"])
-    assert torch.equal(from_tensor.mean, from_names.mean)
-    assert from_names.mean.dtype == from_names.std.dtype == torch.float64
+    scores = np.array([1.0, 2.0, 5.0])
+    from_tensor = GroupStatistics.of(scores, torch.tensor([4, 4, 9]))
+    from_names = GroupStatistics.of(scores, ["x", "x", "y"])
+    assert np.array_equal(from_tensor.mean, from_names.mean)
+    assert from_names.mean.dtype == from_names.std.dtype == np.float64
     with pytest.raises(ValueError, match="3 responses but 2 group keys"):
-        group_statistics(scores, ["x", "y"])
+        GroupStatistics.of(scores, ["x", "y"])
 
 
 def test_no_responses() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.aggregate import MODES, agg_loss, masked_mean
+from verl.algorithms.policy_loss import MODES, agg_loss, masked_mean
 
 
 def oracle(x: list[list[float]], m: list[list[int]], mode: str, max_response_length: float) -> float:

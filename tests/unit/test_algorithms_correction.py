@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import response
-from verl.algorithms.agreement import high_percentile
-from verl.algorithms.correction import compute_offpolicy_metrics, sampler_metrics
+from verl.algorithms.agreement import high_percentile, sampler_metrics
+from verl.algorithms.rollout_corr_helper import compute_offpolicy_metrics
 
 
 def mean(values: list[float]) -> float:

@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, algorithm, response
 from verl.algorithms.correction import (
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
     correct,
+    parse_correction,
+    parse_rules,
+    parse_weighting,
     weights_of_the_update,
 )
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.importance import parse_correction, parse_rules, parse_weighting
 from verl.algorithms.objective import ActorObjective, count_denominators
 from verl.algorithms.policy_loss import compute_policy_loss_bypass_mode, compute_policy_loss_reinforce
+from verl.algorithms.rollout_corr_helper import (
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Batch, flat, segments_of
 from verl.workers.plan import UpdatePlan

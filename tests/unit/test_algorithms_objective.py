@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms_rows import actor, response
-from verl.algorithms.aggregate import MODES
 from verl.algorithms.objective import ActorObjective, LossConfig, LossDenominators, count_denominators
+from verl.algorithms.policy_loss import MODES
 from verl.algorithms.registry import LOSSES
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Segment, segments_of
@@ -249,8 +249,8 @@ def test_what_is_missing_is_named() -> None:
         ActorObjective(actor(), denominators)(MicroBatch(rows, flat))
     with pytest.raises(ValueError, match="log-probs for rows with 17 response tokens"):
         ActorObjective(actor(), denominators)(MicroBatch(rows, flat[:-1]))
-    with pytest.raises(ValueError, match="'gspo' is not in this release"):
-        ActorObjective(actor(loss_mode="gspo"), denominators)
+    with pytest.raises(ValueError, match="Unknown policy loss simply: gsop"):
+        ActorObjective(actor(loss_mode="gsop"), denominators)
 
 
 def test_a_users_loss_gets_the_config_and_the_global_counts(monkeypatch: pytest.MonkeyPatch) -> None:

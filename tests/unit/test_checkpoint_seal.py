@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume, save
+from tests.saving import save
+from verl.checkpoint import CheckpointError, layouts, manifest, newest, open_checkpoint, resolve_resume
 from verl.checkpoint.read import clean
 from verl.checkpoint.write import CheckpointWriter
 
@@ -240,7 +241,7 @@ def test_stop_at_every_single_call(tmp_path, kind, again):
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from verl.checkpoint import save
+from tests.saving import save
 root = Path(sys.argv[1])
 big = lambda d: (d / "model.safetensors").write_bytes(bytes(300_000))
 assert save(root, 1, {"actor": big}, loop_state={}) is not None
@@ -380,21 +381,6 @@ def test_other_layouts_are_recognised_and_explained(tmp_path):
         assert "public verl" in events[0][1]["message"]
     with pytest.raises(CheckpointError, match=r"actor_rollout_ref\.model\.path"):
         resolve_resume("resume_path", plain, tmp_path / "run")
-
-
-def test_model_directory_follows_run_folders(tmp_path):
-    ours = tmp_path / "run"
-    write(ours, 1)
-    write(ours, 2)
-    assert layouts.model_directory(ours) == ours / "global_step_2" / "actor"
-    assert layouts.model_directory(ours / "global_step_1") == ours / "global_step_1" / "actor"
-    public = make(
-        tmp_path / "p" / "global_step_4",
-        "actor/huggingface/config.json",
-        "actor/huggingface/model.safetensors",
-    )
-    assert layouts.model_directory(public.parent) == public / "actor" / "huggingface"
-    assert layouts.model_directory(tmp_path / "nothing") is None
 
 
 def test_newer_format_is_refused_with_the_reason(tmp_path):

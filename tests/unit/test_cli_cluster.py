@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,19 +34,20 @@ class Found:
 
     def __init__(self, entries: list[dict[str, Any]], kind: str = "cpu"):
         self.kind, self.nodes = kind, entries
-        self.unreachable: list[tuple[str, str, str]] = []
-        self.sums: list[dict[str, Any]] = []
-        self.folder: list[Finding] | None = None
+        self.between: list[Finding] = []
 
 
 FACTS: dict[str, Any] = {
     "hostname": "one",
     "address": "10.0.0.1",
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.0"},
-    "code": "aa",
-    "code_path": "/a/verl",
-    "torch_build": "cpu",
+    "versions": {
+        "python": "3.11.7",
+        "torch": "2.13.0, cpu",
+        "transformers": "5.19.0",
+        "ray": "2.60.0",
+        "numpy": "2.4.0",
+        "this code": "aa in /a/verl",
+    },
     "gpus": [],
     "npus": 0,
     "cores": 8,
@@ -57,7 +57,6 @@ FACTS: dict[str, Any] = {
     "disks": {"temporary files": {"path": "/tmp/ray", "free": 90 * GIB, "total": 100 * GIB}},
     "shm": {"free": 30 * GIB, "total": 32 * GIB},
     "object_store": 8 * GIB,
-    "interface": "eth0",
     "resolves_to": "10.0.0.1",
     "models": {},
     "name": "10.0.0.1 (driver)",
@@ -97,26 +96,21 @@ def test_nodes_that_are_alike_are_fine() -> None:
     assert nodes.verdict(findings) == (0, "A run can start on this cluster.")
 
 
+def version(name: str, text: str) -> dict[str, Any]:
+    """Facts of a node with another version of one thing."""
+    return {"versions": FACTS["versions"] | {name: text}}
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "text", "todo"),
     [
-        ({"python": "3.12.1"}, BAD, "10.0.0.2 has 3.12.1", "one Python"),
-        ({"python": "3.11.9"}, WARN, "10.0.0.2 has 3.11.9", "one Python"),
-        ({"packages": FACTS["packages"] | {"torch": "2.12.0"}}, BAD, "2.12.0", "pip install 'torch==2.13.0'"),
-        (
-            {"packages": FACTS["packages"] | {"numpy": "2.3.0"}},
-            WARN,
-            "has 2.3.0",
-            "pip install 'numpy==2.4.0'",
-        ),
-        (
-            {"packages": FACTS["packages"] | {"vllm": "0.32.0"}},
-            WARN,
-            "the driver has missing",
-            "the driver has no vllm",
-        ),
-        ({"code": "bb", "code_path": "/b/verl"}, BAD, "bb in /b/verl", "copy the same files"),
-        ({"torch_build": "cuda 13.0"}, WARN, "cuda 13.0", "one build"),
+        (version("python", "3.12.1"), BAD, "10.0.0.2 has 3.12.1", "one Python"),
+        (version("python", "3.11.9"), WARN, "10.0.0.2 has 3.11.9", "one Python"),
+        (version("torch", "2.12.0, cpu"), BAD, "2.12.0", "pip install 'torch==2.13.0'"),
+        (version("numpy", "2.3.0"), WARN, "has 2.3.0", "pip install 'numpy==2.4.0'"),
+        (version("vllm", "0.32.0"), WARN, "the driver has missing", "the driver has no vllm"),
+        (version("this code", "bb in /b/verl"), BAD, "bb in /b/verl", "copy the same files"),
+        (version("torch", "2.13.0, cuda 13.0"), WARN, "cuda 13.0", "pip install 'torch==2.13.0'"),
         (
             {"limits": {"open files": [1024, 1024], "processes": [None, None]}},
             BAD,
@@ -150,8 +144,8 @@ def test_nodes_that_are_alike_are_fine() -> None:
         ({"shm": {"free": 64 << 20, "total": 64 << 20}}, WARN, "0.1 GiB free", "--shm-size"),
         ({"object_store": 40 * GIB}, WARN, "object store 40.0 GiB", "--shm-size"),
         ({"memory_available": GIB}, WARN, "1.0 GiB of 64.0 GiB", "leave the node out"),
-        ({"clock": -3.0}, WARN, "3.0 s behind", "chrony"),
-        ({"resolves_to": "127.0.1.1"}, WARN, "means 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
+        ({"clock": -3.0}, WARN, "3.000 s behind", "chrony"),
+        ({"resolves_to": "127.0.1.1"}, WARN, "means 127.0.1.1", "GLOO_SOCKET_IFNAME"),
         ({"devices": 4}, BAD, "asks for 2 nodes of 8", "trainer.n_gpus_per_node"),
         ({"problem": "no module"}, BAD, "no worker runs there: no module", "install the same code"),
     ],
@@ -198,13 +192,12 @@ def test_a_head_without_devices_is_left_alone() -> None:
     """A run asks for as many nodes that are large enough, and compares no others."""
     found = of_gpus(0, 8, 8)
     found.nodes[0] |= {
-        "torch_build": "cpu",
         "limits": {"open files": [64, 64]},
         "shm": None,
-        "models": {"/m": {"path": "/m", "problem": "not there"}},
+        "models": {"/m": {"problem": "not there"}},
     }
     for node in found.nodes[1:]:
-        node["packages"]["torch"] = "2.13.0+cu130"
+        node["versions"]["torch"] = "2.13.0+cu130, cuda 13.0"
         node["models"] = {"/m": GOOD}
     findings = judged(found, (2, 8))
     assert not [f for f in findings if f.level == BAD], findings
@@ -276,23 +269,26 @@ def of_models(*models: dict[str, Any]) -> Found:
 
 
 def test_a_hub_model_that_a_node_has_yet_to_fetch_is_only_mentioned() -> None:
-    good = {"path": "/c/snapshots/aa", "bytes": GIB, "parts": {"revision": "aa"}}
-    away = {"path": "a/b", "problem": "not on this disk", "to_fetch": True}
+    good = {"bytes": GIB, "text": "revision aa"}
+    away = {"problem": "not on this disk", "to_fetch": True}
     findings = judged(of_models(good, away))
     assert not [f for f in findings if f.level in (BAD, WARN)]
     assert next(f for f in findings if f.level == NOTE).name == "10.0.0.2"
     assert {f.level for f in judged(of_models(good, dict(good, bytes=1)))} == {OK}, "the rest is fetched"
-    finding = worst(of_models(good, good | {"parts": {"revision": "bb"}}))
-    assert finding.level == BAD and "another revision (bb) than 10.0.0.1 (driver) (aa)" in finding.found
+    finding = worst(of_models(good, good | {"text": "revision bb"}))
+    assert (
+        finding.level == BAD
+        and "10.0.0.1 (driver) has revision aa; 10.0.0.2 has revision bb" in finding.found
+    )
 
 
 def test_versions_that_matter_are_those_that_the_run_compares(
-    surveyed: Callable[[Found], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    surveyed: Callable[[Found], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def level(name: str, *words: str) -> str:
-        surveyed(two(packages=FACTS["packages"] | {name: "0.1"}))
+        surveyed(two(**version(name, "0.1")))
         here = copy.deepcopy(FACTS)
-        here["packages"][name] = "0.2"
+        here["versions"][name] = "0.2"
         monkeypatch.setattr(node_facts, "collect", lambda models=(): here)
         asked = nodes.examine(list(words), model=None, megabytes=1, timeout=1, say=print)
         return next(f.level for f in asked if f.name == name)
@@ -309,10 +305,11 @@ def test_a_clock_that_cannot_be_measured_so_well_is_not_blamed() -> None:
 
 
 def test_holes_are_refused_on_every_node() -> None:
-    old = FACTS["packages"] | {"ray": "2.50.0"}
-    found = two(packages=old)
-    found.nodes[0]["packages"] = old
-    findings = [f for f in nodes.judge(found, copy.deepcopy(FACTS)) if "security hole" in f.found]
+    found = two(**version("ray", "2.50.0"))
+    found.nodes[0] |= version("ray", "2.50.0")
+    findings = [
+        f for f in nodes.judge(found, copy.deepcopy(FACTS), (), NodeNeeds()) if "security hole" in f.found
+    ]
     assert [f.level for f in findings] == [BAD, BAD]
 
 
@@ -323,43 +320,44 @@ def test_devices_that_ray_was_not_told_of() -> None:
     assert finding.level == WARN and "4 cuda devices for Ray" in finding.found and "H100" in finding.found
 
 
-GOOD = {"path": "/m", "bytes": GIB, "parts": {"config.json": "c1", "weight files": "w1"}}
+GOOD = {"bytes": GIB, "text": "config.json c1, weight files w1"}
 
 
 def test_models_of_the_nodes_are_compared() -> None:
-    finding = worst(of_models(GOOD, GOOD | {"parts": {"config.json": "c1", "weight files": "w2"}}))
-    assert "another weight files (w2) than 10.0.0.1 (driver)" in finding.found and finding.level == BAD
-    finding = worst(of_models(GOOD, {"path": "/m", "problem": "/m: no such directory on this disk"}))
+    finding = worst(of_models(GOOD, GOOD | {"text": "config.json c1, weight files w2"}))
+    assert "10.0.0.2 has config.json c1, weight files w2" in finding.found and finding.level == BAD
+    finding = worst(of_models(GOOD, {"problem": "/m: no such directory on this disk"}))
     assert finding.level == BAD and finding.name == "10.0.0.2" and "same path on every node" in finding.todo
     assert {f.level for f in judged(of_models(GOOD, GOOD))} == {OK}
 
 
 def test_network_folder_and_nodes_that_are_missing() -> None:
     found = two()
-    found.unreachable = [("10.0.0.1", "10.0.0.2", "timed out")]
-    assert worst(found).name == "10.0.0.1 → 10.0.0.2"
-    found = two()
-    found.sums = [{"over": "nccl", "problem": "rank 1: refused"}]
-    assert "SOCKET_IFNAME" in worst(found).todo
-    found.sums = [{"over": "cuda", "busy": "no free device"}]
-    assert [f.level for f in judged(found) if f.name == "all-reduce (cuda)"] == [NOTE]
-    found.sums = [{"over": "gloo", "ranks": 2, "bytes": 64 << 20, "seconds": 0.0671, "latency": 2e-4}]
-    text = next(f.found for f in judged(found) if f.name == "all-reduce (gloo)")
-    assert text == "64 MiB over 2 ranks in 67.1 ms (1.00 GB/s a link), one number in 200 µs"
-    found = two()
-    found.folder = [bad("model", "run folder", "not seen by 10.0.0.2", "")]
+    found.between = [bad("model", "run folder", "not seen by 10.0.0.2", "")]
     assert worst(found).name == "run folder"
+    areas = [finding.area for finding in judged(found)]
+    assert len(list(itertools.groupby(areas))) == len(set(areas)), "an area is shown once"
     assert (
         "asks for 3 nodes of 1 (trainer); 10.0.0.1 (driver) has 8, 10.0.0.2 has 8"
         in worst(two(), (3, 1)).found
     )
 
 
+def test_an_all_reduce_is_told_in_rates() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from verl.workers.ray import cluster_report
+
+    measured = {"over": "gloo", "bytes": 64 << 20, "seconds": 0.0671, "latency": 2e-4}
+    found = cluster_report._measured(measured, 2)
+    assert found.name == "all-reduce (gloo)" and found.level == OK
+    assert found.found == "64 MiB over 2 ranks in 67.1 ms (1.00 GB/s a link), one number in 200 µs"
+
+
 def test_facts_of_this_node(tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "model", "qwen3"))
     facts = node_facts.collect([model]) | node_facts.surroundings(temporary=str(tmp_path / "not/yet"))
     got = json.loads(json.dumps(facts))
-    assert got["packages"]["torch"] and got["interface"].startswith("lo")
+    assert got["versions"]["torch"] and got["address"] == "127.0.0.1"
     assert got["models"][model]["bytes"] > 1000 and got["limits"]["open files"][0] > 0
     assert got["disks"]["temporary files"]["free"] > 0
     for path in (str(tmp_path), "/no/such"):
@@ -386,15 +384,15 @@ def test_options_of_the_cluster_belong_to_it(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str, Any]]]:
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[Any]]:
     """Puts a survey in the place of a look at a cluster; returns what each call of it was given."""
     pytest.importorskip("ray", reason="Ray is not installed")
     monkeypatch.setattr(node_facts, "collect", lambda models=(): copy.deepcopy(FACTS))
-    calls: list[dict[str, Any]] = []
+    calls: list[Any] = []
 
-    def put(found: Found) -> list[dict[str, Any]]:
+    def put(found: Found) -> list[Any]:
         monkeypatch.setattr(
-            "verl.workers.ray.cluster_report.survey", lambda config, **asked: calls.append(asked) or found
+            "verl.workers.ray.cluster_report.Survey.of", lambda asked, config: calls.append(asked) or found
         )
         return calls
 
@@ -402,11 +400,11 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Found], list[dict[str
 
 
 def test_the_plain_command_needs_no_model(
-    surveyed: Callable[[Found], list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+    surveyed: Callable[[Found], list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = surveyed(two())
     assert doctor(["--cluster"]) == 0
-    assert asked[0]["model"] is None and "A run can start on this cluster." in capsys.readouterr().out
+    assert asked[0].models == () and "A run can start on this cluster." in capsys.readouterr().out
 
 
 def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -430,18 +428,18 @@ def test_the_all_reduce_is_between_the_nodes_that_a_run_may_use(monkeypatch: pyt
     from verl.workers.ray import cluster_report
 
     met: list[tuple[str, list[int]]] = []
-    monkeypatch.setattr(
-        cluster_report, "_sum", lambda ranks, kind, *_: met.append((kind, [int(m.id) for m in ranks])) or []
-    )
+
+    def times(asked: Any, ranks: list[dict[str, Any]], kind: str, *_: Any) -> list[Finding]:
+        met.append((kind, [node["id"] for node in ranks]))
+        return [Finding("network", "all-reduce", "", BAD)]
+
+    monkeypatch.setattr(cluster_report.Survey, "_times", times)
 
     def ranks(devices: list[int], *pools: ResourceRequest) -> tuple[str, list[int]]:
-        members = [
-            cluster_report._Node(str(n), str(n), "", {"devices": count}) for n, count in enumerate(devices)
-        ]
-        cluster, found = SimpleNamespace(kind="cuda"), cluster_report.ClusterReport("cuda")
-        used = cluster_report._used(members, pools)
-        ranks = used if len(used) > 1 else used * 2
-        cluster_report._sums(cluster, ranks, found, 1, 1.0, lambda text: None)
+        members = [{"id": n, "devices": count} for n, count in enumerate(devices)]
+        survey = cluster_report.Survey(pools, say=lambda text: None)
+        used = survey.used(members)
+        survey.all_reduce(used if len(used) > 1 else used * 2, "cuda")
         return met.pop()
 
     assert ranks([0, 8, 8], ResourceRequest("", 2, 8)) == ("cuda", [1, 2])
@@ -479,9 +477,8 @@ def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch:
         by_name = {f["name"]: f for f in good["findings"]}
         assert status == 0 and good["ok"], good
         assert "3 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
-        assert (
-            "over 2 ranks" in by_name["all-reduce (gloo)"]["found"] and "2 nodes" in by_name["model"]["found"]
-        )
+        assert "over 2 ranks" in by_name["all-reduce (gloo)"]["found"]
+        assert by_name["model"]["found"].endswith("the same wherever it is")
         assert by_name["ports"]["found"].startswith("every node reaches every other")
         assert by_name["run folder"]["found"] == "seen by every node"
         assert not list(tmp_path.glob(".seen-by*"))
@@ -513,14 +510,14 @@ def test_nodes_are_waited_for_no_longer_than_a_run_would(monkeypatch: pytest.Mon
     pytest.importorskip("ray", reason="Ray is not installed")
     from verl.workers.ray import cluster_report
 
-    asked: dict[str, Any] = {}
+    seen: list[Any] = []
 
-    def look(config: Any, **options: Any) -> None:
-        asked.update(options)
+    def look(asked: Any, config: Any) -> None:
+        seen.append(asked)
         raise UserError("seen enough")
 
-    monkeypatch.setattr(cluster_report, "survey", look)
+    monkeypatch.setattr(cluster_report.Survey, "of", look)
     for words, seconds in (([], 7.0), (["trainer.ray_wait_register_center_timeout=3"], 3.0)):
         with pytest.raises(UserError, match="seen enough"):
             doctor(["--cluster", "--timeout", "7", *words])
-        assert (asked["patience"], asked["timeout"]) == (seconds, 7.0)
+        assert (seen[-1].patience, seen[-1].timeout) == (seconds, 7.0)

@@ -17,6 +17,7 @@ from packaging.version import Version
 from verl.cli import doctor, rules
 from verl.cli.doctor import BAD, OK, WARN, Finding
 from verl.platform import host, probe
+from verl.versions import satisfies
 
 numbers = st.lists(st.integers(0, 30), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
 clause = st.tuples(st.sampled_from([">=", "<=", "==", "!=", "<", ">"]), numbers).map("".join)
@@ -24,14 +25,14 @@ clause = st.tuples(st.sampled_from([">=", "<=", "==", "!=", "<", ">"]), numbers)
 
 @given(numbers, st.lists(clause, max_size=3).map(",".join))
 def test_ranges_are_read_as_pip_reads_them(version: str, ranges: str) -> None:
-    assert rules.satisfies(version, ranges) == (Version(version) in SpecifierSet(ranges))
+    assert satisfies(version, ranges) == (Version(version) in SpecifierSet(ranges))
 
 
 def test_local_versions_and_wildcards() -> None:
-    assert rules.satisfies("2.13.0+cpu", ">=2.11")
-    assert rules.satisfies("4.9.3", "==4.9.*") and not rules.satisfies("4.13.2", "==4.9.*")
+    assert satisfies("2.13.0+cpu", ">=2.11")
+    assert satisfies("4.9.3", "==4.9.*") and not satisfies("4.13.2", "==4.9.*")
     with pytest.raises(ValueError, match="cannot read the version range"):
-        rules.satisfies("1.0", "~=1.0")
+        satisfies("1.0", "~=1.0")
 
 
 def test_base_is_what_the_package_requires() -> None:

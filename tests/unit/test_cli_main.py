@@ -91,7 +91,7 @@ def test_report_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def sealed(root: Path, step: int, text: str = "weights") -> Path:
     """A sealed checkpoint of ours with a small actor."""
-    from verl.checkpoint import save
+    from tests.saving import save
 
     def actor(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
@@ -120,7 +120,7 @@ def test_export_takes_the_newest_or_the_named_step(
 def test_export_says_when_there_is_only_an_adapter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verl.checkpoint import save
+    from tests.saving import save
 
     def actor(folder: Path) -> None:
         (folder / "lora_adapter").mkdir()

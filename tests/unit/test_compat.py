@@ -92,7 +92,7 @@ def import_from(module: str, name: str | None) -> None:
         ("verl.interactions.base", None, "AgentLoopBase"),
         ("verl.single_controller.ray", None, "verl.workers"),
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),
-        ("verl.utils.torch_functional", "masked_mean", "verl.algorithms.aggregate"),
+        ("verl.utils.torch_functional", "masked_mean", "verl.algorithms.policy_loss"),
         ("verl.utils.reward_score", "gsm8k", "verl.reward.default_compute_score"),
         ("verl.workers.reward_manager", "naive", "verl.workers.reward_manager.naive is not offered"),
         ("verl.utils.nothing", None, "verl.utils.nothing is not offered"),

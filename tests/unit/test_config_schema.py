@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import typing
 
@@ -15,8 +16,9 @@ from verl.config import Config, load
 from verl.config.command_line import to_yaml
 from verl.config.fields import leaves
 from verl.config.files import dump_yaml
-from verl.config.reference import help_of, written
-from verl.config.schema import ROOTS, Map, select
+from verl.config.reference import _attributes, help_of, written
+from verl.config.schema.base import Group, Map, select
+from verl.config.schema.entries import ROOTS
 
 # Group → defaults, as spec/config.md §2-§12 has them.
 DEFAULTS = """
@@ -94,6 +96,16 @@ def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
             assert known.nullable or known.about.get("required"), path
         elif typing.get_origin(known.type) is list:
             assert isinstance(default, list), path
+
+
+def test_help_names_no_key_that_is_gone():
+    groups, found = [Group], set()
+    while groups:
+        cls = groups.pop()
+        groups += cls.__subclasses__()
+        names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+        found |= {f"{cls.__name__}.{name}" for name in set(_attributes(cls)) - names}
+    assert not found
 
 
 def test_automatic_values_follow_their_keys():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_tokenizer
-from verl.data.chat import BadRow, ChatRenderer, as_messages
 from verl.data.files import DataError
-from verl.data.tokenizer import fingerprint, load_tokenizer
+from verl.data.rows import BadRow, ChatRenderer, as_messages
+from verl.data.tokenizer import load_tokenizer
 
 
 def test_load_with_own_template_from_text_and_file(tmp_path: Path) -> None:
@@ -44,13 +44,6 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     ]:
         with pytest.raises(DataError, match=words):
             load_tokenizer(path)
-
-
-def test_fingerprint_follows_template_and_vocabulary(tmp_path: Path) -> None:
-    one, same, other = tiny_tokenizer(), tiny_tokenizer(), tiny_tokenizer(template="x")
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
-    same.add_tokens(["zebra"])
-    assert fingerprint(one) != fingerprint(same)
 
 
 def test_rendering_adds_no_special_tokens_of_its_own() -> None:

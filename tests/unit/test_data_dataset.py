@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.tiny import tiny_tokenizer
 from verl.config import load
 from verl.data import dataset
-from verl.data.checked import epoch_order
-from verl.data.dataset import PromptDataset, truncate
+from verl.data.dataset import PromptDataset, epoch_order, truncate
 from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
 
@@ -263,7 +262,7 @@ def test_too_long_is_an_error_that_shows_the_ways_out(tmp_path: Path, tokenizer:
     with pytest.raises(DataError) as caught:
         open_rows(tmp_path, LONG, tokenizer, LIMIT)
     text = str(caught.value)
-    assert "6 of 8 prompts" in text and f"row 1: {EXTRA + 50}" in text and f"row 6: {EXTRA + 90}" in text
+    assert "6 of 8 rows" in text and f"row 1: {EXTRA + 50}" in text and f"row 6: {EXTRA + 90}" in text
     assert f"row 7: {EXTRA + 99}" not in text.split("longest")[0]
     assert f"the longest has {EXTRA + 99}" in text
     for way in (f"data.max_prompt_length={EXTRA + 99}", "filter_overlong_prompts=True", "truncation=left"):

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from tests.tiny import tiny_tokenizer
 from verl.config import load
-from verl.data.chat import BadRow
-from verl.data.checked import epoch_order
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object, load_module
 from verl.data.plugins import AbstractCurriculumSampler, collate_fn
+from verl.data.rows import BadRow
 from verl.data.stream import PromptStream, open_stream
 from verl.trajectory import Prompt
 

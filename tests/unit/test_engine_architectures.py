@@ -15,7 +15,7 @@ from tests.unit.engine_cases import rows_of
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.engine.training.tensor_parallel import TensorParallel
 from verl.errors import UserError
-from verl.models import meta_init
+from verl.models.load import build_model, fill_buffers
 
 FP32 = {"fsdp_config": {"dtype": "float32"}, "optim": {"lr": 0.0, "weight_decay": 0.0}, "grad_clip": 0.0}
 ROWS = [(9, [12, 7]), (3, [15])]
@@ -85,10 +85,10 @@ def test_a_model_without_weights_has_none_and_all_buffers(tmp_path: Path, arch: 
     """diffllama draws parameters in a way that minds no device; gemma3n's text model fills buffers of its own."""
     whole = built(arch)
     whole.save_pretrained(tmp_path)
-    module = meta_init.build(tmp_path)
+    module = build_model(tmp_path)
     assert [n for n, p in module.named_parameters() if not p.is_meta] == []
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in whole.named_parameters()]
-    assert meta_init.fill_buffers(module) == []
+    assert fill_buffers(module) == []
     for name, buffer in whole.named_buffers():
         assert torch.equal(dict(module.named_buffers())[name], buffer), name
 
@@ -167,7 +167,7 @@ def test_what_attention_would_silently_leave_out_is_refused(
 ) -> None:
     module = AutoModelForCausalLM.from_config(tiny_config(arch, **more), dtype=torch.float32)
     with pytest.raises(UserError, match=why):
-        FSDPEngine.from_module(module, device="cpu")
+        FSDPEngine(module=module, device="cpu")
 
 
 def test_a_learned_activation_between_cut_layers_is_not_cut() -> None:

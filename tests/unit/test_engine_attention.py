@@ -173,7 +173,7 @@ def test_two_calls_merge_into_one_softmax(groups):
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     plan = PackedPlan(segments, positions, 4)
-    got = flash_attention.attend(q, k, v, plan.flash_parts(), 0.3, (plain_forward, plain_backward))
+    got = flash_attention.attend(q, k, v, plan.flash_parts, 0.3, (plain_forward, plain_backward))
     ours = torch.autograd.grad((got * weight).sum(), (q, k, v))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours, theirs, strict=True):
@@ -182,4 +182,5 @@ def test_two_calls_merge_into_one_softmax(groups):
 
 def test_the_flash_kernel_is_for_cuda_only():
     q, _, v, _ = tensors(3)
-    assert not flash_attention.fits(q, v, softcap=None, sinks=None)
+    assert not flash_attention.fits(q, v, AttentionOptions(1.0)), "half precision only"
+    assert PackedPlan(*layout([(2, [1])]), 4).flash_kernel is None

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from verl.engine.training.checkpoint_reader import Reader
-from verl.engine.training.optimizer_state import load_state, save_state
+from verl.engine.training.optimizer_state import Reader, load_state, save_state
 from verl.errors import UserError
 
 

@@ -87,7 +87,7 @@ def test_a_head_that_is_more_than_a_product_is_found_out(tmp_path):
     path = tiny_model(tmp_path / "m", "qwen3")
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     plain.lm_head.register_forward_hook(lambda module, inputs, output: output * 2 + 1)
-    engine = FSDPEngine.from_module(plain, role_cfg=FP32, device="cpu")
+    engine = FSDPEngine(module=plain, role_cfg=FP32, device="cpu")
     assert engine._model.head.layer is None
     rows = rows_of(GROUPS)
     stats = engine.forward(rows, temperature=1.0)
@@ -136,7 +136,7 @@ def test_an_architecture_with_its_own_attention_is_refused(tmp_path):
 
     module = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(UserError, match="own attention"):
-        FSDPEngine.from_module(module, device="cpu")
+        FSDPEngine(module=module, device="cpu")
 
 
 def test_recomputing_layers_does_not_wake_their_dropout(tmp_path):

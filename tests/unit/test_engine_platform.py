@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
     platform = detect("cpu")
-    monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
+    monkeypatch.setattr(cpu, "processor", lambda: ("", frozenset({"avx512f", "avx512_bf16"})))
     monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: False)
     assert platform.default_dtype == torch.float32
     monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: True)
     assert platform.default_dtype == torch.bfloat16
     assert compute_dtype({}, platform) == torch.bfloat16
     assert compute_dtype({"fsdp_config": {"dtype": "float32"}}, platform) == torch.float32
-    monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(cpu, "processor", lambda: ("", frozenset({"avx2"})))
     assert platform.default_dtype == torch.float32
     assert (
         compute_dtype({"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}, platform)
@@ -39,7 +39,7 @@ def test_bfloat16_only_where_the_processor_has_it(monkeypatch):
 
 _AS_WITHOUT_AVX512 = """
 import sys, torch
-from verl.engine.rollout.native.linear import FastLinears
+from verl.engine.rollout.native.runner import FastLinears
 from verl.platform.cpu import CpuPlatform, has_packed_products
 assert not has_packed_products(torch.bfloat16) and CpuPlatform().default_dtype == torch.float32
 torch.manual_seed(0)
@@ -91,10 +91,10 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
     cpu.onednn_float32.cache_clear()
     try:
         matmul.fp32_precision = "ieee"
-        monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512_bf16", "amx_tile"}))
+        monkeypatch.setattr(cpu, "processor", lambda: ("", frozenset({"avx512_bf16", "amx_tile"})))
         assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
         cpu.onednn_float32.cache_clear()
-        monkeypatch.setattr(cpu, "_flags", lambda: frozenset({"avx512_bf16"}))
+        monkeypatch.setattr(cpu, "processor", lambda: ("", frozenset({"avx512_bf16"})))
         monkeypatch.setattr(cpu, "has_packed_products", lambda dtype: True)
         monkeypatch.setattr(cpu, "_float32_error", lambda: 1e-2)
         assert not cpu.onednn_float32() and matmul.fp32_precision == "ieee"
@@ -105,7 +105,8 @@ def test_a_processor_that_would_round_is_left_alone(monkeypatch):
 
 _FAULTS = """
 import resource, sys, torch
-from verl.platform.host import trim, tune_allocator
+from verl.platform.cpu import PLATFORM
+from verl.platform.host import tune_allocator
 torch.set_num_threads(1)
 took = tune_allocator() if sys.argv[1] == "tuned" else False
 def touch():
@@ -115,7 +116,7 @@ touch()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 touch()
 print(int(took), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-trim()
+PLATFORM.empty_cache()
 """
 
 

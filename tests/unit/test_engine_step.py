@@ -39,7 +39,7 @@ def test_adamw_is_adamw(tmp_path):
 
 def test_a_reference_may_share_the_actors_model(tmp_path):
     actor = engine_at(tiny_model(tmp_path / "m"))
-    frozen = FSDPEngine.from_module(actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
+    frozen = FSDPEngine(module=actor.module, role_cfg=ROLE, device="cpu", trainable=False, role="ref")
     rows = rows_of(GROUPS)
     assert actor.step(rows, simple_loss(26), temperature=1.0).grad_norm > 0
     a, b = (e.forward(rows, temperature=1.0)["log_probs"] for e in (actor, frozen))

@@ -122,7 +122,7 @@ def test_what_is_written_is_a_hugging_face_directory(tmp_path: Path) -> None:
         there, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    engine = FSDPEngine.from_module(loaded, role_cfg=ROLE, device="cpu", trainable=False)
+    engine = FSDPEngine(module=loaded, role_cfg=ROLE, device="cpu", trainable=False)
     for name, tensor in engine.named_weights():
         assert torch.equal(tensor, saved[name]), name
     assert json.loads((there / "config.json").read_text()) == _described(path, tmp_path / "plain")

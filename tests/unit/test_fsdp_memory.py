@@ -22,7 +22,7 @@ from tests import ranks
 from tests.tiny import tiny_model
 from tests.unit.fsdp_cases import role
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.engine.training.weight_source import FileSource, RankZeroSource, WeightSource
+from verl.engine.training.weight_files import FileSource, RankZeroSource, WeightSource
 from verl.platform import detect
 
 SHAPE = {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 256}

@@ -17,7 +17,7 @@ from tests.tiny import tiny_model
 from tests.unit.engine_cases import simple_loss
 from tests.unit.fsdp_cases import role, rows
 from verl.engine.training import process_group
-from verl.engine.training.layout import Layout, layout
+from verl.engine.training.sharding import Layout, layout
 from verl.platform import detect
 
 LIMIT = 1.5

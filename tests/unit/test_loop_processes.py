@@ -74,7 +74,7 @@ def manager(config: Any, processes: LoopProcesses | None, events: list[dict] | N
         tokenizer=load_tokenizer(config.actor_rollout_ref.model.path),
         config=config,
         event=lambda kind, **fields: (events if events is not None else []).append({"kind": kind, **fields}),
-        processes=processes,
+        processes=None if processes is None else lambda: processes,
     )
 
 

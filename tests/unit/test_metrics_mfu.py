@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from tests import ranks
 from tests.tiny import tiny_config, tiny_model
 from verl.engine.training.fsdp_engine import FSDPEngine
-from verl.models.layers import model_cost, product_weights
+from verl.models.layers import ModelCost, model_cost, product_weights
 from verl.platform import detect
 from verl.platform.base import half_precision_peak
-from verl.tracking.mfu import ModelCost, mfu, step_mfu
+from verl.tracking.step_metrics import mfu, step_mfu
 from verl.trajectory import Prompt, Trajectory
 
 
@@ -127,8 +127,9 @@ def cost_of_a_rank(path: str) -> tuple[float, float, float]:
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.platform.cpu import CpuPlatform
 
-    engine = FSDPEngine(path, role_cfg={"fsdp_config": {"dtype": "bfloat16"}}, device=CpuPlatform())
-    engine.platform.peak_flops = Known().peak_flops  # type: ignore[method-assign]
+    platform = CpuPlatform()
+    platform.peak_flops = Known().peak_flops  # type: ignore[method-assign]
+    engine = FSDPEngine(path, role_cfg={"fsdp_config": {"dtype": "bfloat16"}}, device=platform)
     cost = engine.cost()
     return cost.per_token, cost.per_pair, cost.peak
 

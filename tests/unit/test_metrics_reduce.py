@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.tracking.reduce import merge_metrics, rule
+from verl.tracking.names import merge_metrics, rule
 
 NUMBERS = st.floats(-1e6, 1e6)
 

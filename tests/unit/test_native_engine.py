@@ -68,8 +68,8 @@ def test_a_group_is_prefilled_once(model: Any) -> None:
     engine = engine_of(model)
     grouped = run(engine, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
     assert engine.stats()["prompt_tokens"] == 12
-    plain = engine_of(model, prefill_once=False)
-    alone = run(plain, [(prompt(0), replace(DRAWN, seed=s), "g") for s in range(5)])
+    plain = engine_of(model)
+    alone = run(plain, [(prompt(0), replace(DRAWN, seed=s), None) for s in range(5)])
     assert plain.stats()["prompt_tokens"] == 60
     assert tokens(grouped) == tokens(alone)
 
@@ -94,7 +94,6 @@ def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
     tight = run(engine, work)
     stats = engine.stats()
     assert stats["preempted"] > 0 and stats["preempted"] == sum(c.num_preempted for c in tight)
-    assert stats["cache_peak"] <= 1.0
     assert tokens(tight) == tokens(roomy)
     for a, b in zip(tight, roomy, strict=True):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
@@ -128,7 +127,9 @@ def test_the_cache_is_empty_afterwards(model: Any) -> None:
     engine = engine_of(model, max_num_seqs=4)
     run(engine, [(prompt(i), replace(DRAWN, seed=i, max_tokens=1 + 5 * i), f"{i}") for i in range(12)])
     engine.weights_updated(1)
-    assert engine._pool.used_blocks == 0 and engine._scheduler.responses.free_slots == 4
+    assert (
+        engine._pool.free_blocks == engine._pool.layout.blocks and not engine._scheduler.responses.taken.any()
+    )
 
 
 def test_slots_are_reused_as_answers_finish(model: Any) -> None:
@@ -378,7 +379,7 @@ def test_sleep_lets_go_of_the_memory_and_changes_no_response(model: Any, dtype: 
     work = [(prompt(1), replace(DRAWN, seed=i), "a") for i in range(2)]
     before = run(engine, work)
     # a view keeps its storage: the storages themselves must be gone, not only the pool's list of them
-    stored = [StorageWeakRef(t.untyped_storage()) for layer in engine._pool.layers() for t in layer]
+    stored = [StorageWeakRef(tensor.untyped_storage()) for tensor in engine._pool.tensors()]
     copies = [weakref.ref(c) for c, _ in engine._runner.linears._copies.values()]
     assert stored and copies and not any(ref.expired() for ref in stored)
     engine.sleep()

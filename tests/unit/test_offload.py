@@ -17,6 +17,7 @@ from tests.unit.engine_cases import rows_of
 from verl.algorithms.objective import count_denominators
 from verl.config import load
 from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.trainer.colocation import Colocation
 from verl.trajectory import Batch, Trajectory, segments_of
 from verl.workers import build, codec
 from verl.workers.roles import WorkerSet
@@ -108,13 +109,16 @@ def responses() -> list[Trajectory]:
     return rows
 
 
-def train_step(workers: WorkerSet, folder: Path) -> None:
+def train_step(config: Any, workers: WorkerSet, folder: Path) -> None:
     """What the loop asks of the roles in a step."""
-    batch = Batch(responses())
-    workers.policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs"})
+    batch, memory = Batch(responses()), Colocation(config, workers.sampler)
+    with memory.computing(workers.policy):
+        workers.policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs"})
     if "ref" in workers.roles:
-        workers.roles["ref"].forward(batch, "ref", {"log_probs": "ref_log_probs"})
-    assert not workers.policy.update(batch, step=1).refused
+        with memory.computing(workers.roles["ref"]):
+            workers.roles["ref"].forward(batch, "ref", {"log_probs": "ref_log_probs"})
+    with memory.computing(workers.policy, optimizer=True):
+        assert not workers.policy.update(batch, step=1).refused
     for step, part in PARTS:
         getattr(workers.policy, step)(part, folder)
 
@@ -142,10 +146,11 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.ref.fsdp_config.param_offload=True",
     ]
-    workers = start_here(with_vllm(configured(tmp_path, *BOTH, *reference)), tiny_tokenizer(), total_steps=1)
+    config = with_vllm(configured(tmp_path, *BOTH, *reference))
+    workers = start_here(config, tiny_tokenizer(), total_steps=1)
     engines = [engine_of(workers), engine_of(workers, "ref")]
     assert places.at(engines[0]) == AWAY and places.at(engines[1]) == {"optimizer"}  # which it does not have
-    train_step(workers, tmp_path / "saved")
+    train_step(config, workers, tmp_path / "saved")
     assert places.found == [
         ("actor forward", WEIGHTS),
         ("ref forward", ALL),
@@ -161,17 +166,19 @@ def test_each_phase_of_the_policy_finds_what_it_needs_and_no_more(
 
 
 def test_a_sampler_on_the_trainers_tensors_keeps_them(tmp_path: Path, places: Places) -> None:
-    workers = start_here(configured(tmp_path, *BOTH), tiny_tokenizer(), total_steps=1)
+    config = configured(tmp_path, *BOTH)
+    workers = start_here(config, tiny_tokenizer(), total_steps=1)
     assert places.at(engine_of(workers)) == WEIGHTS
-    train_step(workers, tmp_path / "saved")
+    train_step(config, workers, tmp_path / "saved")
     assert places.found[1] == ("actor step", ALL)
     assert places.at(engine_of(workers)) == WEIGHTS
 
 
 def test_a_pass_that_fails_leaves_the_device_free(tmp_path: Path, places: Places, separate: None) -> None:
-    workers = start_here(with_vllm(configured(tmp_path, *BOTH)), tiny_tokenizer(), total_steps=1)
-    engine = engine_of(workers)
-    with pytest.raises(ZeroDivisionError), engine.on_device(optimizer=True):
+    config = with_vllm(configured(tmp_path, *BOTH))
+    workers = start_here(config, tiny_tokenizer(), total_steps=1)
+    engine, memory = engine_of(workers), Colocation(config, workers.sampler)
+    with pytest.raises(ZeroDivisionError), memory.computing(workers.policy, optimizer=True):
         assert places.at(engine) == ALL
         raise ZeroDivisionError
     assert places.at(engine) == AWAY
@@ -185,12 +192,15 @@ def test_a_training_rank_does_the_same(
     worker.build(total_steps=1)
     rows = segments_of(responses())
     worker.receive_rows(codec.encode(rows, ["loss_mask"]))
+    worker.onload("actor", False)
     worker.forward("old_log_prob", "actor", {"log_probs": "old_log_probs"})
     worker.log_probs_of([0, 2])
+    worker.onload("actor", True)
     counts = asdict(count_denominators(rows, 12.0))
     mini = {"rows": [0, 1, 2, 3], "denominators": counts, "trajectory_tokens": None}
     result = worker.update(codec.collect(rows, ["advantages"]), [mini])
     assert not result["results"][0]["refused"]
+    worker.offload("actor")
     worker.send_weights(None, [], 1, False)
     for step, part in PARTS:
         getattr(worker, step)("actor", part, str(tmp_path / "saved"))

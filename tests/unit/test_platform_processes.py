@@ -50,9 +50,3 @@ def test_setting_the_clock_makes_nobody_another_process(child, monkeypatch) -> N
     start, booted = processes.process_start_time(child.pid), psutil.boot_time()
     monkeypatch.setattr(_pslinux, "boot_time", lambda: booted + 3)
     assert processes.alive(child.pid, start)
-
-
-def test_without_proc_the_clock_will_have_to_do(child, monkeypatch) -> None:
-    monkeypatch.setattr(processes.os.path, "isdir", lambda path: False)
-    start = processes.process_start_time(child.pid)
-    assert abs(start / 100 - time.time()) < 60 and processes.alive(child.pid, start)

@@ -32,12 +32,13 @@ def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_t
     monkeypatch.setattr(build, "RolloutActor", actor)
     monkeypatch.setattr(build, "RayCalls", Silent)
     monkeypatch.setattr(build, "end_workers", ended.extend)
-    cluster: Any = SimpleNamespace(nodes=list)
+    cluster = SimpleNamespace(addresses=lambda: {"node": "here"})
+    builder = SimpleNamespace(plain={}, workers=[], cluster=cluster, restart_limit=build._RESTART_S)
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
-    starter = build._Starter({}, 0, {}, "here", [], pool, 0, cluster)
+    starter = build._Starter(builder, 0, {}, pool, 0)
     with pytest.raises(WorkerFailed, match="within 180 s"):
         starter()
     assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"
-    starter.took(600.0)
+    builder.restart_limit = 1800.0
     with pytest.raises(WorkerFailed, match="within 1800 s"):
         starter()

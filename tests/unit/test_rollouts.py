@@ -9,7 +9,7 @@ from tests.counting import instructions
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
-from verl.trajectory import Prompt, Trajectory
+from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
 
 class Scripted(RolloutEngine):
@@ -152,7 +152,7 @@ def test_columns_with_the_names_of_arguments_do_not_collide() -> None:
             first = await self.generate(row["prompt_ids"], sampling_params)
             return agent_loop.AgentLoopOutput(row["prompt_ids"], first.token_ids, [1, 1, 1], first.log_probs)
 
-    own = dict.fromkeys((*agent_loop.OWN_NAMES, "data_source", "extra_info", "difficulty"), "the user's")
+    own = dict.fromkeys((*AGENT_LOOP_ARGUMENTS, "data_source", "extra_info", "difficulty"), "the user's")
     (prompt,) = _prompts(1)
     prompt.columns = own
 

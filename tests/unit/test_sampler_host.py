@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny import SPECIAL, tiny_tokenizer
 from tests.weight_sync_processes import channel_name, check_clean, weights
-from verl.data.tokenizer import text_of
+from verl.data.rows import text_of
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
 from verl.rollout.session import ResumableGeneration
 from verl.weight_sync.base import WeightSyncError
@@ -86,7 +86,7 @@ def merged_tokenizer() -> Any:
 
 def _host(tokenizer: Any, engine: RolloutEngine) -> RolloutWorker:
     host = RolloutWorker({}, 0)
-    host._engine, host._decode = engine, partial(text_of, tokenizer)
+    host.engine, host._decode = engine, partial(text_of, tokenizer)
     return host
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.tracking import folder_lock
-from verl.tracking.folder_lock import FolderInUse
+from verl.tracking import run_folder
 from verl.tracking.jsonl import JsonLines, jsonable, line, mend, write_lines
 from verl.tracking.responses import Dumper
-from verl.tracking.run_folder import RunFolder, _git_commit, mask_secrets, versions
+from verl.tracking.run_folder import FolderInUse, LiveReport, RunFolder, _git_commit, mask_secrets, versions
 
 
 def records(path: Path) -> list[dict]:
@@ -228,7 +228,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 0.1)
     (tmp_path / "events.jsonl").write_text('{"torn')
     with pytest.raises(
         FolderInUse, match=rf"default_local_dir={tmp_path}: .* \(process {holder.pid} on .*delete"
@@ -236,7 +236,7 @@ def test_a_second_run_in_the_folder_is_refused_before_it_touches_anything(tmp_pa
         RunFolder(tmp_path, print)
     assert (tmp_path / "events.jsonl").read_text() == '{"torn'
     holder.kill()
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(run_folder, "PATIENCE_S", 10.0)
     RunFolder(tmp_path, print).close()
 
 
@@ -253,7 +253,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "lockf", refused)
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refused)
     told: list[str] = []
     RunFolder(tmp_path, told.append).close()
     assert len(told) == 1 and "has no locks" in told[0]
@@ -275,3 +275,35 @@ def test_asking_for_the_commit_writes_nothing_into_the_repository(tmp_path):
     assert (tmp_path / ".git/index").read_bytes() == before
     (tmp_path / "file").write_text("other")
     assert _git_commit(tmp_path) == f"{commit}-dirty" and (tmp_path / ".git/index").read_bytes() == before
+
+
+def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_path):
+    flushed, events = [], []
+    report = LiveReport(
+        tmp_path, lambda: flushed.append(1), lambda kind, **fields: events.append((kind, fields))
+    )
+    RunFolder(tmp_path, print).close()
+    started = time.monotonic()
+    report.write()
+    report.write()
+    assert time.monotonic() - started < 0.5 and not flushed, "the run does not wait for it"
+    report.write(last=True)
+    assert (tmp_path / "report.html").is_file() and flushed == [1] and events == []
+    report.write()
+    assert not [t for t in threading.enumerate() if t.name == "verl-report"], "not again so soon"
+
+
+def test_a_page_that_cannot_be_written_is_told_once_and_ends_nothing(tmp_path, monkeypatch):
+    events = []
+    report = LiveReport(
+        tmp_path / "absent", lambda: None, lambda kind, **fields: events.append((kind, fields))
+    )
+    for _ in range(2):
+        report.write(last=True)
+    ((kind, fields),) = events
+    assert kind == "report_failed" and "does not exist" in fields["error"] and "goes on" in fields["message"]
+    monkeypatch.setattr(run_folder, "PAGE_S", 0.01)
+    RunFolder(tmp_path, print).close()
+    slow = LiveReport(tmp_path, lambda: None, lambda kind, **fields: events.append((kind, fields)))
+    slow.write(last=True)
+    assert "TimeoutExpired" in events[1][1]["error"]

@@ -42,12 +42,11 @@ def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch
 def test_no_model_is_loaded_with_a_transformers_that_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.models.load import load_config, load_model
-    from verl.models.meta_init import build
+    from verl.models.load import build_model, load_config, load_model
 
     model = tiny_model(tmp_path / "model", "qwen3")
     pretend(monkeypatch, transformers="5.2.4")
-    for start in (load_config, load_model, build):
+    for start in (load_config, load_model, build_model):
         with pytest.raises(UserError, match=r"transformers 5\.2\.4 .*security hole"):
             start(model)
 

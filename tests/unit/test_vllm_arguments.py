@@ -10,12 +10,11 @@ import pytest
 from verl.config import engine_packages
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, arguments_in, check_vllm
-from verl.engine.rollout.base import SamplingParams
+from verl.engine.rollout.base import SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
-    check_request,
     engine_arguments,
     request_arguments,
     request_seed,
@@ -98,11 +97,6 @@ def test_engine_kwargs_are_passed_renamed_or_dropped(given, arguments, notices) 
 def test_engine_kwargs_that_are_refused(given, said) -> None:
     (problem,) = translated(given).problems
     assert problem[0].startswith("rollout.engine_kwargs.vllm.") and said in problem[1]
-
-
-def test_what_an_old_vllm_still_knows_is_passed_to_it() -> None:
-    out = translated({"swap_space": 4, "disable_mm_preprocessor_cache": True}, known=KNOWN | {"swap_space", "disable_mm_preprocessor_cache"})  # fmt: skip
-    assert out.arguments == {"swap_space": 4, "disable_mm_preprocessor_cache": True} and not out.notices
 
 
 def test_multimodal_keys_are_dropped_for_a_text_model() -> None:

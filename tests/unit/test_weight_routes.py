@@ -53,7 +53,7 @@ def test_runs_on_the_same_nodes_whose_drivers_have_the_same_process_id_do_not_me
     hosts = [host(0, "A", [""])]
 
     def channels() -> set[str]:
-        run = remote_weight_sync.RemoteWeightSync(SimpleNamespace(), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
+        run = remote_weight_sync.RemoteWeightSync(SimpleNamespace(facts=[]), ["A"], SimpleNamespace(), 60.0)  # type: ignore[arg-type]
         return {run._routes(hosts).places[hosts[0]][0][0] for _ in range(2)}
 
     one, other = channels(), channels()
@@ -91,6 +91,7 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
     from contextlib import nullcontext
 
     monkeypatch.setattr(remote_weight_sync.ray, "get", lambda ref, timeout=None: ref)
+    monkeypatch.setattr(remote_weight_sync, "troubles_of", lambda asked, timeout: ([], []))
     worker = SimpleNamespace(handle=Remote(try_channel=[trial], receive_weights={}), name="sampler 0")
     hosts, events = [host(0, "A", ["g1"], worker)], []
     asked: list[tuple[str, list[Any]]] = []
@@ -99,14 +100,15 @@ def test_handles_are_tried_once_and_left_when_they_fail(monkeypatch: pytest.Monk
         asked.append((method, each))
         return ["", ""] if method == "try_channel" else [{"bytes": 5, "checksums": {}}] * 2
 
-    training = SimpleNamespace(call=call, lock=nullcontext(), moved=True)
+    facts = [{"device_id": "g0"}, {"device_id": "g1"}]
+    training = SimpleNamespace(call=call, lock=nullcontext(), moved=True, facts=facts)
     pool = SimpleNamespace(
-        hosts=hosts,
+        replicas=hosts,
         find_dead=lambda hosts: [],
         weights_pushed=lambda version: None,
         event=lambda kind, **fields: events.append((kind, fields)),
     )
-    one = remote_weight_sync.RemoteWeightSync(training, ["A", "A"], pool, 9.0, ["g0", "g1"])  # type: ignore[arg-type]
+    one = remote_weight_sync.RemoteWeightSync(training, ["A", "A"], pool, 9.0)  # type: ignore[arg-type]
     for version in (1, 2):
         assert one.push(version).bytes == 5
     assert [method for method, _ in asked] == ["try_channel", "send_weights", "send_weights"]

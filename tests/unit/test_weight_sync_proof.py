@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.algorithms.agreement import first_step_disagreement
+from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.sender import StreamedSync
@@ -102,7 +102,7 @@ def metrics(mean: float, most: float) -> dict[str, float]:
 def test_a_first_batch_far_beyond_the_precision_stops_the_run(
     dtype: str | None, mean: float, most: float, stops: bool
 ) -> None:
-    said = first_step_disagreement(metrics(mean, most), config(dtype))
+    said = first_step_disagreement(metrics(mean, most), first_step_bound(config(dtype)))
     assert bool(said) is stops and (not stops or "do not compute the same model" in said)
 
 
@@ -112,4 +112,4 @@ def test_a_first_batch_far_beyond_the_precision_stops_the_run(
     ids=str,
 )
 def test_nothing_is_said_where_log_probs_may_differ_by_design(changed: dict[str, Any]) -> None:
-    assert first_step_disagreement(metrics(9.0, 9.0), config(**changed)) == ""
+    assert first_step_disagreement(metrics(9.0, 9.0), first_step_bound(config(**changed))) == ""

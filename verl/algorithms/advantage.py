@@ -1,107 +1,364 @@
-"""Advantage estimators: from token rewards to advantages. One small pure function each, under its name.
+"""What an advantage estimator gets, and the estimators that give a response one number (algorithms.md §3).
 
-Rewards arrive padded on the right, [N, L]. A response without a policy token still has an outcome: its score
-stands in its row all the same (the row's sum is s), and no advantage is written for it.
+An estimator is written on `EstimatorInputs` and returns one number per response, float64 [N], or (advantages, returns) of the
+policy tokens, a list of arrays [K_i] each. So no rectangle of tokens is made where one number per response will do. The
+`compute_…` functions have the signatures that users call, with padded tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.algorithms.registry import ESTIMATORS
+from verl.config.settings import setting
 
 EPSILON = 1e-6
+Arrays = list[np.ndarray]
+Result = np.ndarray | tuple[Arrays, Arrays]
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorInputs:
+    """The N responses that count. A response's tokens are those that the policy wrote, in order, over all its segments.
+
+    scores     float64 [N]: s, the sum of the token rewards (KL penalty taken off); without a policy token the score itself
+    index      [N] group keys
+    lengths    int [N]: K, policy tokens
+    column     name of a column → float64 [K_i] of each response; ValueError where the step does not have it
+    part       key → what the reward function returned under it, one value per response
+    baselines  float64 [N]: score of the prompt's greedy response, where the estimator needs `reward_baselines`
+    divide     `norm_adv_by_std_in_grpo`
+    """
+
+    scores: np.ndarray
+    index: Iterable[Any]
+    lengths: np.ndarray
+    column: Callable[[str], Iterable[np.ndarray]]
+    part: Callable[[str], Sequence[Any]]
+    baselines: np.ndarray | None = None
+    config: Any = None
+    epsilon: float = EPSILON
+    divide: bool = True
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    @property
+    def loss_masks(self) -> Arrays:
+        """m of the policy tokens, bool [K_i] of each response."""
+        return [mask.astype(bool, copy=False) for mask in self.column("loss_mask")]
+
+
+Estimator = Callable[[EstimatorInputs], Result]
+
+
+# -- groups and whitening ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of N responses: `ids` 0, 1, … in order of first appearance; `size` members of each response's group."""
+
+    ids: np.ndarray
+    size: np.ndarray
+
+    @classmethod
+    def of(cls, index: Iterable[Any]) -> Groups:
+        """From group keys [N] (any hashables, or a tensor or array of them)."""
+        keys = index.tolist() if hasattr(index, "tolist") else list(index)
+        found: dict[Any, int] = {}
+        ids = np.array([found.setdefault(key, len(found)) for key in keys], np.int64)
+        return cls(ids, np.bincount(ids)[ids] if len(ids) else ids)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """For each response the sum over its group, [N]."""
+        return np.bincount(self.ids, weights=values)[self.ids] if len(self.ids) else values
+
+    def members(self) -> list[np.ndarray]:
+        """Positions of the members of each group."""
+        order = np.argsort(self.ids, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(self.ids))[:-1]) if len(order) else []
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Per response, the statistics of its group; float64 [N] (equal: bool [N]).
+    """For each response, of its group: mean, sample standard deviation (n_g − 1), and whether all scores are equal.
 
-    A group of one has mean 0 and std 1, so that its score is the advantage. `equal`: two members or more, all
-    with the same score.
+    A group of one has mean 0 and std 1, and is not `equal`: its score is the advantage. Float64 [N], bool [N].
     """
 
-    mean: torch.Tensor
-    std: torch.Tensor
-    equal: torch.Tensor
+    groups: Groups
+    mean: np.ndarray
+    std: np.ndarray
+    equal: np.ndarray
+
+    @classmethod
+    def of(cls, scores: np.ndarray, index: Iterable[Any]) -> GroupStatistics:
+        """ValueError if there are not as many keys as scores [N]."""
+        groups = Groups.of(index)
+        if len(groups.ids) != len(scores):
+            raise ValueError(f"{len(scores)} responses but {len(groups.ids)} group keys")
+        mean = groups.sums(scores) / groups.size
+        variance = groups.sums((scores - mean) ** 2) / np.maximum(groups.size - 1, 1)
+        equal = np.zeros(len(scores), bool)
+        for members in groups.members():
+            equal[members] = len(members) > 1 and np.ptp(scores[members]) == 0
+        alone = groups.size == 1
+        return cls(groups, np.where(alone, 0.0, mean), np.where(alone, 1.0, np.sqrt(variance)), equal)
+
+    def without_equal(self, advantages: np.ndarray) -> np.ndarray:
+        """The advantages, exactly 0 where all scores of the group are equal."""
+        return np.where(self.equal, 0.0, advantages)
 
 
-def group_ids(index: Iterable[Any]) -> list[int]:
-    """Group keys (any hashables, or a tensor or array of them) → 0, 1, … in order of first appearance."""
-    keys = index.tolist() if hasattr(index, "tolist") else list(index)
-    found: dict[Any, int] = {}
-    return [found.setdefault(key, len(found)) for key in keys]
+def _scale(total: int, squares: float, low: float, high: float) -> float:
+    """1 / √(var + 1e-8) of `total` values with this sum of squared deviations; 0 where there is nothing to whiten."""
+    return 0.0 if total <= 1 or low == high else 1 / np.sqrt(squares / (total - 1) + 1e-8)
 
 
-def group_statistics(scores: torch.Tensor, index: Iterable[Any]) -> GroupStatistics:
-    """Mean and sample standard deviation (n_g − 1) of scores [N] within each group of `index` [N]."""
-    ids = torch.tensor(group_ids(index), dtype=torch.long, device=scores.device)
-    if ids.numel() != scores.numel():
-        raise ValueError(f"{scores.numel()} responses but {ids.numel()} group keys")
-    values = scores.double()
-    groups = int(ids.max()) + 1 if ids.numel() else 0
-    zeros = values.new_zeros(groups)
-    size = zeros.index_add(0, ids, torch.ones_like(values))
-    mean = zeros.index_add(0, ids, values) / size
-    variance = zeros.index_add(0, ids, (values - mean[ids]) ** 2) / (size - 1).clamp(min=1)
-    top = zeros.scatter_reduce(0, ids, values, "amax", include_self=False)
-    bottom = zeros.scatter_reduce(0, ids, values, "amin", include_self=False)
-    alone = size == 1
-    mean = torch.where(alone, torch.zeros_like(mean), mean)
-    std = torch.where(alone, torch.ones_like(mean), variance.sqrt())
-    return GroupStatistics(mean[ids], std[ids], ((top == bottom) & ~alone)[ids])
+def whiten_responses(values: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
+    """(x − mean) / √(var + 1e-8) over tokens with m = 1, each of which has its response's value [N]."""
+    counts = np.array([np.count_nonzero(mask) for mask in inputs.loss_masks], np.int64)
+    total, carrying = int(counts.sum()), values[counts > 0]
+    if not total:
+        return np.zeros_like(values)
+    mean = counts @ values / total
+    return (values - mean) * _scale(total, counts @ (values - mean) ** 2, carrying.min(), carrying.max())
 
 
-def on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One number per response [N] written on its policy tokens: [N, L] in `dtype`, 0 elsewhere."""
-    return (per_response.unsqueeze(-1) * response_mask).to(dtype)
+def whiten_tokens(values: Arrays, inputs: EstimatorInputs) -> Arrays:
+    """The same for values of tokens, [K_i] of each response."""
+    kept = [v[mask] for v, mask in zip(values, inputs.loss_masks, strict=True) if mask.any()]
+    total = sum(map(len, kept))
+    if not total:
+        return [np.zeros_like(v) for v in values]
+    mean = sum(float(v.sum()) for v in kept) / total
+    squares = sum(float(((v - mean) ** 2).sum()) for v in kept)
+    scale = _scale(total, squares, min(v.min() for v in kept), max(v.max() for v in kept))
+    return [(v - mean) * scale for v in values]
 
 
-@ESTIMATORS.register("grpo")
-@ESTIMATORS.register("grpo_vectorized")
-@torch.no_grad()
-def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
+# -- from and to tensors -----------------------------------------------------------------------------------------
+
+
+def on_tensors(
+    estimator: Estimator,
+    rewards: torch.Tensor,
     response_mask: torch.Tensor,
-    index: Iterable[Any],
-    epsilon: float = EPSILON,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A = (s − mean_g) / (std_g + ε); without the division: Dr. GRPO. Returns = A.
+    columns: Mapping[str, torch.Tensor | None] | None = None,
+    *,
+    index: Iterable[Any] = (),
+    part: Callable[[str], Sequence[Any]] | None = None,
+    **settings: Any,
+) -> Tensors:
+    """Call an estimator on padded tensors [N, L]; advantages and returns [N, L] in the dtype of the rewards.
 
-    token_level_rewards, response_mask [N, L]; index [N] group keys. Both results [N, L] in the dtype of the
-    rewards. A group whose scores are all equal gets exactly 0; a group of one has mean 0 and std 1.
+    columns: further columns by name; a loss_mask of None is the response mask.
+    """
+    mask = response_mask.bool().cpu().numpy()
+    given = {"token_rewards": rewards, **(columns or {})}
+    if given.get("loss_mask") is None:
+        given["loss_mask"] = response_mask
+
+    def column(name: str) -> Arrays:
+        tensor = given.get(name)
+        if tensor is None:
+            raise ValueError(f"this estimator needs {name}")
+        return [row[chosen] for row, chosen in zip(_float64(tensor), mask, strict=True)]
+
+    inputs = EstimatorInputs(
+        scores=_float64(rewards).sum(-1),
+        index=index,
+        lengths=mask.sum(-1),
+        column=column,
+        part=part or (lambda key: ()),
+        **settings,
+    )
+    result = estimator(inputs)
+    pair = result if isinstance(result, tuple) else (result, result)
+    advantages, returns = (_on_tokens(values, mask, rewards) for values in pair)
+    return advantages, returns
+
+
+def _float64(tensor: torch.Tensor) -> np.ndarray:
+    return np.asarray(tensor.detach().double().cpu().numpy())
+
+
+def _on_tokens(values: np.ndarray | Arrays, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    out = np.zeros(mask.shape)
+    for row, chosen, value in zip(out, mask, values, strict=True):
+        row[chosen] = value
+    return torch.from_numpy(out).to(like.device, like.dtype)
+
+
+def written_on(estimator: Estimator) -> Callable[[Callable[..., Tensors]], Callable[..., Tensors]]:
+    """Decorator of a public form: the loop calls `estimator` instead, without tensors."""
+
+    def mark(public: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        public.on_inputs = estimator  # type: ignore[attr-defined]
+        return public
+
+    return mark
+
+
+def public_form(estimator: Estimator) -> Callable[..., Tensors]:
+    """An estimator that compares the members of groups, under the signature of the public interface.
+
+    token_level_rewards, response_mask, loss_mask [N, L]; index [N] group keys; non_tensor_batch: what the reward function
+    returned, by key. Both results [N, L] in the dtype of the rewards.
+    """
+
+    @functools.wraps(estimator)
+    def call(
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        index: Sequence[Any],
+        epsilon: float = EPSILON,
+        norm_adv_by_std_in_grpo: bool = True,
+        config: Any = None,
+        loss_mask: torch.Tensor | None = None,
+        non_tensor_batch: Mapping[str, Sequence[Any]] | None = None,
+        **_: Any,
+    ) -> Tensors:
+        return on_tensors(
+            estimator,
+            token_level_rewards,
+            response_mask,
+            {"loss_mask": loss_mask},
+            index=index,
+            part=(non_tensor_batch or {}).__getitem__,
+            config=config,
+            epsilon=epsilon,
+            divide=norm_adv_by_std_in_grpo,
+        )
+
+    del call.__wrapped__  # type: ignore[attr-defined]  # its signature is the public one
+    return written_on(estimator)(call)
+
+
+# -- estimators --------------------------------------------------------------------------------------------------
+
+
+@ESTIMATORS.register("grpo", keys=["norm_adv_by_std_in_grpo"])
+@ESTIMATORS.register("grpo_vectorized", keys=["norm_adv_by_std_in_grpo"])
+@public_form
+def compute_grpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = (s − mean_g) / (std_g + ε); without the division: Dr. GRPO.
+
+    A group whose scores are all equal gets exactly 0; a group of one has mean 0 and std 1.
     Sources: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783.
     """
-    scores = token_level_rewards.double().sum(-1)
-    advantage = grpo_advantage(scores, index, epsilon, norm_adv_by_std_in_grpo)
-    advantages = on_tokens(advantage, response_mask, token_level_rewards.dtype)
-    return advantages, advantages.clone()
-
-
-@torch.no_grad()
-def grpo_advantage(
-    scores: torch.Tensor,
-    index: Iterable[Any],
-    epsilon: float = EPSILON,
-    norm_adv_by_std_in_grpo: bool = True,
-) -> torch.Tensor:
-    """The number that `compute_grpo_outcome_advantage` writes on every token of a response, float64 [N]."""
-    group = group_statistics(scores, index)
-    advantage = scores - group.mean
-    if norm_adv_by_std_in_grpo:
-        advantage = advantage / (group.std + epsilon)
-    return torch.where(group.equal, torch.zeros_like(advantage), advantage)
-
-
-PER_ANSWER = {compute_grpo_outcome_advantage: grpo_advantage}
-"""Estimators that give all tokens of a response one number, and what makes it from the scores [N]: without rectangles of
-tokens, which of a large step take seconds."""
+    return _group_relative(inputs.scores, inputs)
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+
+
+def _group_relative(scores: np.ndarray, inputs: EstimatorInputs) -> np.ndarray:
+    group = GroupStatistics.of(scores, inputs.index)
+    advantage = scores - group.mean
+    if inputs.divide:
+        advantage = advantage / (group.std + inputs.epsilon)
+    return group.without_equal(advantage)
+
+
+@ESTIMATORS.register("grpo_passk", keys=["norm_adv_by_std_in_grpo"])
+@public_form
+def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """The best response of a group: A = (s₍₁₎ − s₍₂₎) / (std_g + ε), undivided where the division is off; all others 0.
+
+    A tie for best gives 0. In a group of one s₍₂₎ is 0.
+    Source: arXiv 2503.19595.
+    """
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    advantage = np.zeros_like(inputs.scores)
+    for members in group.groups.members():
+        ranked = members[np.argsort(-inputs.scores[members], kind="stable")]
+        second = inputs.scores[ranked[1]] if len(ranked) > 1 else 0.0
+        advantage[ranked[0]] = inputs.scores[ranked[0]] - second
+    return advantage / (group.std + inputs.epsilon) if inputs.divide else advantage
+
+
+@ESTIMATORS.register("gdpo", keys=["gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"])
+@public_form
+def compute_gdpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.
+
+    ValueError without keys, and for a response whose reward has no number under one of them.
+    Source: arXiv 2601.05242.
+    """
+    keys = setting(inputs.config, "gdpo_reward_keys", [])
+    weights = setting(inputs.config, "gdpo_reward_weights", [1.0] * len(keys))
+    if not keys or len(weights) != len(keys):
+        raise ValueError(f"gdpo needs algorithm.gdpo_reward_keys and as many weights: {keys}, {weights}")
+    parts = [
+        weight * _group_relative(_component(key, inputs), inputs)
+        for key, weight in zip(keys, weights, strict=True)
+    ]
+    return whiten_responses(np.sum(parts, axis=0), inputs)
+
+
+def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
+    try:
+        values = np.array([float(value) for value in inputs.part(key)])
+    except (KeyError, TypeError, ValueError):
+        values = np.array([np.nan])
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys: the reward function does not return a finite number under {key!r} for every response"
+        )
+    return values
+
+
+@ESTIMATORS.register("reinforce_plus_plus_baseline")
+@public_form
+def compute_reinforce_plus_plus_baseline_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = whiten(s − mean_g). Source: REINFORCE++, arXiv 2501.03262."""
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    return whiten_responses(group.without_equal(inputs.scores - group.mean), inputs)
+
+
+@ESTIMATORS.register("rloo")
+@ESTIMATORS.register("rloo_vectorized")
+@public_form
+def compute_rloo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = s − mean of the group's other members = (s − mean_g)·n_g / (n_g − 1); s in a group of one. Source: arXiv 2402.14740."""
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    size = group.groups.size
+    return group.without_equal((inputs.scores - group.mean) * size / np.maximum(size - 1, 1))
+
+
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
+
+
+@ESTIMATORS.register("opo")
+@public_form
+def compute_opo_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = s − Σ_g K·s / Σ_g K: the baseline weighs responses by their policy tokens; without any it is mean_g, in a group of one 0.
+
+    Source: arXiv 2505.23585.
+    """
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    tokens = group.groups.sums(inputs.lengths.astype(np.float64))
+    weighted = group.groups.sums(inputs.lengths * inputs.scores) / np.maximum(tokens, 1)
+    baseline = np.where((group.groups.size > 1) & (tokens > 0), weighted, group.mean)
+    return group.without_equal(inputs.scores - baseline)
+
+
+@ESTIMATORS.register("gpg")
+@public_form
+def compute_gpg_outcome_advantage(inputs: EstimatorInputs) -> Result:
+    """A = α(s − mean_g), α = N / N₊ with N₊ the responses in groups whose scores differ (groups of one among them); 0 if none.
+
+    Source: arXiv 2504.02546.
+    """
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    differing = np.count_nonzero(~group.equal)
+    alpha = len(inputs.scores) / differing if differing else 0.0
+    return alpha * group.without_equal(inputs.scores - group.mean)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.importance import LIMIT
+from verl.algorithms.correction import LIMIT, correction_metrics, mean_of
 from verl.config.dtypes import float_name
+from verl.trajectory import Trajectory
 
 _BLOCK = 1 << 15  # tokens: a few float64 arrays of it fit into a second-level cache
 _SAMPLE = 61
@@ -88,50 +89,70 @@ class Agreement:
 
     def closeness(self) -> dict[str, float]:
         """training/rollout_probs_diff_…, …_pearson_corr, training/rollout_logprob_abs_diff/…; nan without tokens."""
-        nan, n = math.nan, self.tokens
+        nan = math.nan
+        n = self.tokens or nan
         x, y, z, xx, yy, zz, xy = self._moments
         varied = n > 1 and self._ends[0] < self._ends[1] and self._ends[2] < self._ends[3]
         spread = math.sqrt(max(0.0, xx - x * x / n) * max(0.0, yy - y * y / n)) if varied else 0.0
+        correlation = float(np.clip((xy - x * y / n) / spread, -1.0, 1.0)) if spread else nan
+        largest = [part.max() for part in self._logs] or [nan]
         return {
-            "training/rollout_probs_diff_valid": 1 if n else 0,
-            "training/rollout_probs_diff_max": float(self._ends[5]) if n else nan,
-            "training/rollout_probs_diff_mean": self._sums["apart"] / n if n else nan,
+            "training/rollout_probs_diff_valid": 1 if self.tokens else 0,
+            "training/rollout_probs_diff_max": float(self._ends[5]) if self.tokens else nan,
+            "training/rollout_probs_diff_mean": self._sums["apart"] / n,
             "training/rollout_probs_diff_std": math.sqrt(max(0.0, zz - z * z / n) / (n - 1))
             if n > 1
             else nan,
-            "training/rollout_actor_probs_pearson_corr": float(np.clip((xy - x * y / n) / spread, -1.0, 1.0))
-            if spread
-            else nan,
-            "training/rollout_logprob_abs_diff/mean": self._sums["abs_e"] / n if n else nan,
-            "training/rollout_logprob_abs_diff/max": float(np.max([part.max() for part in self._logs]))
-            if n
-            else nan,
-            "training/rollout_logprob_abs_diff/p99": high_percentile(self._logs, 99) if n else nan,
+            "training/rollout_actor_probs_pearson_corr": correlation,
+            "training/rollout_logprob_abs_diff/mean": self._sums["abs_e"] / n,
+            "training/rollout_logprob_abs_diff/max": float(np.max(largest)),
+            "training/rollout_logprob_abs_diff/p99": high_percentile(self._logs, 99),
         }
 
     def divergence(self) -> dict[str, float]:
         """kl, k3_kl, {training,rollout}_{ppl,log_ppl}, log_ppl_{diff,abs_diff,diff_max,diff_min}, ppl_ratio,
         chi2_{token,seq}; of the trainer alone without the sampler's. nan without tokens."""
-        old, n = np.array(self._old), self.tokens
+        old, n = np.array(self._old), self.tokens or math.nan
         with np.errstate(over="ignore"):
-            found = {"training_ppl": _mean(np.exp(-old)), "training_log_ppl": _mean(-old)}
+            found = {"training_ppl": mean_of(np.exp(-old)), "training_log_ppl": mean_of(-old)}
             if len(self._mu) != len(self._old):
                 return found
             mu, errors = np.array(self._mu), np.array(self._errors)
-            apart, nan = mu - old, math.nan
+            apart, sums = mu - old, self._sums
             return found | {
-                "kl": -self._sums["e"] / n if n else nan,
-                "k3_kl": (self._sums["expm1_e"] - self._sums["e"]) / n if n else nan,
-                "rollout_ppl": _mean(np.exp(-mu)),
-                "rollout_log_ppl": _mean(-mu),
-                "log_ppl_diff": _mean(apart),
-                "log_ppl_abs_diff": _mean(np.abs(apart)),
-                "log_ppl_diff_max": float(apart.max()) if len(apart) else nan,
-                "log_ppl_diff_min": float(apart.min()) if len(apart) else nan,
-                "ppl_ratio": _mean(np.exp(apart)),
-                "chi2_token": self._sums["chi2"] / n if n else nan,
-                "chi2_seq": _mean(np.expm1(2 * np.clip(errors, -LIMIT, LIMIT))),
+                "kl": -sums["e"] / n,
+                "k3_kl": (sums["expm1_e"] - sums["e"]) / n,
+                "rollout_ppl": mean_of(np.exp(-mu)),
+                "rollout_log_ppl": mean_of(-mu),
+                "log_ppl_diff": mean_of(apart),
+                "log_ppl_abs_diff": mean_of(np.abs(apart)),
+                "log_ppl_diff_max": float(np.max(apart)) if len(apart) else math.nan,
+                "log_ppl_diff_min": float(np.min(apart)) if len(apart) else math.nan,
+                "ppl_ratio": mean_of(np.exp(apart)),
+                "chi2_token": sums["chi2"] / n,
+                "chi2_seq": mean_of(np.expm1(2 * np.clip(errors, -LIMIT, LIMIT))),
             }
+
+
+def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
+    """Every metric of metrics.md §6 that compares log-probs, over the rows that have both of them.
+
+    training/rollout_probs_diff_{valid,max,mean,std}, training/rollout_actor_probs_pearson_corr,
+    training/rollout_logprob_abs_diff/{mean,max,p99}, rollout_corr/…; policy tokens only, float64.
+    """
+    pairs = (
+        (_policy(row.old_log_probs, row), _policy(row.rollout_log_probs, row))
+        for row in rows
+        if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
+    )
+    found = Agreement.over(pairs, True)
+    return found.closeness() | correction_metrics(found.divergence())
+
+
+def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
+    """The row's values of policy tokens."""
+    mask = np.asarray(row.response_mask, bool)
+    return values if mask.all() else values[mask]
 
 
 FAR = {"float32": ("max", 1e-3), "half": ("mean", 0.1)}
@@ -140,40 +161,49 @@ compute in float32, on average in half precision. Measured agreement is some hun
 (docs/weight-sync.md)."""
 
 
-def first_step_disagreement(metrics: Mapping[str, Any], config: Any) -> str:
-    """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
+def first_step_bound(config: Any) -> tuple[str, float] | None:
+    """What a run's first batch is held to: `FAR` of the precision in use.
 
-    Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
-    cache. Nothing is said where both may differ by design (several weight versions in a batch, bypass mode, a
-    distribution that is truncated or not the one sampled from), and where the user has set a limit.
+    None where both may differ by design (several weight versions in a batch, bypass mode, a distribution that is
+    truncated or not the one sampled from), and where the user has set a limit.
     """
     rollout, training = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0 or rollout.repetition_penalty != 1
     other = truncated or rollout.logprobs_mode != "processed_logprobs" or rollout.quantization
     if other or config.trainer.max_staleness or config.algorithm.rollout_correction.bypass_mode:
-        return ""
+        return None
     if config.trainer.logprob_diff_limit is not None:
-        return ""
+        return None
     names = rollout.dtype, training.mixed_precision.param_dtype or training.dtype
-    exact = all(float_name(name) == "float32" for name in names)
-    kind, limit = FAR["float32" if exact else "half"]
+    return FAR["float32" if all(float_name(name) == "float32" for name in names) else "half"]
+
+
+def first_step_disagreement(metrics: Mapping[str, Any], bound: tuple[str, float] | None) -> str:
+    """Why a run's first batch shows that sampler and trainer do not compute the same model; "" if it does not.
+
+    Finds what checksums of a weight sync cannot: tied or fused weights that the sampler derived from old ones, a stale
+    cache. `bound`: of `first_step_bound`.
+    """
+    if bound is None:
+        return ""
+    kind, limit = bound
     found = metrics.get(f"training/rollout_logprob_abs_diff/{kind}")
     if found is None or not found > limit:
         return ""
     return (
         f"sampler and trainer do not compute the same model: in the first batch after a weight sync their log-probs differ "
-        f"by {found:.3g} nats ({kind}), rounding explains at most {limit:g} (rollout.dtype={names[0]}, trainer {names[1]}). "
+        f"by {found:.3g} nats ({kind}), rounding of their precisions explains at most {limit:g}. "
         "Weights reached the sampler in a wrong form, or it computes this architecture differently: report it, and try "
         "rollout.name=native; trainer.logprob_diff_limit=1e9 goes on regardless"
     )
 
 
 def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
-    """numpy's percentile (linear between neighbours) of all values of `parts` together; nan if one is. No empty part.
+    """numpy's percentile (linear between neighbours) of all values of `parts` together; nan of none, or if one is. No part is empty.
 
     Only what is above a bound guessed from a sample is sorted, everything if the guess was too high.
     """
-    if any(np.isnan(part.max()) for part in parts):
+    if not parts or any(np.isnan(part.max()) for part in parts):
         return math.nan
     count = sum(map(len, parts))
     place = percent / 100 * (count - 1)
@@ -189,7 +219,3 @@ def high_percentile(parts: Sequence[np.ndarray], percent: float) -> float:
     found = np.partition(top, [k - above for k in wanted if k >= above]) if wanted[1] >= above else top
     first, second = (float(found[k - above]) if k >= above else float(bound) for k in wanted)
     return first + (place - low) * (second - first)
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else math.nan

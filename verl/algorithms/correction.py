@@ -1,67 +1,271 @@
-"""Sampler against trainer on the same tokens: how far apart they are, and the correction for it.
+"""The correction for a sampler that is not the policy in training: importance weights and rejection (algorithms.md §7).
 
-e = old − mu per policy token: trainer's log-prob minus sampler's. The metrics are metrics.md §6, the correction is
-algorithms.md §7; its arithmetic is in `verl.algorithms.importance`. Plug-ins reach this module as
-`verl.trainer.ppo.rollout_corr_helper`.
+e is the log-ratio of a policy token, trainer minus sampler; everything works on flat float64 arrays of such tokens.
+Sources: truncated importance sampling between sampler and trainer (Yao et al. 2025); IcePop (arXiv 2510.18855);
+Liu, Li et al. 2025 ("When Speed Kills Stability").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from verl.algorithms.agreement import Agreement
-from verl.algorithms.importance import (
-    Correction,
-    Tokens,
-    importance_weights,
-    parse_rules,
-    parse_weighting,
-    rejection,
-)
+from verl.config.settings import setting
 from verl.trajectory import Trajectory
 
+LIMIT = 20.0
+_NAN = float("nan")
+_RULE = re.compile(r"(?:(token)|seq_(sum|mean|max))_k([123])")
 
-def compute_offpolicy_metrics(
-    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor | None, response_mask: torch.Tensor
-) -> dict[str, float]:
-    """Divergence between trainer and sampler over policy tokens; tensors [N, L], computed in float64.
 
-    Names without prefix: kl, k3_kl, {training,rollout}_{ppl,log_ppl}, log_ppl_{diff,abs_diff,diff_max,
-    diff_min}, ppl_ratio, chi2_token, chi2_seq. Without the sampler's log-probs only training_ppl and
-    training_log_ppl. nan where there is no token.
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Policy tokens of several responses: error float64 [T]; owner int [T], 0 … responses − 1, each with a token."""
+
+    error: np.ndarray
+    owner: np.ndarray
+    responses: int
+
+    @classmethod
+    def of(cls, error: np.ndarray, response: np.ndarray) -> Tokens:
+        """`response` [T]: any number per response, equal for its tokens."""
+        known, owner = np.unique(response, return_inverse=True)
+        return cls(np.asarray(error, np.float64), owner, len(known))
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[responses]: sum of the values [T] of each response's tokens."""
+        return np.bincount(self.owner, weights=values, minlength=self.responses)
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """[responses]: mean of the values [T] of each response's tokens."""
+        return self.sums(values) / np.bincount(self.owner, minlength=self.responses)
+
+    def maxima(self, values: np.ndarray) -> np.ndarray:
+        """[responses]: largest of the values [T] of each response's tokens."""
+        out = np.full(self.responses, -np.inf)
+        np.maximum.at(out, self.owner, values)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """`rollout_is`: kind token or sequence. With `low` weights outside [low, high] become 0, else min(w, high)."""
+
+    kind: str
+    low: float | None
+    high: float
+    normalize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One option of `rollout_rs`. over: token, sum, mean or max; k: 1, 2 or 3. Kept if low ≤ value ≤ high.
+
+    low and high are those of the value itself: logarithms of the ratio bounds for k1; low is None for k2 and k3.
     """
-    mask = response_mask.bool().cpu().numpy()
-    old = old_log_prob.detach().double().cpu().numpy()
-    mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
-    chosen = [i for i in range(len(mask)) if mask[i].any()]
-    pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
-    return Agreement.over(pairs, bool(mu is not None)).divergence()
+
+    name: str
+    over: str
+    k: int
+    low: float | None
+    high: float
 
 
-def sampler_metrics(rows: Iterable[Trajectory]) -> dict[str, float]:
-    """Every metric of metrics.md §6 that compares log-probs, over the rows that have both of them.
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`algorithm.rollout_correction`, parsed."""
 
-    training/rollout_probs_diff_{valid,max,mean,std}, training/rollout_actor_probs_pearson_corr,
-    training/rollout_logprob_abs_diff/{mean,max,p99}, rollout_corr/…; policy tokens only, float64.
-    """
-    pairs = (
-        (_policy(row.old_log_probs, row), _policy(row.rollout_log_probs, row))
-        for row in rows
-        if row.old_log_probs is not None and row.rollout_log_probs is not None and row.policy_tokens
+    weighting: Weighting | None = None
+    rules: tuple[Rule, ...] = ()
+    bypass: bool = False
+    reinforce: bool = False
+
+    @property
+    def active(self) -> bool:
+        """True if the trainer's log-probs are compared with the sampler's to weigh or reject."""
+        return self.weighting is not None or bool(self.rules)
+
+    @property
+    def needs_mini_batch_pass(self) -> bool:
+        """True if something must be known of a whole mini-batch before its update, under its current weights."""
+        normalized = self.reinforce and self.weighting is not None and self.weighting.normalize
+        return self.bypass and (bool(self.rules) or normalized)
+
+
+def parse_correction(config: Any) -> Correction:
+    """From the config group (None: nothing is corrected). ValueError naming the key and the form it must have."""
+    kind = setting(config, "rollout_is")
+    rules = setting(config, "rollout_rs")
+    weighting = None
+    if kind:
+        normalize = bool(setting(config, "rollout_is_batch_normalize", False))
+        weighting = parse_weighting(kind, setting(config, "rollout_is_threshold", 2.0), normalize)
+    return Correction(
+        weighting,
+        parse_rules(rules, setting(config, "rollout_rs_threshold")) if rules else (),
+        bypass=bool(setting(config, "bypass_mode", False)),
+        reinforce=setting(config, "loss_type", "ppo_clip") == "reinforce",
     )
-    found = Agreement.over(pairs, True)
-    corrections = {f"rollout_corr/{name}": value for name, value in found.divergence().items()}
-    return found.closeness() | corrections
 
 
-def _policy(values: np.ndarray, row: Trajectory) -> np.ndarray:
-    """The row's values of policy tokens."""
-    mask = np.asarray(row.response_mask, bool)
-    return values if mask.all() else values[mask]
+def parse_weighting(kind: str, threshold: float | str, normalize: bool = False) -> Weighting:
+    """From `rollout_is`, `rollout_is_threshold` ("2.0" truncates, "0.5_5.0" zeroes outside) and the flag."""
+    if kind not in ("token", "sequence"):
+        raise ValueError(f"rollout_is={kind!r}: it is token or sequence")
+    parts = _numbers(threshold)
+    if not parts:
+        raise ValueError(
+            f'rollout_is_threshold={threshold!r}: write a number, "2.0" (truncates), or bounds, "0.5_5.0" (zeroes outside)'
+        )
+    return Weighting(kind, parts[0] if len(parts) == 2 else None, parts[-1], normalize)
+
+
+def parse_rules(listed: str, threshold: float | str | None) -> tuple[Rule, ...]:
+    """From `rollout_rs` and `rollout_rs_threshold`: comma lists, one threshold for each name or one for all."""
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if threshold is None:
+        raise ValueError('rollout_rs_threshold: rollout_rs needs one: a number, or bounds "0.5_2.0" for k1')
+    thresholds = [part.strip() for part in str(threshold).split(",")]
+    if len(thresholds) not in (1, len(names)):
+        raise ValueError(
+            f"rollout_rs_threshold={threshold}: {len(thresholds)} thresholds for {len(names)} rules; give one each, or "
+            "one for all"
+        )
+    return tuple(
+        parse_rule(*pair) for pair in zip(names, thresholds * (len(names) // len(thresholds)), strict=True)
+    )
+
+
+def parse_rule(name: str, threshold: str) -> Rule:
+    """One name of `rollout_rs` with its threshold. ValueError for an unknown name or a threshold of another form."""
+    found = _RULE.fullmatch(name)
+    if not found or name == "seq_max_k1":
+        raise ValueError(
+            f"rollout_rs={name}: a list of token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3, separated by commas"
+        )
+    over, k, parts = found[1] or found[2], int(found[3]), _numbers(threshold)
+    if k > 1:
+        if len(parts) != 1:
+            raise ValueError(
+                f"rollout_rs_threshold={threshold}: {name} has an upper bound only, write one number"
+            )
+        return Rule(name, over, k, None, parts[0])
+    if len(parts) == 1 and parts[0] > 1:
+        parts = [1 / parts[0], parts[0]]
+    if len(parts) != 2:
+        raise ValueError(
+            f'rollout_rs_threshold={threshold}: {name} needs ratio bounds, "0.5_2.0", or one number above 1'
+        )
+    return Rule(name, over, k, float(np.log(parts[0])), float(np.log(parts[1])))
+
+
+def _numbers(threshold: float | str | None) -> list[float]:
+    """[c], or [lo, hi] of "lo_hi"; [] for anything else: all must be above 0, and lo below hi."""
+    try:
+        parts = [float(part) for part in str(threshold).split("_")]
+    except ValueError:
+        return []
+    ordered = len(parts) == 1 or (len(parts) == 2 and parts[0] < parts[1])
+    return parts if ordered and all(0 < part < np.inf for part in parts) else []
+
+
+def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict[str, float]]:
+    """Weights float64 [T] and their metrics (names without prefix).
+
+    Statistics are over tokens (kind token) or responses (kind sequence): rollout_is_{mean,std,max,min},
+    eff_sample_size of weights as applied; ratio_fraction_{high,low}, oob_ratio of raw ones; seq_*: per-response
+    means, as applied, but fraction_{high,low} of raw ones. std is unbiased; nan where there is nothing.
+    """
+    if how.kind == "token":
+        raw = np.exp(np.clip(tokens.error, -LIMIT, LIMIT))
+    else:
+        raw = np.exp(np.clip(tokens.sums(tokens.error), -LIMIT, LIMIT))
+    low = 1 / how.high if how.low is None else how.low
+    outside = (raw < low) | (raw > how.high)
+    applied = np.minimum(raw, how.high) if how.low is None else np.where(outside, 0.0, raw)
+    factor = 1.0
+    if how.normalize and len(applied) and applied.mean() > 0:
+        factor = float(applied.mean())
+        applied = applied / factor
+    sequence = how.kind == "sequence"
+    means, raw_means = (values if sequence else tokens.means(values) for values in (applied, raw))
+    metrics = {f"rollout_is_{name}": value for name, value in _spread(applied).items()}
+    mean = mean_of(applied)
+    metrics |= {
+        "rollout_is_eff_sample_size": 1 / mean_of((applied / mean) ** 2) if mean > 0 else _NAN,
+        "rollout_is_ratio_fraction_high": mean_of(raw > how.high),
+        "rollout_is_ratio_fraction_low": mean_of(raw < low),
+        "rollout_is_oob_ratio": 0.0 if how.low is None else mean_of(outside),
+        **{f"rollout_is_seq_{name}": value for name, value in _spread(means).items()},
+        "rollout_is_seq_max_deviation": float(np.abs(means - 1).max()) if len(means) else _NAN,
+        "rollout_is_seq_fraction_high": mean_of(raw_means > how.high),
+        "rollout_is_seq_fraction_low": mean_of(raw_means < low),
+    }
+    if how.normalize:
+        metrics["rollout_is_batch_norm_factor"] = factor
+    return applied[tokens.owner] if sequence else applied, metrics
+
+
+def rejection(tokens: Tokens, rules: Sequence[Rule]) -> tuple[np.ndarray, dict[str, float]]:
+    """Kept tokens bool [T], those that every rule keeps, and metrics (names without prefix).
+
+    Per rule: rollout_rs_{name}_{mean,max,min,std,fraction_high,fraction_low} of its values, one per token or per
+    response; masked_fraction, seq_masked_fraction: shares of tokens, of responses with any token, that it drops;
+    seq_*: the same of per-response values (for a token rule: means), seq_max_deviation their largest |value|.
+    """
+    kept = np.ones(len(tokens.error), bool)
+    metrics: dict[str, float] = {}
+    for rule in rules:
+        keeps, found = _apply(tokens, rule)
+        kept &= keeps
+        metrics |= {f"rollout_rs_{rule.name}_{name}": value for name, value in found.items()}
+    metrics |= {f"rollout_rs_{name}": value for name, value in _dropped(tokens, kept).items()}
+    return kept, metrics
+
+
+def _apply(tokens: Tokens, rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
+    error = np.clip(tokens.error, -LIMIT, LIMIT)
+    each = -error if rule.k == 1 else error**2 / 2 if rule.k == 2 else np.expm1(error) - error
+    means = {"token": tokens.means, "sum": tokens.sums, "mean": tokens.means, "max": tokens.maxima}[
+        rule.over
+    ](each)
+    values = each if rule.over == "token" else means
+    keeps = values <= rule.high
+    if rule.low is not None:
+        keeps &= values >= rule.low
+    kept = keeps if rule.over == "token" else keeps[tokens.owner]
+
+    def beyond(of: np.ndarray) -> dict[str, float]:
+        low = -np.inf if rule.low is None else rule.low
+        return {"fraction_high": mean_of(of > rule.high), "fraction_low": mean_of(of < low)}
+
+    seq = _spread(means) | beyond(means)
+    seq["max_deviation"] = float(np.abs(means).max()) if len(means) else _NAN
+    found = _spread(values) | beyond(values) | _dropped(tokens, kept)
+    return kept, found | {f"seq_{name}": value for name, value in seq.items()}
+
+
+def _dropped(tokens: Tokens, kept: np.ndarray) -> dict[str, float]:
+    touched = tokens.sums(~kept) > 0
+    return {"masked_fraction": mean_of(~kept), "seq_masked_fraction": mean_of(touched)}
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "mean": mean_of(values),
+        "std": float(values.std(ddof=1)) if len(values) > 1 else _NAN,
+        "max": float(values.max()) if len(values) else _NAN,
+        "min": float(values.min()) if len(values) else _NAN,
+    }
+
+
+def mean_of(values: np.ndarray) -> float:
+    """The mean; nan of nothing."""
+    return float(np.mean(values)) if len(values) else _NAN
 
 
 def correct(
@@ -73,26 +277,18 @@ def correct(
     ValueError naming the first that lacks one. Statistics are over the policy tokens of all rows. With
     `correction.bypass` weights are kept only for loss_type=reinforce: in the ratio they would count twice.
     """
-    masks = [np.asarray(row.response_mask, bool) for row in rows]
-    errors = _errors(rows, masks, current)
-    responses = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
-    tokens = Tokens.of(np.concatenate([np.zeros(0), *errors]), responses)
+    tokens = _policy_tokens(rows, current)
     metrics: dict[str, float] = {}
     if correction.weighting is not None and (correction.reinforce or not correction.bypass):
-        weights, found = importance_weights(tokens, correction.weighting)
-        metrics |= found
-        for row, mask, part in zip(rows, masks, _split(weights, masks), strict=True):
-            whole = np.zeros(row.length, np.float32)
-            whole[mask] = part
-            row.is_weights = whole
+        weights, metrics = importance_weights(tokens, correction.weighting)
+        for row, part in _by_row(weights.astype(np.float32), rows):
+            row.is_weights = part
     if correction.rules:
         kept, found = rejection(tokens, correction.rules)
         metrics |= found
-        for row, mask, part in zip(rows, masks, _split(kept, masks), strict=True):
-            keep = np.zeros(row.length, bool)
-            keep[mask] = part
-            row.loss_mask = keep if row.loss_mask is None else row.loss_mask & keep
-    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+        for row, part in _by_row(kept, rows):
+            row.loss_mask = part if row.loss_mask is None else row.loss_mask & part
+    return correction_metrics(metrics)
 
 
 def weights_of_the_update(rows: Sequence[Trajectory], correction: Correction) -> dict[str, float]:
@@ -105,19 +301,18 @@ def weights_of_the_update(rows: Sequence[Trajectory], correction: Correction) ->
     rows = [row for row in rows if row.old_log_probs is not None and row.policy_tokens]
     if how is None or not mine or not rows:
         return {}
-    masks = [np.asarray(row.response_mask, bool) for row in rows]
-    errors = np.concatenate(_errors(rows, masks, None))
-    responses = np.repeat(np.arange(len(rows)), [int(mask.sum()) for mask in masks])
-    _, metrics = importance_weights(Tokens.of(errors, responses), how)
+    return correction_metrics(importance_weights(_policy_tokens(rows), how)[1])
+
+
+def correction_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Under the names that are logged: `rollout_corr/…`."""
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _errors(
-    rows: Sequence[Trajectory], masks: Sequence[np.ndarray], current: Sequence[np.ndarray] | None
-) -> list[np.ndarray]:
-    """e of the policy tokens of each row, float64."""
-    out = []
-    for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+def _policy_tokens(rows: Sequence[Trajectory], current: Sequence[np.ndarray] | None = None) -> Tokens:
+    """e of the policy tokens of all rows."""
+    errors = [np.zeros(0)]
+    for number, row in enumerate(rows):
         ours = row.old_log_probs if current is None else current[number]
         for name, column in (("old_log_probs", ours), ("rollout_log_probs", row.rollout_log_probs)):
             if column is None:
@@ -125,82 +320,17 @@ def _errors(
                     f"algorithm.rollout_correction: response {row.index} of {row.uid} has no {name}"
                     + ("; its agent loop must return response_logprobs" if name.startswith("rollout") else "")
                 )
-        assert ours is not None and row.rollout_log_probs is not None
-        out.append(np.asarray(ours, np.float64)[mask] - np.asarray(row.rollout_log_probs, np.float64)[mask])
-    return out
+        error = np.asarray(ours, np.float64) - np.asarray(row.rollout_log_probs, np.float64)
+        errors.append(error[np.asarray(row.response_mask, bool)])
+    owners = np.repeat(np.arange(len(rows)), [len(error) for error in errors[1:]])
+    return Tokens.of(np.concatenate(errors), owners)
 
 
-def _split(flat: np.ndarray, masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return np.split(flat, np.cumsum([int(mask.sum()) for mask in masks])[:-1]) if masks else []
-
-
-def compute_rollout_correction_weights(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
-    rollout_is: str = "token",
-    rollout_is_threshold: float | str = 2.0,
-    rollout_is_batch_normalize: bool = False,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights [N, L] in the dtype of log_ratio = old − mu, 0 where the mask is; metrics without prefix.
-
-    ValueError for a kind or a threshold that cannot be.
-    """
-    how = parse_weighting(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
-    tokens, mask = _flat(log_ratio, response_mask)
-    weights, metrics = importance_weights(tokens, how)
-    return _rectangle(weights, mask, log_ratio), metrics
-
-
-def compute_rollout_rejection_mask(
-    log_ratio: torch.Tensor,
-    response_mask: torch.Tensor,
-    rollout_rs: str = "token_k1",
-    rollout_rs_threshold: float | str | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """response_mask [N, L] without what `rollout_rs` drops, in its dtype; metrics without prefix.
-
-    ValueError for a name or a threshold that cannot be.
-    """
-    tokens, mask = _flat(log_ratio, response_mask)
-    kept, metrics = rejection(tokens, parse_rules(rollout_rs, rollout_rs_threshold))
-    return _rectangle(kept, mask, response_mask), metrics
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: torch.Tensor,
-    rollout_log_prob: torch.Tensor,
-    response_mask: torch.Tensor,
-    rollout_is: str | None = None,
-    rollout_is_threshold: float | str = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: float | str | None = None,
-) -> tuple[Any, torch.Tensor, dict[str, float]]:
-    """Both, and the divergence: (DataProto with `rollout_is_weights` or None, mask [N, L], `rollout_corr/…`)."""
-    from verl.data_proto import DataProto
-
-    log_ratio = old_log_prob.detach() - rollout_log_prob.detach()
-    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    weights, mask = None, response_mask
-    if rollout_is:
-        values, found = compute_rollout_correction_weights(
-            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
-        )
-        weights, metrics = DataProto.from_dict({"rollout_is_weights": values}), metrics | found
-    if rollout_rs:
-        mask, found = compute_rollout_rejection_mask(
-            log_ratio, response_mask, rollout_rs, rollout_rs_threshold
-        )
-        metrics |= found
-    return weights, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
-
-
-def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:
-    mask = response_mask.bool().cpu().numpy()
-    return Tokens.of(log_ratio.detach().double().cpu().numpy()[mask], np.nonzero(mask)[0]), mask
-
-
-def _rectangle(values: np.ndarray, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    out = np.zeros(mask.shape)
-    out[mask] = values
-    return torch.from_numpy(out).to(like.device, like.dtype)
+def _by_row(flat: np.ndarray, rows: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, np.ndarray]]:
+    """Each row with its part of a value per policy token, on all its tokens [L]; 0 on those of others."""
+    start = 0
+    for row in rows:
+        whole = np.zeros(row.length, flat.dtype)
+        whole[np.asarray(row.response_mask, bool)] = flat[start : start + row.policy_tokens]
+        start += row.policy_tokens
+        yield row, whole

@@ -9,21 +9,13 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.aggregate import masked
-from verl.algorithms.settings import setting
+from verl.algorithms.policy_loss import masked
+from verl.config.settings import setting
 
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
-_CANONICAL = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-}
+_CANONICAL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 def canonical(kl_penalty: str) -> tuple[str, bool]:
@@ -107,6 +99,8 @@ def apply_kl_penalty(
 class FixedKLController:
     """β that stays as it is."""
 
+    type = "fixed"
+
     def __init__(self, kl_coef: float):
         self.value = float(kl_coef)
 
@@ -114,15 +108,17 @@ class FixedKLController:
         """Nothing to do: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """{"type": "fixed", "value": β}."""
-        return {"type": "fixed", "value": self.value}
+        """{"type": fixed or adaptive, "value": β}."""
+        return {"type": self.type, "value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing is taken over: the coefficient is the configured one, also after a resume."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """β that moves so that the KL stays near a target (arXiv 1909.08593)."""
+
+    type = "adaptive"
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
         if target_kl <= 0 or horizon <= 0:
@@ -130,7 +126,7 @@ class AdaptiveKLController:
                 "an adaptive KL coefficient needs target_kl > 0 and horizon > 0, "
                 f"not target_kl={target_kl}, horizon={horizon}"
             )
-        self.value = float(init_kl_coef)
+        super().__init__(init_kl_coef)
         self.target = float(target_kl)
         self.horizon = float(horizon)
 
@@ -144,17 +140,13 @@ class AdaptiveKLController:
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
-    def state_dict(self) -> dict[str, Any]:
-        """{"type": "adaptive", "value": β}."""
-        return {"type": "adaptive", "value": self.value}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take β over, if it was an adaptive controller that saved it."""
         if state["type"] == "adaptive":
             self.value = float(state["value"])
 
 
-KLController = FixedKLController | AdaptiveKLController
+KLController = FixedKLController
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algorithms import advantage, policy_loss  # noqa: F401  (they fill the registries)
-from verl.algorithms.importance import parse_correction
+from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
+from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
-from verl.algorithms.settings import setting
+from verl.config.settings import setting
 from verl.errors import UserError
+
+GREEDY_BASELINE = "reward_baselines"
+"""The need of an estimator that compares with a greedy response: one is sampled for each group (`Trajectory.baseline`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,17 @@ OLD_LOG_PROB = Pass(
     "actor",
     {"log_probs": "old_log_probs", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
 )
-PASSES = (OLD_LOG_PROB, Pass("ref", "ref", {"log_probs": "ref_log_probs"}))
+PASSES = (
+    OLD_LOG_PROB,
+    Pass("ref", "ref", {"log_probs": "ref_log_probs"}),
+    Pass("values", "critic", {"values": "values"}),
+)
 _COSTLY = frozenset({"sum_pi_squared"})
-_AT_HAND = {"response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"}
-_LATER = {
-    "values": "a critic",
-    "returns": "a critic",
-    "reward_baselines": "a greedy rollout",
-    "greedy_baseline": "a greedy rollout",
-    "teacher_log_probs": "a teacher",
+_AT_HAND = {
+    *("response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"),
+    GREEDY_BASELINE,
 }
+_LATER = {"teacher_log_probs": "a teacher"}
 
 
 def needed_columns(config: Any) -> frozenset[str]:
@@ -92,6 +96,17 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
     return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]
 
 
+def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
+    """The passes of a step without an update of the policy, whose own first pass would give its log-probs."""
+    there = any(one.name == OLD_LOG_PROB.name for one in chosen)
+    return chosen if there else [OLD_LOG_PROB.only(frozenset()), *chosen]
+
+
 def needs_reference(config: Any) -> bool:
     """True when a pass of the reference is needed."""
     return "ref_log_probs" in needed_columns(config)
+
+
+def needs_critic(config: Any) -> bool:
+    """True where values are needed, and where `critic.enable` asks for a critic anyway."""
+    return "values" in needed_columns(config) or bool(config.critic.enable)

@@ -6,20 +6,25 @@ one `LossInputs`. Counts of the whole mini-batch are known before its first micr
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.algorithms.aggregate import agg_loss, masked
-from verl.algorithms.importance import parse_correction
+from verl.algorithms.correction import parse_correction
 from verl.algorithms.kl import clipped_tokens, kl_penalty
-from verl.algorithms.policy_loss import compute_policy_loss_reinforce, weights_now
+from verl.algorithms.policy_loss import (
+    LossInputs,
+    compute_policy_loss_reinforce,
+    masked,
+    on_inputs,
+    weights_now,
+)
 from verl.algorithms.registry import LOSSES
-from verl.algorithms.settings import setting
+from verl.config.schema.base import Map
+from verl.config.settings import setting
 from verl.trajectory import Segment
 
 if TYPE_CHECKING:
@@ -68,28 +73,12 @@ def trajectory_tokens(rows: Sequence[Segment]) -> list[int] | None:
     ]
 
 
-class LossConfig:
+class LossConfig(Map):
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
     def __init__(self, actor: Any, global_batch_info: dict[str, Any], rollout_correction: Any = None):
-        self._actor = actor
-        self.global_batch_info = global_batch_info
-        self.rollout_correction = rollout_correction
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._actor, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The setting, or `default` where there is none of that name."""
-        return getattr(self, name, default)
+        super().__init__(actor if isinstance(actor, dict) else vars(actor))
+        self.update(global_batch_info=global_batch_info, rollout_correction=rollout_correction)
 
 
 class PaddedMicroBatch:
@@ -124,55 +113,6 @@ class PaddedMicroBatch:
         return self.column([row.columns[name] for row in self.rows])
 
 
-@dataclass(slots=True)
-class LossInputs:
-    """What a policy loss gets: tensors [b, W] over the segments of a micro-batch, padded on the right.
-
-    log_probs carries grad; old_log_probs are sg(log_probs) in a step's only update; loss_mask is m, response_mask p.
-    rollout_is_weights multiply the policy term, None without. entropy is None unless it was computed; columns: those that the
-    loss declared, by name. trajectory_tokens [b]: T_i where trajectories have several segments, else None.
-    """
-
-    log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    loss_mask: torch.Tensor
-    response_mask: torch.Tensor
-    loss_agg_mode: str
-    config: LossConfig
-    rollout_is_weights: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    trajectory_tokens: torch.Tensor | None = None
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-    def aggregate(self, terms: torch.Tensor) -> torch.Tensor:
-        """The scalar of per-token terms [b, W], by the configured mode and the counts of the mini-batch."""
-        return agg_loss(terms, self.loss_mask, self.loss_agg_mode, **self.config.global_batch_info)
-
-
-PolicyLoss = Callable[[LossInputs], "tuple[torch.Tensor, dict[str, Any]]"]
-
-
-def on_inputs(function: Callable[..., Any]) -> PolicyLoss:
-    """A registered loss as a function of `LossInputs`: one of a single argument as it is, any other by the public signature."""
-    if len(inspect.signature(function).parameters) == 1:
-        return function
-
-    def call(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Any]]:
-        found: tuple[torch.Tensor, dict[str, Any]] = function(
-            old_log_prob=inputs.old_log_probs,
-            log_prob=inputs.log_probs,
-            advantages=inputs.advantages,
-            response_mask=inputs.loss_mask,
-            loss_agg_mode=inputs.loss_agg_mode,
-            config=inputs.config,
-            rollout_is_weights=inputs.rollout_is_weights,
-        )
-        return found
-
-    return call
-
-
 class ActorObjective:
     """Loss of the actor as a `MicroLoss` of the training engine (verl/engine/training/base.py).
 
@@ -198,12 +138,10 @@ class ActorObjective:
         name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
         if self._correction.bypass and name == "bypass_mode":
             name = "vanilla"
-        self._loss, self._needs = (
-            on_inputs(LOSSES.get(name)),
-            LOSSES.needs(name) - {"advantages", "response_mask"},
-        )
-        if self._correction.bypass and self._correction.reinforce:
-            self._loss = on_inputs(compute_policy_loss_reinforce)
+        reinforce = self._correction.bypass and self._correction.reinforce
+        self._loss = on_inputs(compute_policy_loss_reinforce if reinforce else LOSSES.get(name))
+        self._needs = LOSSES.needs(name) - {"advantages", "response_mask", "old_log_probs"}
+        self._whole = None if reinforce else LOSSES.declared(name).whole
         self._mode = setting(actor, "loss_agg_mode", "token-mean")
         self._denominators, self._tokens_of = denominators, tokens_of
         self._entropy_coeff = float(setting(actor, "entropy_coeff", 0.0))
@@ -213,6 +151,7 @@ class ActorObjective:
 
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar to differentiate, already divided by the global counts, and metrics as (sum, weight)."""
+        assert micro.log_probs is not None
         area = PaddedMicroBatch(micro.rows, micro.log_probs)
         tokens = sum(int(np.count_nonzero(loss_mask(row))) for row in micro.rows)
         inputs = self._inputs(area, micro)
@@ -239,7 +178,7 @@ class ActorObjective:
         return loss, metrics | {name: (v, share) for name, v in zip(parts, values, strict=True)}
 
     def _inputs(self, area: PaddedMicroBatch, micro: MicroBatch) -> LossInputs:
-        log_probs = area.pad(micro.log_probs)
+        log_probs = area.pad(area.like)
         bypass = self._correction.bypass
         old = area.needed("rollout_log_probs", "bypass_mode") if bypass else _old_log_probs(area, log_probs)
         entropy = micro.entropy
@@ -260,8 +199,14 @@ class ActorObjective:
             rollout_is_weights=self._weights(area, log_probs, old),
             entropy=None if entropy is None else area.pad(entropy),
             trajectory_tokens=counts,
-            columns={name: area.needed(name, "policy loss") for name in self._needs},
+            columns=self._columns(area),
         )
+
+    def _columns(self, area: PaddedMicroBatch) -> dict[str, torch.Tensor]:
+        names = set(self._needs)
+        if self._whole is not None and any("mini_batch_values" in row.columns for row in area.rows):
+            names.add("mini_batch_values")
+        return {name: area.needed(name, "policy loss") for name in names}
 
     def _weights(
         self, area: PaddedMicroBatch, log_prob: torch.Tensor, old: torch.Tensor

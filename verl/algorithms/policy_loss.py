@@ -1,26 +1,204 @@
-"""Policy losses: per-token terms from ratios and advantages, aggregated over the mini-batch. One function each.
+"""Policy losses: per-token terms from ratios and advantages, and their aggregation to one number. One function each.
 
-Signature of every loss: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-rollout_is_weights) → (loss, metrics); tensors [b, L], `response_mask` is the loss mask. Metrics are floats
-of this micro-batch, averaged by token count.
+A loss is written on `LossInputs`; `@public_form` gives it the signature that users call: (old_log_prob, log_prob, advantages,
+response_mask, loss_agg_mode, config, rollout_is_weights) → (loss, metrics); tensors [b, L], `response_mask` is the loss mask.
+Metrics are floats of this micro-batch, averaged by token count.
+
+T and B are counted over the mini-batch before its first micro-batch, so that the parts of micro-batches and ranks simply add up:
+batching changes neither the value nor the gradient.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from verl.algorithms.aggregate import agg_loss, masked, masked_mean
-from verl.algorithms.importance import Tokens, Weighting, importance_weights, parse_correction
-from verl.algorithms.registry import LOSSES
-from verl.algorithms.settings import setting
+from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
+from verl.config.schema.actor import AGG_MODES as MODES
+from verl.config.settings import setting
 
 LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2
 CLIP_RATIO_C = 3.0
+CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
 
-PolicyLoss = tuple[torch.Tensor, dict[str, float]]
+PolicyLoss = tuple[torch.Tensor, dict[str, Any]]
+Count = float | torch.Tensor
+
+
+def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` where mask is set, 0 elsewhere, whatever is there (padding may hold NaN). Shapes as given."""
+    return torch.where(mask.bool(), values, torch.zeros_like(values))
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean over the tokens with mask set; 0 if there is none. Scalar."""
+    return masked(values, mask).sum() / mask.sum().clamp(min=1)
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+    trajectory_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Aggregate per-token terms [b, L] under a mask [b, L] into a scalar (algorithms.md §4).
+
+    batch_num_tokens is T, the mini-batch's tokens with mask 1; global_batch_size is B, its responses that have
+    one; None counts what is given here. loss_scale_factor is H (None: L). trajectory_tokens [b] is T_i, where rows are
+    segments of trajectories that have others (None: a row's own tokens). The value is multiplied by
+    `dp_size`, for callers whose gradients are averaged over ranks. A mask without a token gives 0.
+    Raises ValueError for an unknown mode, and for dp_size > 1 without the count that the mode divides by.
+    """
+    if loss_agg_mode not in MODES:
+        raise ValueError(f"unknown loss_agg_mode {loss_agg_mode!r}; there are: {', '.join(MODES)}")
+    terms = masked(loss_mat, loss_mask)
+    if loss_agg_mode == "token-sum":
+        return terms.sum() * dp_size
+    if loss_agg_mode == "token-mean":
+        tokens = _count(batch_num_tokens, loss_mask.sum(), "batch_num_tokens", loss_agg_mode, dp_size)
+        return terms.sum() / tokens * dp_size
+    carrying = (loss_mask.sum(-1) > 0).sum()
+    responses = _count(global_batch_size, carrying, "global_batch_size", loss_agg_mode, dp_size)
+    if loss_agg_mode == "seq-mean-token-mean":
+        tokens = loss_mask.sum(-1) if trajectory_tokens is None else trajectory_tokens
+        terms = terms / tokens.unsqueeze(-1).clamp(min=1)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        scale = float(loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+        if scale <= 0:
+            raise ValueError(f"loss_scale_factor must be greater than 0, not {scale}")
+        terms = terms / scale
+    return terms.sum() / responses * dp_size
+
+
+def _count(given: Count | None, counted: torch.Tensor, name: str, mode: str, dp_size: int) -> Count:
+    """The count to divide by, at least 1: where it is 0 there is nothing to divide either."""
+    if given is None:
+        if dp_size > 1:
+            raise ValueError(
+                f"agg_loss in mode {mode!r} needs {name} when dp_size is {dp_size}: "
+                "the count over all ranks cannot be seen from one of them"
+            )
+        given = counted
+    return given.clamp(min=1) if isinstance(given, torch.Tensor) else max(given, 1)
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """What a policy loss gets: tensors [b, W] over the segments of a micro-batch, padded on the right.
+
+    log_probs carries grad; old_log_probs are sg(log_probs) in a step's only update; loss_mask is m, response_mask p.
+    rollout_is_weights multiply the policy term, None without. entropy is None unless it was computed; columns: those that the
+    loss declared, by name. trajectory_tokens [b]: T_i where trajectories have several segments, else None.
+    """
+
+    log_probs: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    response_mask: torch.Tensor
+    loss_agg_mode: str
+    config: Any
+    rollout_is_weights: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    trajectory_tokens: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def aggregate(self, terms: torch.Tensor) -> torch.Tensor:
+        """The scalar of per-token terms [b, W], by the configured mode and the counts of the mini-batch."""
+        counts = setting(self.config, "global_batch_info", {})
+        return agg_loss(terms, self.loss_mask, self.loss_agg_mode, **counts)
+
+    def policy_term(self, terms: torch.Tensor) -> torch.Tensor:
+        """`aggregate` of the terms times the importance weights, if there are any."""
+        weights = self.rollout_is_weights
+        return self.aggregate(terms if weights is None else terms * weights)
+
+    def log_ratio(self) -> torch.Tensor:
+        """d = logp − old, 0 where the mask is not set."""
+        return masked(self.log_probs - self.old_log_probs, self.loss_mask)
+
+    def ratio(self) -> torch.Tensor:
+        """ρ = exp(d), d limited to ±20."""
+        return self.log_ratio().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+    @torch.no_grad()
+    def metrics(self, **values: torch.Tensor) -> dict[str, float]:
+        """`actor/{name}` of each, its mean over the tokens in the loss, and actor/ppo_kl, that of old − logp.
+
+        They are read from the device in one go.
+        """
+        mask = self.loss_mask
+        named = {"ppo_kl": -self.log_ratio(), **values}
+        means = torch.stack([masked_mean(v.to(mask.dtype), mask) for v in named.values()]).tolist()
+        return {f"actor/{name}": mean for name, mean in zip(named, means, strict=True)}
+
+    def of_mini_batch(self, whole: WholeMiniBatch) -> torch.Tensor:
+        """The column `mini_batch_values` [b, W]; without a trainer that made it, of the tokens given here."""
+        if "mini_batch_values" in self.columns:
+            return self.columns["mini_batch_values"]
+        like = self.log_probs
+
+        def flat(values: torch.Tensor) -> np.ndarray:
+            return np.asarray(values.detach().double().cpu().numpy()).ravel()
+
+        tokens = MiniBatchTokens(
+            log_probs=flat(like),
+            old_log_probs=flat(self.old_log_probs),
+            advantages=flat(self.advantages),
+            loss_mask=flat(self.loss_mask) > 0,
+            trajectory=np.repeat(np.arange(like.shape[0]), like.shape[1]),
+        )
+        return torch.from_numpy(whole.compute(tokens, self.config)).to(like.device, like.dtype).view_as(like)
+
+
+def public_form(loss: Callable[[LossInputs], PolicyLoss]) -> Callable[..., PolicyLoss]:
+    """The loss under the signature of the public interface; the trainer calls it with `LossInputs` (`on_inputs`)."""
+
+    @functools.wraps(loss)
+    def call(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> PolicyLoss:
+        given = (log_prob, old_log_prob, advantages, response_mask, response_mask, loss_agg_mode, config)
+        return loss(LossInputs(*given, rollout_is_weights=rollout_is_weights))
+
+    del call.__wrapped__  # its signature is the public one
+    call.on_inputs = loss  # type: ignore[attr-defined]
+    return call
+
+
+def on_inputs(function: Callable[..., PolicyLoss]) -> Callable[[LossInputs], PolicyLoss]:
+    """A registered loss as a function of `LossInputs`: one of a single argument as it is, any other by the public signature."""
+    if own := getattr(function, "on_inputs", None):
+        return own  # type: ignore[no-any-return]
+    if len(inspect.signature(function).parameters) == 1:
+        return function
+    return lambda inputs: function(
+        old_log_prob=inputs.old_log_probs,
+        log_prob=inputs.log_probs,
+        advantages=inputs.advantages,
+        response_mask=inputs.loss_mask,
+        loss_agg_mode=inputs.loss_agg_mode,
+        config=inputs.config,
+        rollout_is_weights=inputs.rollout_is_weights,
+    )
 
 
 def clip_bounds(config: Any) -> tuple[float, float]:
@@ -32,100 +210,109 @@ def clip_bounds(config: Any) -> tuple[float, float]:
     return low, high
 
 
-def denominators_of(config: Any) -> dict[str, Any]:
-    """The global counts the trainer hands to a loss as `config.global_batch_info`; {} outside of a trainer."""
-    return dict(setting(config, "global_batch_info", {}))
+@LOSSES.register("vanilla", keys=[*CLIP_KEYS, "clip_ratio_c"])
+@public_form
+def compute_policy_loss_vanilla(inputs: LossInputs) -> PolicyLoss:
+    """x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c), c = clip_ratio_c.
 
-
-def log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """d = logp − old, 0 where the mask is not set."""
-    return masked(log_prob - old_log_prob, mask)
-
-
-@LOSSES.register("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> PolicyLoss:
-    """Clipped surrogate with separate bounds and dual clip.
-
-    x = max(−Aρ, −A·clip(ρ, 1−ε_lo, 1+ε_hi)); where A < 0 also x = min(x, −A·c). Metrics: share of tokens where
-    the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower), mean of old − logp.
+    Metrics: share of tokens where the clipped term is the larger (pg_clipfrac), share cut by c (pg_clipfrac_lower).
     ValueError unless clip_ratio_c > 1.
     Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729; clip-higher, arXiv 2503.14476.
     """
-    low, high = clip_bounds(config)
-    cap = float(setting(config, "clip_ratio_c", CLIP_RATIO_C))
+    low, high = clip_bounds(inputs.config)
+    cap = float(setting(inputs.config, "clip_ratio_c", CLIP_RATIO_C))
     if cap <= 1:
         raise ValueError(f"clip_ratio_c must be greater than 1, not {cap}")
-    difference = log_ratio(log_prob, old_log_prob, response_mask)
-    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages, ratio = inputs.advantages, inputs.ratio()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     larger = torch.maximum(plain, clipped)
     ceiling = -advantages * cap
     cut = (advantages < 0) & (larger > ceiling)
-    terms = torch.where(cut, ceiling, larger)
-    if rollout_is_weights is not None:
-        terms = terms * rollout_is_weights
-    loss = agg_loss(terms, response_mask, loss_agg_mode, **denominators_of(config))
-    shares = (clipped > plain, cut, -difference)
-    clipfrac, lower, kl = _means(shares, response_mask)
-    return loss, {"actor/pg_clipfrac": clipfrac, "actor/pg_clipfrac_lower": lower, "actor/ppo_kl": kl}
+    loss = inputs.policy_term(torch.where(cut, ceiling, larger))
+    return loss, inputs.metrics(pg_clipfrac=clipped > plain, pg_clipfrac_lower=cut)
 
 
-def compute_policy_loss_reinforce(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> PolicyLoss:
+@LOSSES.register("cispo", keys=CLIP_KEYS)
+@public_form
+def compute_policy_loss_cispo(inputs: LossInputs) -> PolicyLoss:
+    """x = −sg(clip(ρ, 1−ε_lo, 1+ε_hi))·A·logp. Metrics: pg_clipfrac, share of tokens whose ratio is clipped.
+
+    The paper has no lower bound: clip_ratio_low ≥ 1. Source: CISPO, arXiv 2506.13585.
+    """
+    low, high = clip_bounds(inputs.config)
+    ratio = inputs.ratio().detach()
+    limited = ratio.clamp(1 - low, 1 + high)
+    loss = inputs.policy_term(-limited * inputs.advantages * inputs.log_probs)
+    return loss, inputs.metrics(pg_clipfrac=ratio != limited)
+
+
+@LOSSES.register("sapo", keys=["policy_loss.tau_pos", "policy_loss.tau_neg"])
+@public_form
+def compute_policy_loss_sapo(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos where A > 0, else tau_neg: the gradient fades where the ratio leaves 1.
+
+    Metrics: pg_clipfrac, always 0. ValueError unless both are above 0. Source: SAPO, arXiv 2511.20347.
+    """
+    own = setting(inputs.config, "policy_loss")
+    positive, negative = float(setting(own, "tau_pos", 1.0)), float(setting(own, "tau_neg", 1.05))
+    if positive <= 0 or negative <= 0:
+        raise ValueError(f"tau_pos and tau_neg must be greater than 0, not {positive} and {negative}")
+    advantages = inputs.advantages
+    tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
+    gate = torch.sigmoid(tau * (inputs.ratio() - 1)) * 4 / tau
+    loss = inputs.policy_term(-advantages * gate)
+    return loss, inputs.metrics(pg_clipfrac=torch.zeros_like(advantages))
+
+
+@LOSSES.register("gpg")
+@public_form
+def compute_policy_loss_gpg(inputs: LossInputs) -> PolicyLoss:
+    """x = −A·logp. Source: GPG, arXiv 2504.02546."""
+    return inputs.policy_term(-inputs.advantages * inputs.log_probs), inputs.metrics()
+
+
+@LOSSES.register("dro", keys=["policy_loss.dro_beta"])
+@public_form
+def compute_policy_loss_dro(inputs: LossInputs) -> PolicyLoss:
+    """x = −(A·logp − ½β·d²), β = dro_beta. ValueError unless it is above 0. Source: DRO, arXiv 2405.19107."""
+    beta = setting(setting(inputs.config, "policy_loss"), "dro_beta")
+    if beta is None or beta <= 0:
+        raise ValueError(f"policy_loss.dro_beta must be greater than 0, not {beta}")
+    terms = inputs.advantages * inputs.log_probs - beta * inputs.log_ratio().square() / 2
+    return inputs.policy_term(-terms), inputs.metrics()
+
+
+@public_form
+def compute_policy_loss_reinforce(inputs: LossInputs) -> PolicyLoss:
     """Policy gradient with importance weights instead of a clipped ratio: x = −w·A·logp (w = 1 without weights).
 
-    `old_log_prob` is the sampler's, for actor/ppo_kl = mean of old − logp only.
+    `old_log_probs` is the sampler's, for actor/ppo_kl = mean of old − logp only.
     Source: Liu, Li et al. 2025, "When Speed Kills Stability".
     """
-    terms = -advantages * log_prob
-    if rollout_is_weights is not None:
-        terms = terms * rollout_is_weights
-    loss = agg_loss(terms, response_mask, loss_agg_mode, **denominators_of(config))
-    (kl,) = _means((-log_ratio(log_prob, old_log_prob, response_mask),), response_mask)
-    return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, "actor/ppo_kl": kl}
+    loss = inputs.policy_term(-inputs.advantages * inputs.log_probs)
+    return loss, {"actor/pg_clipfrac": 0.0, "actor/pg_clipfrac_lower": 0.0, **inputs.metrics()}
 
 
 @LOSSES.register("bypass_mode")
-def compute_policy_loss_bypass_mode(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> PolicyLoss:
-    """Two policies: `old_log_prob` is the sampler's. The loss is that of `config.rollout_correction.loss_type`.
+@public_form
+def compute_policy_loss_bypass_mode(inputs: LossInputs) -> PolicyLoss:
+    """Two policies: `old_log_probs` is the sampler's. The loss is that of `config.rollout_correction.loss_type`.
 
     ppo_clip: the configured loss_mode with the ratio to the sampler; weights would count twice and are left out.
     reinforce: `compute_policy_loss_reinforce` with the weights given, else those of `rollout_is` from current over
     sampler, over the tokens given. Rejection is the caller's: it changes the counts of the mini-batch.
     """
-    correction = parse_correction(setting(config, "rollout_correction"))
-    given = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
+    correction = parse_correction(setting(inputs.config, "rollout_correction"))
     if not correction.reinforce:
-        name = setting(setting(config, "policy_loss"), "loss_mode", "vanilla")
-        loss = LOSSES.get("vanilla" if name == "bypass_mode" else name)
-        return loss(*given, rollout_is_weights=None)  # type: ignore[no-any-return]
-    if rollout_is_weights is None and correction.weighting is not None:
-        rollout_is_weights = weights_now(log_prob, old_log_prob, response_mask, correction.weighting)
-    return compute_policy_loss_reinforce(*given, rollout_is_weights=rollout_is_weights)
+        name = setting(setting(inputs.config, "policy_loss"), "loss_mode", "vanilla")
+        loss = on_inputs(LOSSES.get("vanilla" if name == "bypass_mode" else name))
+        return loss(replace(inputs, rollout_is_weights=None))
+    weights = inputs.rollout_is_weights
+    if weights is None and correction.weighting is not None:
+        old, mask = inputs.old_log_probs, inputs.loss_mask
+        weights = weights_now(inputs.log_probs, old, mask, correction.weighting)
+    return on_inputs(compute_policy_loss_reinforce)(replace(inputs, rollout_is_weights=weights))
 
 
 @torch.no_grad()
@@ -139,9 +326,3 @@ def weights_now(
     out = torch.zeros_like(log_prob)
     out[mask] = torch.from_numpy(weights).to(out.device, out.dtype)
     return out
-
-
-@torch.no_grad()
-def _means(values: tuple[torch.Tensor, ...], mask: torch.Tensor) -> list[float]:
-    """Mean of each over the masked tokens, read from the device in one go."""
-    return torch.stack([masked_mean(v.to(mask.dtype), mask) for v in values]).tolist()  # type: ignore[no-any-return]

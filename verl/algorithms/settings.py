@@ -1,8 +1,7 @@
-"""Reading one setting from whatever carries the configuration: a typed group, a mapping, or nothing at all."""
+"""Reading one setting from whatever carries the configuration: a typed group, a dict, or nothing at all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -10,5 +9,5 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
     """`config.name`, or `default` where config is None, lacks the name, or holds None under it."""
     if config is None:
         return default
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
     return default if value is None else value

@@ -17,7 +17,16 @@ VERL_FSDP = "public verl, FSDP shards"
 VERL_HF = "public verl, hf_model"
 VERL_MEGATRON = "public verl, Megatron"
 
-_ROLES = ("actor", "critic")
+# What in a directory, or in that of a role below it, tells which layout it has; the first that is found counts.
+_SIGNS = (
+    ("model_world_size_*_rank_*.pt", VERL_FSDP),
+    ("dist_ckpt", VERL_MEGATRON),
+    ("huggingface/*.safetensors", VERL_HF),
+    ("adapter_config.json", PEFT),
+    ("config.json", HUGGING_FACE),
+)
+_START = "then start with actor_rollout_ref.model.path=<that directory>"
+_MERGE = f"merged into a Hugging Face directory first (the public model_merger does it); {_START}"
 
 
 def detect(path: Path) -> str | None:
@@ -25,48 +34,18 @@ def detect(path: Path) -> str | None:
 
     Accepts a run folder, a `global_step_N`, or a role's directory inside one.
     """
-    if not path.is_dir():
-        return None
+    return _found(path)[0]
+
+
+def _found(path: Path) -> tuple[str | None, Path]:
+    """The layout, and the directory that has its sign."""
     if (path / manifest.NAME).is_file():
-        return OURS
-    for place in (path, *(path / role for role in _ROLES)):
-        found = _detect_role(place)
-        if found is not None:
-            return found
-    return RUN if any(True for _ in manifest.step_directories(path)) else None
-
-
-def _detect_role(place: Path) -> str | None:
-    if not place.is_dir():
-        return None
-    if any(place.glob("model_world_size_*_rank_*.pt")):
-        return VERL_FSDP
-    if (place / "dist_ckpt").is_dir():
-        return VERL_MEGATRON
-    if any((place / "huggingface").glob("*.safetensors")):
-        return VERL_HF
-    if (place / "adapter_config.json").is_file():
-        return PEFT
-    if (place / "config.json").is_file():
-        return HUGGING_FACE
-    return None
-
-
-def model_directory(path: Path, role: str = "actor") -> Path | None:
-    """The Hugging Face directory that a path stands for, or None.
-
-    Follows a run folder to its newest `global_step_N` (by the pointer file, else the highest number), a
-    `global_step_N` to `{role}/` or the public system's `{role}/huggingface/`, and takes a directory with
-    config.json and weights as it is.
-    """
-    path = Path(path)
-    for place in (path, path / role, path / role / "huggingface", path / "huggingface"):
-        if (place / "config.json").is_file() and (
-            any(place.glob("*.safetensors")) or any(place.glob("pytorch_model*.bin"))
-        ):
-            return place
-    step = newest_by_name(path)
-    return model_directory(step, role) if step is not None else None
+        return OURS, path
+    for place in (path, path / "actor", path / "critic"):
+        for sign, layout in _SIGNS:
+            if any(place.glob(sign)):
+                return layout, place
+    return (RUN if any(True for _ in manifest.step_directories(path)) else None), path
 
 
 def newest_by_name(root: Path) -> Path | None:
@@ -81,18 +60,14 @@ def newest_by_name(root: Path) -> Path | None:
 
 def foreign(path: Path) -> str:
     """Why a directory that is not a checkpoint of ours cannot be resumed, and what to do; "" for anything else."""
-    layout = detect(path)
+    layout, place = _found(path)
     if layout in (None, OURS, RUN) or (path / "state").is_dir():  # the latter: ours, unfinished
         return ""
-    merge = "the public model_merger does it); then start with actor_rollout_ref.model.path=<that directory>"
     advice = {
-        VERL_HF: f"its weights can start a new run: actor_rollout_ref.model.path={model_directory(path)}",
-        VERL_FSDP: "its shards (model_world_size_*_rank_*.pt) have to be merged into a Hugging Face directory first "
-        f"({merge}",
-        VERL_MEGATRON: "its distributed checkpoint (dist_ckpt/) has to be merged into a Hugging Face directory first "
-        f"({merge}",
-        HUGGING_FACE: "a model directory cannot be resumed; start with "
-        f"actor_rollout_ref.model.path={model_directory(path) or path}",
+        VERL_HF: f"its weights can start a new run: actor_rollout_ref.model.path={place / 'huggingface'}",
+        VERL_FSDP: f"its shards (model_world_size_*_rank_*.pt) have to be {_MERGE}",
+        VERL_MEGATRON: f"its distributed checkpoint (dist_ckpt/) has to be {_MERGE}",
+        HUGGING_FACE: f"a model directory cannot be resumed; start with actor_rollout_ref.model.path={place}",
     }
     what = advice.get(str(layout), "it cannot be resumed")
     return f"{path} is not a checkpoint of this verl ({layout}): {what}"

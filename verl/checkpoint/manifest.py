@@ -78,16 +78,11 @@ def files_under(directory: Path) -> list[str]:
 
     CheckpointError for a link or special file: a checkpoint must stand alone.
     """
-    found = []
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = Path(folder, name)
-            relative = path.relative_to(directory).as_posix()
-            if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"{path} is not a plain file; a checkpoint may hold only plain files")
-            if relative != NAME:
-                found.append(relative)
-    return sorted(found)
+    paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is not a plain file; a checkpoint may hold only plain files")
+    return sorted({path.relative_to(directory).as_posix() for path in paths} - {NAME})
 
 
 def hash_files(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -122,10 +117,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         record: Any = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
-            raise CheckpointError(
-                f"{directory} has checkpoint format {record['format']!r}, this version reads format {FORMAT}: "
-                "use the verl version that wrote it"
-            )
+            what = f"checkpoint format {record['format']!r}, this version of verl reads format {FORMAT}"
+            raise CheckpointError(f"{directory} has {what}: use the one that wrote it")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in record["files"].items()}
         return Manifest(int(record["step"]), int(record["serial"]), float(record["time"]), files)
     except FileNotFoundError:
@@ -145,9 +138,8 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = True) -> None:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
     if not problems and hashes:
         found = hash_files(directory, sorted(manifest.files))
-        problems = [
-            f"{name} has other content" for name, entry in found.items() if entry != manifest.files[name]
-        ]
+        differ = [name for name, entry in found.items() if entry != manifest.files[name]]
+        problems = [f"{name} has other content" for name in differ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{directory} is damaged: {'; '.join(problems[:5])}{more}")
@@ -186,9 +178,6 @@ def sync_tree(directory: Path) -> None:
     """Sync every file and directory below, and the directory itself."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            handle = os.open(Path(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
         sync_directory(Path(folder))

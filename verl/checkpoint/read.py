@@ -18,12 +18,11 @@ from verl.checkpoint.manifest import (
     read_manifest,
     remove,
     stale_entries,
-    step_directories,
     step_of,
     sync_directory,
     verify,
 )
-from verl.checkpoint.write import no_event
+from verl.checkpoint.write import no_event, sealed
 
 OnEvent = Callable[..., None]
 
@@ -44,10 +43,8 @@ class Checkpoint:
     def part(self, name: str) -> Path:
         """Directory of a part. CheckpointError if it was left out when saving."""
         if not self.has(name):
-            raise CheckpointError(
-                f"{self.path} has no {name}/: it was saved without it (checkpoint.save_contents) and can be used "
-                "as a model but not resumed"
-            )
+            why = "it was saved without (checkpoint.save_contents): a model that cannot be resumed"
+            raise CheckpointError(f"{self.path} has no {name}/, {why}")
         return self.path / name
 
 
@@ -105,14 +102,7 @@ def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Ch
         what = layouts.foreign(path) or error
         on_event("checkpoint_passed_over", path=str(path), message=f"passed over: {what}")
 
-    found: list[tuple[int, int, Path]] = []
-    for path in sorted(step_directories(root)):
-        try:
-            manifest = read_manifest(path)
-            found.append((manifest.serial, manifest.step, path))
-        except CheckpointError as error:
-            pass_over(path, error)
-    for _, _, path in sorted(found, reverse=True):
+    for *_, path in sorted(sealed(root, pass_over), reverse=True):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:
@@ -138,9 +128,7 @@ def resolve_resume(
     if mode == "disable":
         return None
     if not path:
-        raise CheckpointError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path=<run folder or global_step_N>"
-        )
+        raise CheckpointError("resume_mode=resume_path needs trainer.resume_from_path=<run or global_step_N>")
     return _resume_path(Path(path).expanduser(), on_event)
 
 
@@ -154,14 +142,20 @@ def _resume_path(path: Path, on_event: OnEvent) -> Checkpoint:
         return open_checkpoint(path)
     if why := layouts.foreign(path):
         raise CheckpointError(f"{key}: {why}")
+    return newest_of(path, key, on_event)
+
+
+def newest_of(root: Path, name: str, on_event: OnEvent = no_event) -> Checkpoint:
+    """`newest` of a folder that this run does not own. CheckpointError where there is none: it says why, and calls the
+    folder `name`."""
     problems: list[str] = []
 
     def note(kind: str, **fields: Any) -> None:
         problems.append(str(fields["message"]))
         on_event(kind, **fields)
 
-    found = newest(path, on_event=note, tidy=False)
+    found = newest(root, on_event=note, tidy=False)
     if found is None:
         why = "; ".join(problems) or "it holds no global_step_N"
-        raise CheckpointError(f"{key} has no complete checkpoint: {why}")
+        raise CheckpointError(f"{name} has no complete checkpoint: {why}")
     return found

@@ -55,9 +55,8 @@ class RemoteCopies:
         except CheckpointError:
             raise
         except Exception as error:  # every file system has errors of its own
-            raise CheckpointError(
-                f"trainer.default_hdfs_dir={self.url}: {doing} failed ({type(error).__name__}: {error})"
-            ) from error
+            what = f"{doing} failed ({type(error).__name__}: {error})"
+            raise CheckpointError(f"trainer.default_hdfs_dir={self.url}: {what}") from error
 
     def put(self, checkpoint: Path) -> int:
         """Copy a sealed local checkpoint; returns the bytes."""

@@ -31,12 +31,7 @@ def save(directory: Path) -> None:
     }
     scalars = {
         "python": {"version": version, "gauss": python_gauss},
-        "numpy": {
-            "kind": str(kind),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        },
+        "numpy": {"kind": kind, "position": position, "has_gauss": has_gauss, "gauss": gauss},
     }
     save_file(arrays, directory / _ARRAYS)
     (directory / _SCALARS).write_text(json.dumps(scalars, indent=1), "utf-8")
@@ -56,9 +51,8 @@ def load(directory: Path) -> None:
         numpy_state = (legacy["kind"], arrays["numpy"], *numbers)
         torch_state = torch.from_numpy(arrays["torch"])
     except Exception as error:
-        raise CheckpointError(
-            f"{directory}: random states cannot be read ({type(error).__name__}: {error})"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{directory}: random states cannot be read ({what})") from error
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

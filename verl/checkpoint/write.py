@@ -39,32 +39,12 @@ def no_event(kind: str, **fields: Any) -> None:
     """An `on_event` that has no listener."""
 
 
-def save(
-    root: Path,
-    step: int,
-    parts: Mapping[str, Callable[[Path], Any]],
-    *,
-    loop_state: Mapping[str, Any],
-    keep: int | None = None,
-    on_event: OnEvent = no_event,
-) -> Path | None:
-    """Write `root/global_step_{step}` and return its path, or None when it could not be written.
-
-    Every value of `parts` is called with an existing empty directory at its key (a relative path such as
-    "actor" or "state/actor_optim") and fills it. `loop_state` must be JSON. `keep`: how many sealed checkpoints
-    stay (None or < 1: all), the new one included. Any failure (disk full, a part that raises) becomes the event
-    `checkpoint_failed`, the unfinished directory is removed, and older checkpoints are untouched. Success is the
-    event `checkpoint_saved` with bytes, seconds and the hashing speed.
-    """
-    unsealed = CheckpointWriter(root, step, keep=keep, on_event=on_event)
-    unsealed.fill(parts, loop_state)
-    return unsealed.seal()
-
-
 class CheckpointWriter:
     """A checkpoint on its way: `fill` writes its parts, `seal` makes it one. The two may run in different threads.
 
-    Arguments and failures as in `save`; `problem` says what failed ("" as long as nothing did).
+    Any failure (disk full, a part that raises) becomes the event `checkpoint_failed`, the unfinished directory is removed,
+    and older checkpoints are untouched. `keep`: how many sealed checkpoints stay (None or < 1: all), the new one included.
+    `problem` says what failed ("" as long as nothing did).
     """
 
     def __init__(self, root: Path, step: int, *, keep: int | None = None, on_event: OnEvent = no_event):
@@ -78,7 +58,11 @@ class CheckpointWriter:
         self.problem = ""
 
     def fill(self, parts: Mapping[str, Callable[[Path], Any]], loop_state: Mapping[str, Any]) -> None:
-        """Write the parts and the loop's state into the unfinished directory."""
+        """Write the parts and the loop's state into the unfinished directory.
+
+        Every value of `parts` is called with an existing empty directory at its key (a relative path such as
+        "actor" or "state/actor_optim") and fills it. `loop_state` must be JSON.
+        """
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             remove(self._beside)
@@ -94,7 +78,9 @@ class CheckpointWriter:
                 raise
 
     def seal(self) -> Path | None:
-        """Sync, hash, seal, rename; then the pointer file and the retention. None if anything failed."""
+        """Sync, hash, seal, rename; then the pointer file and the retention. The path of `root/global_step_{step}`, or None
+        if anything failed. Success is the event `checkpoint_saved` with bytes, seconds and the hashing speed.
+        """
         if self.problem:
             return None
         try:
@@ -125,7 +111,7 @@ class CheckpointWriter:
         hashing = time.perf_counter()
         files = hash_files(self._beside, files_under(self._beside))
         hash_seconds = time.perf_counter() - hashing
-        serial = max((serial for serial, *_ in _sealed(self._root)), default=0) + 1
+        serial = max((serial for serial, *_ in sealed(self._root)), default=0) + 1
         manifest = Manifest(self._step, serial, time.time(), files)
         write_manifest(self._beside, manifest)
         return manifest.size, hash_seconds
@@ -182,19 +168,19 @@ def surplus(root: Path, keep: int) -> list[Path]:
     Directories without a readable manifest of ours (another system's, damaged ones) are neither counted nor
     deleted.
     """
-    sealed = sorted(_sealed(root))
-    return [path for *_, path in sealed[: max(0, len(sealed) - keep)]]
+    found = sorted(sealed(root))
+    return [path for *_, path in found[: max(0, len(found) - keep)]]
 
 
-def _sealed(root: Path) -> list[tuple[int, int, Path]]:
-    """(serial, step, path) of every directory with a readable manifest."""
+def sealed(root: Path, pass_over: Callable[..., None] = lambda *_: None) -> list[tuple[int, int, Path]]:
+    """(serial, step, path) of every directory with a readable manifest; pass_over(path, error) hears of the others."""
     found = []
-    for path in step_directories(root):
+    for path in sorted(step_directories(root)):
         try:
             manifest = read_manifest(path)
-        except CheckpointError:
-            continue
-        found.append((manifest.serial, manifest.step, path))
+            found.append((manifest.serial, manifest.step, path))
+        except CheckpointError as error:
+            pass_over(path, error)
     return found
 
 

@@ -12,22 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import UserError
-from verl.workers.compare_nodes import (
-    BAD,
-    GIB,
-    NOTE,
-    OK,
-    WARN,
-    Facts,
-    Finding,
-    NodeNeeds,
-    bad,
-    compare,
-    gib,
-    needs_of,
-)
+from verl.workers import compare_nodes
+from verl.workers.compare_nodes import BAD, GIB, NOTE, WARN, Facts, Finding, bad, compare, gib, graded
 from verl.workers.resources import ResourceRequest, placeable, resource_requests
 
+_AREAS = ("nodes", "versions", "limits", "room", "model", "network")
 _MAX_CLOCK_S = 1.0
 _SMALL = "the run leaves it alone: too few devices"
 
@@ -41,7 +30,7 @@ def examine(
 
     if importlib.util.find_spec("ray") is None:
         raise UserError("Ray is not installed here: pip install 'verl[ray]'")
-    from verl.workers.ray.cluster_report import survey
+    from verl.workers.ray.cluster_report import Survey
 
     config = load(overrides)
     given = {word.lstrip("+").partition("=")[0] for word in overrides}
@@ -49,40 +38,31 @@ def examine(
     if model and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())
     pools = resource_requests(config, given)
-    needs = needs_of(config, *([model] if model else []))
+    needs = compare_nodes.needs_of(config, *([model] if model else []))
     named = given & {"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"}
-    found = survey(
-        config,
-        pools=pools,
-        model=model,
-        folder=Path(config.trainer.default_local_dir) if named else None,
-        megabytes=megabytes,
-        timeout=timeout,
-        patience=min(timeout, config.trainer.ray_wait_register_center_timeout),
-        say=say,
-    )
-    return list(judge(found, node_facts.collect(needs.models), pools, needs))
+    folder = Path(config.trainer.default_local_dir) if named else None
+    patience = min(timeout, config.trainer.ray_wait_register_center_timeout)
+    found = Survey(pools, needs.models, folder, megabytes, timeout, patience, say).of(config)
+    return judge(found, node_facts.collect(needs.models), pools, needs)
 
 
 def judge(
-    found: Any, driver: Facts, pools: Sequence[ResourceRequest] = (), needs: NodeNeeds | None = None
-) -> Iterator[Finding]:
+    found: Any, driver: Facts, pools: Sequence[ResourceRequest], needs: compare_nodes.NodeNeeds
+) -> list[Finding]:
     """What a survey means. `driver`: the facts of this process; `pools`, `needs`: what the run asks for.
 
     As at a run's start, nodes that are too small for every pool may differ from the driver.
     """
     least = min((pool.devices for pool in pools), default=0)
-    alive = [n for n in found.nodes if "problem" not in n]
-    yield from _nodes(found, pools, least)
-    if alive:
-        used = [n for n in alive if n["devices"] >= least] or alive
-        yield from compare(used, driver, needs or NodeNeeds())
-        if found.folder is not None:
-            yield from found.folder or [Finding("model", "run folder", "seen by every node")]
-        yield from _room(used)
-        yield from _clock(alive)
-        yield from _reach(found, alive)
-        yield from _sums(found)
+    alive = [node for node in found.nodes if "problem" not in node]
+    used = [node for node in alive if node["devices"] >= least] or alive
+    out = list(_nodes(found, pools, least))
+    out += compare(used, driver, needs)
+    for node in used:
+        out += _room(node)
+    for node in alive:
+        out += _surroundings(node, alive)
+    return sorted([*out, *found.between], key=lambda finding: _AREAS.index(finding.area))
 
 
 def verdict(findings: list[Finding]) -> tuple[int, str]:
@@ -99,10 +79,10 @@ def verdict(findings: list[Finding]) -> tuple[int, str]:
 def _nodes(found: Any, pools: Sequence[ResourceRequest], least: int) -> Iterator[Finding]:
     count = len(found.nodes)
     text = f"{count} node{'s' * (count != 1)}, devices: {found.kind}"
-    if placeable([n["devices"] for n in found.nodes], pools):
+    if placeable([node["devices"] for node in found.nodes], pools):
         yield Finding("nodes", "nodes", text)
     else:
-        have = ", ".join(f"{n['name']} has {n['devices']}" for n in found.nodes[:8])
+        have = ", ".join(f"{node['name']} has {node['devices']}" for node in found.nodes[:8])
         todo = "start Ray on more nodes or with more devices there (examples/ray_start.sh), or lower "
         todo += " or ".join(f"{pool.keys}.nnodes, {pool.keys}.n_gpus_per_node" for pool in pools)
         asked = " and ".join(map(str, pools))
@@ -114,88 +94,50 @@ def _nodes(found: Any, pools: Sequence[ResourceRequest], least: int) -> Iterator
 
 
 def _node(node: Facts, kind: str) -> Finding:
-    name, have = node["name"], node["devices"]
     if "problem" in node:
         todo = "install the same code on the node, or give it the path (PYTHONPATH, a shared folder)"
-        return bad("nodes", name, f"no worker runs there: {node['problem']}", todo)
+        return bad("nodes", node["name"], f"no worker runs there: {node['problem']}", todo)
     memory = "?" if node["memory"] is None else gib(node["memory"])
-    text = f"{node['hostname']}: {have} {kind} devices for Ray, {node['cores']} cores, {memory}"
-    kinds = ", ".join(dict.fromkeys(g.rsplit(",", 1)[0] for g in node["gpus"]))
-    text += f", {kinds}" if kinds else ""
-    there = {"cuda": len(node["gpus"]), "npu": node["npus"]}.get(kind, have)
-    if have != there:
-        todo = "ray stop, and start it with all devices visible"
-        return Finding("nodes", name, f"{text}; the node has {there}", WARN, todo)
-    return Finding("nodes", name, text)
+    parts = [f"{node['devices']} {kind} devices for Ray", f"{node['cores']} cores", memory]
+    parts += dict.fromkeys(gpu.rsplit(",", 1)[0] for gpu in node["gpus"])
+    there = {"cuda": len(node["gpus"]), "npu": node["npus"]}.get(kind, node["devices"])
+    other = node["devices"] != there
+    text = f"{node['hostname']}: {', '.join(parts)}" + (f"; the node has {there}" if other else "")
+    todo = "ray stop, and start it with all devices visible"
+    return graded("nodes", node["name"], text, (other, WARN, todo))
 
 
-def _room(nodes: list[Facts]) -> Iterator[Finding]:
+def _room(node: Facts) -> Iterator[Finding]:
     """Disks and memory."""
-    for node in nodes:
-        for what, disk in node["disks"].items():
-            text = f"{what} ({disk['path']}): {gib(disk['free'])} free of {gib(disk['total'])}"
-            if disk["free"] < GIB // 4:
-                yield bad("room", node["name"], text, "free some space there")
-            elif what == "temporary files" and disk["free"] < disk["total"] * 0.05:
-                todo = "free some space: Ray spills nothing to a disk that is 95 % full (or ray start --temp-dir)"
-                yield Finding("room", node["name"], text, WARN, todo)
-            else:
-                yield Finding("room", node["name"], text)
-        available = node["memory_available"]
-        if available is not None and node["memory"]:
-            few = available < node["memory"] * 0.1
-            text = f"memory: {gib(available)} of {gib(node['memory'])} available"
-            todo = "something else runs there: end it, or leave the node out" if few else ""
-            yield Finding("room", node["name"], text, WARN if few else OK, todo)
-
-
-def _clock(nodes: list[Facts]) -> Iterator[Finding]:
-    known = [n for n in nodes if "clock" in n]
-    far = [n for n in known if abs(n["clock"]) - n["clock_error"] > _MAX_CLOCK_S]
-    for node in far:
-        text = (
-            f"{abs(node['clock']):.1f} s {'ahead of' if node['clock'] > 0 else 'behind'} the driver's clock"
+    for what, disk in node["disks"].items():
+        full = what == "temporary files" and disk["free"] < disk["total"] * 0.05
+        yield graded(
+            "room",
+            node["name"],
+            f"{what} ({disk['path']}): {gib(disk['free'])} free of {gib(disk['total'])}",
+            (disk["free"] < GIB // 4, BAD, "free some space there"),
+            (
+                full,
+                WARN,
+                "free some: Ray spills nothing to a disk that is 95 % full (or ray start --temp-dir)",
+            ),
         )
-        yield Finding("network", f"clock of {node['name']}", text, WARN, "run chrony or ntpd there")
-    if known and not far:
-        most = max(abs(n["clock"]) for n in known)
-        error = max(n["clock_error"] for n in known)
-        text = f"at most {most * 1000:.0f} ms from the driver's (measured to {error * 1000:.0f} ms)"
-        yield Finding("network", "clocks", text)
+    available, total = node["memory_available"], node["memory"]
+    if available is not None and total:
+        text = f"memory: {gib(available)} of {gib(total)} available"
+        todo = "something else runs there: end it, or leave the node out"
+        yield graded("room", node["name"], text, (available < total * 0.1, WARN, todo))
 
 
-def _reach(found: Any, nodes: list[Facts]) -> Iterator[Finding]:
-    if found.unreachable:
-        todo = "open all ports between the nodes of the cluster (firewall, security group, network policy)"
-        for source, target, why in found.unreachable[:8]:
-            yield bad("network", f"{source} → {target}", why, todo)
-        if len(found.unreachable) > 8:
-            yield bad("network", "ports", f"and {len(found.unreachable) - 8} more pairs", todo)
-    elif len(nodes) > 1:
-        yield Finding("network", "ports", "every node reaches every other on a free port")
-    else:
-        yield Finding("network", "ports", "a free port can be opened and reached")
-    for node in nodes if len({n["address"] for n in nodes}) > 1 else ():
-        if (node["resolves_to"] or "127.").startswith("127."):
-            name = f"GLOO_SOCKET_IFNAME={node['interface'] or 'eth0'}"
-            text = f"its host name ({node['hostname']}) means {node['resolves_to'] or 'nothing'} there, not {node['address']}"
-            todo = f"correct /etc/hosts, or set {name} before `ray start` (SOCKET_IFNAME of ray_start.sh)"
-            yield Finding("network", node["name"], text, WARN, todo)
-
-
-def _sums(found: Any) -> Iterator[Finding]:
-    for one in found.sums:
-        name = f"all-reduce ({one['over']})"
-        if "problem" in one:
-            todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
-            yield bad("network", name, one["problem"], todo)
-        elif "busy" in one:
-            yield Finding("network", name, one["busy"], NOTE)
-        else:
-            share = 2 * (one["ranks"] - 1) / one["ranks"]
-            rate = one["bytes"] * share / one["seconds"] / 1e9
-            text = (
-                f"{one['bytes'] / 2**20:.0f} MiB over {one['ranks']} ranks in {one['seconds'] * 1000:.1f} ms "
-                f"({rate:.2f} GB/s a link), one number in {one['latency'] * 1e6:.0f} µs"
-            )
-            yield Finding("network", name, text)
+def _surroundings(node: Facts, nodes: Sequence[Facts]) -> Iterator[Finding]:
+    """The node's clock, and what its host name means there."""
+    clock, error = node["clock"], node["clock_error"]
+    side = "ahead of" if clock > 0 else "behind"
+    text = f"{abs(clock):.3f} s {side} the driver's (measured to {error:.3f} s)"
+    far = abs(clock) - error > _MAX_CLOCK_S
+    yield graded("network", f"clock of {node['name']}", text, (far, WARN, "run chrony or ntpd there"))
+    own = (node["resolves_to"] or "127.").startswith("127.")
+    if own and len({other["address"] for other in nodes}) > 1:
+        text = f"its host name ({node['hostname']}) means {node['resolves_to'] or 'nothing'} there, not {node['address']}"
+        todo = "correct /etc/hosts, or set SOCKET_IFNAME of ray_start.sh (GLOO_SOCKET_IFNAME)"
+        yield Finding("network", node["name"], text, WARN, todo)

@@ -11,30 +11,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, HOLES, PYTHON, satisfies
+from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, PYTHON
 from verl.platform import probe
 from verl.platform.host import cores
 from verl.reward.sandbox import local as sandbox
+from verl.versions import HOLES, satisfies
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
 
 
 def check(bench: bool = False) -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    found: list[Finding] = []
-    for part in (_python, _base, _together, _features, _devices, _machine):
-        found += part()
-    return found + (list(_bench()) if bench else [])
+    parts = (_base, _together, _features, _devices, _machine, *([_bench] if bench else []))
+    return [finding for part in parts for finding in part()]
 
 
-def _python() -> Iterator[Finding]:
+def _base() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
     if sys.version_info[:2] < PYTHON:
         yield bad("packages", "python", text, "use Python 3.11 or newer")
     else:
         yield Finding("packages", "python", text)
-
-
-def _base() -> Iterator[Finding]:
     for name, ranges in BASE.items():
         version, install = probe.version(name), f"pip install '{name}{ranges}'"
         if version is None:
@@ -67,20 +63,18 @@ def _together() -> Iterator[Finding]:
 
 def _beside_torch() -> Iterator[Finding]:
     torch, build = probe.version("torch"), probe.torch_build()
-    if torch is None:
-        return
     for name in BESIDE_TORCH:
-        version = probe.version(name)
-        if version is None:
+        version, ranges = probe.version(name), probe.wants(name, "torch")
+        if torch is None or version is None:
             continue
-        todo = f"pip uninstall {name}"
-        ranges = probe.wants(name, "torch")
+        problem = ""
         if build == "cpu" and probe.needs_cuda(name):
-            text = f"{version} is a CUDA build beside a CPU torch: transformers fails to import with it"
-            yield bad("together", name, text, todo)
+            problem = f"{version} is a CUDA build beside a CPU torch"
         elif ranges and not _fits(torch, ranges):
-            text = f"{version} was built for torch{ranges}, here is {torch}: transformers fails to import with it"
-            yield bad("together", name, text, todo)
+            problem = f"{version} was built for torch{ranges}, here is {torch}"
+        if problem:
+            text = f"{problem}: transformers fails to import with it"
+            yield bad("together", name, text, f"pip uninstall {name}")
         else:
             yield Finding("together", name, f"{version}, fits torch {torch}")
 
@@ -105,15 +99,14 @@ def _features() -> Iterator[Finding]:
     for feature in FEATURES:
         have = [(name, version) for name in feature.packages if (version := probe.version(name))]
         text = ", ".join(map(" ".join, have)) or f"{feature.packages[0]} is not installed"
+        level, todo = OK, ""
         if feature.later:
-            yield Finding("features", feature.what, f"{text}; not in this release", NOTE)
+            level, text = NOTE, f"{text}; not in this release"
         elif not have:
-            yield Finding("features", feature.what, text, NOTE, feature.install)
+            level, todo = NOTE, feature.install
         elif feature.versions and not satisfies(have[0][1], feature.versions):
-            text += f": needs {feature.versions}"
-            yield Finding("features", feature.what, text, WARN, feature.install)
-        else:
-            yield Finding("features", feature.what, text)
+            level, todo, text = WARN, feature.install, f"{text}: needs {feature.versions}"
+        yield Finding("features", feature.what, text, level, todo)
 
 
 def _devices() -> Iterator[Finding]:
@@ -145,11 +138,9 @@ def _machine() -> Iterator[Finding]:
         level = BAD if free < GIB // 4 else WARN if free < 5 * GIB else OK
         todo = "free some space: checkpoints and models go here" if level != OK else ""
         yield Finding("machine", name, f"{gib(free)} free", level, todo)
-    shm = probe.shared_memory()
-    if shm is not None:
-        small = shm["free"] < 256 << 20
-        todo = "give the container more (docker run --shm-size=2g)" if small else ""
-        yield Finding("machine", "/dev/shm", f"{gib(shm['free'])} free", WARN if small else OK, todo)
+    if shm := probe.shared_memory():
+        todo = "give the container more (docker run --shm-size=2g)" if shm["free"] < 256 << 20 else ""
+        yield Finding("machine", "/dev/shm", f"{gib(shm['free'])} free", WARN if todo else OK, todo)
     yield from _limits()
     problem = probe.loopback()
     todo = "allow connections on 127.0.0.1: several processes need them" if problem else ""
@@ -180,9 +171,8 @@ def _memory() -> Iterator[Finding]:
     if limit is not None and limit < total:
         room = min(room, limit - (used or 0))
         text += f"; the container may use {gib(limit)}"
-    few = room < 3 * GIB
-    todo = "close other programs: the quickstart needs about 3 GiB" if few else ""
-    yield Finding("machine", "memory", text, WARN if few else OK, todo)
+    todo = "close other programs: the quickstart needs about 3 GiB" if room < 3 * GIB else ""
+    yield Finding("machine", "memory", text, WARN if todo else OK, todo)
 
 
 def _limits() -> Iterator[Finding]:
@@ -216,26 +206,23 @@ print(json.dumps(out))
 
 def _bench() -> Iterator[Finding]:
     """Import torch and transformers in a process of their own and time matrix products on the CPU."""
+    said = "no result within 180 s"
     try:
         done = subprocess.run([sys.executable, "-c", _BENCH], capture_output=True, text=True, timeout=180)
-    except subprocess.TimeoutExpired:
-        yield bad("self-test", "torch", "no result within 180 s", "try `python -c 'import torch'` alone")
-        return
-    if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        got = json.loads(done.stdout.strip().splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
         yield bad("self-test", "torch", said, "see `python -c 'import torch, transformers'`")
         return
-    got = json.loads(done.stdout.strip().splitlines()[-1])
     text = f"torch and transformers; {got['devices']} accelerators seen by torch"
     yield Finding("self-test", "import", text)
     rates = f"fp32 {got['fp32']:.0f}, bf16 {got['bf16']:.0f} GFLOP/s with {got['threads']} threads"
-    faster = got["bf16"] / got["fp32"]
-    yield Finding("self-test", "matrix products", f"{rates}: bf16 is {faster:.1f}× as fast")
+    text = f"{rates}: bf16 is {got['bf16'] / got['fp32']:.1f}× as fast"
+    yield Finding("self-test", "matrix products", text)
 
 
 def show(findings: Iterable[Finding]) -> None:
     """A table per area; plain lines where rich is missing."""
-    findings = list(findings)
     try:
         from rich.console import Console
         from rich.table import Table
@@ -252,8 +239,8 @@ def show(findings: Iterable[Finding]) -> None:
     area = ""
     for f in findings:
         if f.area != area:
-            table.add_row(Text(""), Text(""), Text(""))
-            table.add_row(Text(""), Text(f.area, style="bold"), Text(""))
+            table.add_row("")
+            table.add_row("", Text(f.area, style="bold"))
             area = f.area
         mark, style = marks[f.level]
         text = Text(f.found, style="dim" if f.level == NOTE else "")
@@ -278,24 +265,19 @@ def verdict(findings: Iterable[Finding]) -> tuple[int, str]:
 def main(argv: list[str]) -> int:
     """Print the findings; 1 if something is broken that training on one machine needs, or on the cluster with
     --cluster."""
-    parser = argparse.ArgumentParser(
-        prog="verl doctor",
-        description="What is installed here, what works together, what is missing, and what to do about it.",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--bench", action="store_true", help="also import torch and time matrix products (10 s)"
-    )
-    cluster = parser.add_argument_group("many nodes")
-    cluster.add_argument(
-        "--cluster", action="store_true", help="join the Ray cluster that a run would, and compare its nodes"
-    )
-    cluster.add_argument("--model", help="a model's path: is it the same on every node?")
-    cluster.add_argument("--megabytes", type=int, default=64, help="size of the all-reduce (default: 64)")
-    cluster.add_argument("--timeout", type=float, default=120.0, help="seconds for each step (default: 120)")
-    cluster.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="with --cluster: keys of the run, as in its command"
-    )
+    about = "What is installed here, what works together, what is missing, and what to do about it."
+    parser = argparse.ArgumentParser(prog="verl doctor", description=about)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--bench", action="store_true", help="also import torch and time matrix products (10 s)")
+    add = parser.add_argument_group("many nodes").add_argument
+    join = "join the Ray cluster that a run would, and compare its nodes"
+    add("--cluster", action="store_true", help=join)
+    add("--model", help="a model's path: is it the same on every node?")
+    add("--megabytes", type=int, default=64, help="size of the all-reduce (default: 64)")
+    add("--timeout", type=float, default=120.0, help="seconds for each step (default: 120)")
+    keys = "with --cluster: keys of the run, as in its command"
+    add("overrides", nargs="*", metavar="key=value", help=keys)
     args = parser.parse_args(argv)
     if not args.cluster and (args.overrides or args.model):
         parser.error("--model and key=value belong to --cluster")
@@ -314,11 +296,8 @@ def main(argv: list[str]) -> int:
         findings = check(bench=args.bench)
         status, sentence = verdict(findings)
     if args.json:
-        print(
-            json.dumps(
-                {"ok": status == 0, "verdict": sentence, "findings": [asdict(f) for f in findings]}, indent=1
-            )
-        )
+        found = {"ok": status == 0, "verdict": sentence, "findings": [asdict(f) for f in findings]}
+        print(json.dumps(found, indent=1))
     else:
         show(findings)
         print(f"\n{sentence}")

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.errors import UserError
 
@@ -23,9 +23,10 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     `run` may be a run folder or a `global_step_N` itself. Raises UserError (CheckpointError among them) that
     says what is there instead.
     """
-    from verl.checkpoint import newest, open_checkpoint
+    from verl.checkpoint import open_checkpoint
     from verl.checkpoint.layouts import detect
     from verl.checkpoint.manifest import NAME, step_directories, step_of
+    from verl.checkpoint.read import newest_of
 
     if not run.is_dir():
         raise UserError(f"{run} does not exist or is not a directory")
@@ -40,14 +41,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
             raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
         return open_checkpoint(run / f"global_step_{step}")
     problems: list[str] = []
-
-    def note(kind: str, **fields: Any) -> None:
-        problems.append(str(fields.get("message", kind)))
-
-    found = newest(run, on_event=note, tidy=False)
-    if found is None:
-        why = "; ".join(problems) or "it holds no global_step_N"
-        raise UserError(f"{run} has no complete checkpoint: {why}")
+    found = newest_of(run, str(run), lambda kind, **fields: problems.append(str(fields.get("message", kind))))
     for problem in problems:
         print(f"verl export: {problem}", file=sys.stderr)
     return found
@@ -74,10 +68,8 @@ def copy_model(checkpoint: Checkpoint, out: Path, role: str = "actor") -> Path:
 
 def main(argv: list[str]) -> int:
     """Copy the model; 0, or 2 with one line on what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="verl export",
-        description="Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own.",
-    )
+    about = "Copy the trained model (a Hugging Face directory) of a checkpoint to a directory of its own."
+    parser = argparse.ArgumentParser(prog="verl export", description=about)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a global_step_N in it")
     parser.add_argument("out", type=Path, metavar="OUT", help="new directory for the model")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest complete one)")

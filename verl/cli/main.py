@@ -22,18 +22,12 @@ def _reward(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    print(
-        "verl plan: not in this release. `python3 -m verl.trainer.main_ppo … --check` prints the plan of batches.",
-        file=sys.stderr,
-    )
-    return 2
+    raise UserError("not in this release. `python3 -m verl.trainer.main_ppo … --check` prints batches.")
 
 
+_DOCTOR = "what is installed, what works together, what is missing for which feature"
 COMMANDS: dict[str, tuple[str | Callable[[list[str]], int], str]] = {
-    "doctor": (
-        "verl.cli.doctor",
-        "what is installed, what works together, what is missing for which feature",
-    ),
+    "doctor": ("verl.cli.doctor", _DOCTOR),
     "prepare": ("verl.data.prepare", "make a data set: verl prepare gsm8k"),
     "reward": (_reward, "try a reward function on rows of a data file: verl reward check"),
     "report": ("verl.cli.report", "build the page of a run: verl report RUN"),

@@ -28,10 +28,8 @@ def find_run(path: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Build the page; 0, or 2 with one line on what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="verl report",
-        description="Build report.html of a run: curves, sampled responses, events, config; one file, no network.",
-    )
+    about = "Build report.html of a run: curves, sampled responses, events, config; one file, no network."
+    parser = argparse.ArgumentParser(prog="verl report", description=about)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder (trainer.default_local_dir)")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     args = parser.parse_args(argv)

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.versions import HOLES, release, satisfies
-
-__all__ = ["BASE", "BESIDE_TORCH", "FEATURES", "HOLES", "PYTHON", "Feature", "release", "satisfies"]
-
 PYTHON = (3, 11)
 
 BASE: dict[str, str] = {

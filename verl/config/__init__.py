@@ -2,7 +2,8 @@
 
 from verl.config.command_line import load
 from verl.config.problems import ConfigError, Problem
-from verl.config.schema import Config, EvalConfig, GenerationConfig, Group, Map, Root, SFTConfig
+from verl.config.schema.base import Group, Map, Root
+from verl.config.schema.entries import Config, EvalConfig, GenerationConfig, SFTConfig
 
 __all__ = [
     "Config",

@@ -15,7 +15,7 @@ from verl.config.grammar import GrammarError
 from verl.config.names import PROGRAMS
 from verl.config.problems import EXIT_CONFIGURATION, EXIT_OK, ConfigError, Problem, Report
 from verl.config.resolve import Resolver
-from verl.config.schema import Root
+from verl.config.schema.base import Root
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,15 +40,11 @@ def split_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except argparse.ArgumentError as error:
         raise ConfigError([Problem(error.argument_name or "", error.message)]) from None
     found.overrides = [argument for argument in rest if not argument.startswith("-")]
-    options = "--cfg, --check, --config-dir, --config-name, --config-path, --help"
-    problems = [
-        Problem(argument.partition("=")[0], f"no such option; options: {options}; keys are set as key=value")
-        for argument in rest
-        if argument.startswith("-")
-    ]
+    unknown = [argument.partition("=")[0] for argument in rest if argument.startswith("-")]
+    options = "--cfg, --check, --config-dir, --config-name, --config-path, --help; keys are set as key=value"
+    problems = [Problem(option, f"no such option; options: {options}") for option in unknown]
     if found.multirun:
-        text = "sweeps are not supported; start one run per set of overrides"
-        problems.append(Problem("--multirun", text))
+        problems.append(Problem("--multirun", "sweeps are not supported; start one run per set of overrides"))
     if problems:
         raise ConfigError(problems)
     return found

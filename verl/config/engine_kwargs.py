@@ -36,14 +36,18 @@ FIXED: dict[str, str] = {
 }
 """Arguments that this engine sets for itself."""
 
-DROPPED: tuple[str, ...] = (
-    "swap_space",
-    "disable_log_requests",
-    "use_v2_block_manager",
-    "num_scheduler_steps",
-)
-DROPPED += ("preemption_mode", "max_seq_len_to_capture")
-_PACKED = "sequences are packed without padding; results are the same"
+_GONE = "vLLM does not have it any more"
+DROPPED: dict[str, str] = {
+    "padding_mode": "sequences are packed without padding; results are the same",
+    "image_processor_type": "the processor comes with the model (data.mm_processor_kwargs changes it)",
+    "swap_space": _GONE,
+    "disable_log_requests": _GONE,
+    "use_v2_block_manager": _GONE,
+    "num_scheduler_steps": _GONE,
+    "preemption_mode": _GONE,
+    "max_seq_len_to_capture": _GONE,
+}
+"""Arguments that are left out, and why."""
 _MULTIMODAL = ("mm_", "limit_mm_per_prompt", "disable_mm_preprocessor_cache", "interleave_mm_strings")
 
 
@@ -66,47 +70,31 @@ def translate(
     """
     out = Translated()
     for name, value in given.items():
-        if value is not None:
-            _translate_one(out, name, value, known, rollout, text_only)
+        key, ours = f"{KEY}.{name}", OURS.get(name, "")
+        if value is None:
+            continue
+        if name in DROPPED:
+            out.notices.append(f"dropped: {key}: {DROPPED[name]}")
+        elif text_only and name.startswith(_MULTIMODAL):
+            out.notices.append(f"dropped: {key}: the model sees no images")
+        elif name in FIXED:
+            out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
+        elif ours:
+            if ours in rollout and not _same(value, rollout[ours]):
+                message = f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead"
+                out.problems.append((f"{key}={value}", message))
+        elif name in known or not known:
+            out.arguments[name] = value
+        elif name == "disable_mm_preprocessor_cache":
+            if value:
+                out.arguments["mm_processor_cache_gb"] = 0
+                out.notices.append(f"renamed: {key}=True is mm_processor_cache_gb=0")
+        elif name == "cuda_graph_sizes":
+            out.arguments["cudagraph_capture_sizes"] = value if isinstance(value, list) else [value]
+            out.notices.append(f"renamed: {key} is cudagraph_capture_sizes (rollout.cudagraph_capture_sizes)")
+        else:
+            out.problems.append((key, f"the installed vLLM has no such argument{nearest(name, known)}"))
     return out
-
-
-def _translate_one(
-    out: Translated,
-    name: str,
-    value: Any,
-    known: Collection[str],
-    rollout: Mapping[str, Any],
-    text_only: bool,
-) -> None:
-    key = f"{KEY}.{name}"
-    if name == "padding_mode":
-        out.notices.append(f"no effect: {key}: {_PACKED}")
-    elif name == "image_processor_type":
-        why = "the processor comes with the model (data.mm_processor_kwargs changes it)"
-        out.notices.append(f"dropped: {key}: {why}")
-    elif text_only and name.startswith(_MULTIMODAL):
-        out.notices.append(f"dropped: {key}: the model sees no images")
-    elif name in FIXED:
-        out.problems.append((f"{key}={value}", f"{FIXED[name]}; remove this key"))
-    elif name in OURS:
-        ours = OURS[name]
-        if ours in rollout and not _same(value, rollout[ours]):
-            message = f"rollout.{ours}={rollout[ours]} sets it; set rollout.{ours} instead"
-            out.problems.append((f"{key}={value}", message))
-    elif name in known or not known:
-        out.arguments[name] = value
-    elif name == "disable_mm_preprocessor_cache":
-        if value:
-            out.arguments["mm_processor_cache_gb"] = 0
-            out.notices.append(f"renamed: {key}=True is mm_processor_cache_gb=0")
-    elif name == "cuda_graph_sizes":
-        out.arguments["cudagraph_capture_sizes"] = value if isinstance(value, list) else [value]
-        out.notices.append(f"renamed: {key} is cudagraph_capture_sizes (rollout.cudagraph_capture_sizes)")
-    elif name in DROPPED:
-        out.notices.append(f"dropped: {key}: the installed vLLM does not have it any more")
-    else:
-        out.problems.append((key, f"the installed vLLM has no such argument{nearest(name, known)}"))
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.config.schema.base import PATH, Group, Map, Root, select
 
@@ -40,19 +41,13 @@ class Field:
 
     def default(self) -> Any:
         """A fresh default."""
-        declared = self.owner.__dataclass_fields__[self.name]
-        return declared.default if declared.default is not MISSING else declared.default_factory()  # type: ignore[misc]
+        return getattr(self.owner(), self.name)
 
 
-_FIELDS: dict[type[Group], dict[str, Field]] = {}
-_LEAVES: dict[type[Group], dict[str, Field]] = {}
-
-
+@functools.cache
 def fields_of(cls: type[Group]) -> dict[str, Field]:
     """The keys of a group, in the schema's order."""
-    if cls not in _FIELDS:
-        _FIELDS[cls] = {f.name: _field(f, cls) for f in fields(cls) if not f.name.startswith("_")}
-    return _FIELDS[cls]
+    return {f.name: _field(f, cls) for f in fields(cls) if not f.name.startswith("_")}
 
 
 def _field(declared: Any, cls: type[Group]) -> Field:
@@ -66,40 +61,32 @@ def _field(declared: Any, cls: type[Group]) -> Field:
     return Field(declared.name, kind, nullable, about, cls)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a path leads: `owner[field.name]`, and `inside` it the rest of the path (open mappings only)."""
+class Place(NamedTuple):
+    """What a path leads to: a key, or something `inside` it (open mappings only)."""
 
-    owner: Group
     field: Field
-    inside: tuple[str, ...] = ()
+    inside: bool
 
 
-def locate(root: Group, path: str) -> Place | None:
-    """The place of a dotted path in a configuration, or None if the schema has no such key."""
-    parts = path.split(".")
-    node = root
-    for i, part in enumerate(parts):
-        known = fields_of(type(node)).get(part)
-        if known is None:
-            return None
-        rest = tuple(parts[i + 1 :])
-        if not rest:
-            return Place(node, known)
-        if known.group is None:
-            return Place(node, known, rest) if known.is_map else None
-        node = getattr(node, part)
-    return None
+def locate(cls: type[Group], path: str) -> Place | None:
+    """What a dotted path leads to, or None if the schema has no such key."""
+    name, _, rest = path.partition(".")
+    known = fields_of(cls).get(name)
+    if known is None or (rest and known.group is None and not known.is_map):
+        return None
+    if rest and known.group is not None:
+        return locate(known.group, rest)
+    return Place(known, bool(rest))
 
 
+@functools.cache
 def leaves(cls: type[Group]) -> dict[str, Field]:
     """All keys of an entry point, or of a group, that are not groups, by dotted path."""
-    if cls not in _LEAVES:
-        found = _LEAVES[cls] = {}
-        for name, known in fields_of(cls).items():
-            inner = {"": known} if known.group is None else leaves(known.group)
-            found.update({f"{name}.{path}".rstrip("."): field for path, field in inner.items()})
-    return _LEAVES[cls]
+    found: dict[str, Field] = {}
+    for name, known in fields_of(cls).items():
+        inner = {"": known} if known.group is None else leaves(known.group)
+        found |= {f"{name}.{path}".rstrip("."): field for path, field in inner.items()}
+    return found
 
 
 def type_name(known: Field) -> str:

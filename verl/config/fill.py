@@ -15,12 +15,9 @@ from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
 from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
-from verl.config.problems import Problem
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
-
-_MISSING = object()
 
 
 def fill(resolver: Resolver) -> None:
@@ -57,7 +54,7 @@ def _interpolate(resolver: Resolver) -> None:
     tree = OmegaConf.create(preview.to_dict())
     broken: dict[str, OmegaConfBaseException] = {}
     for path, data in resolver.written.items():
-        place = locate(preview, path)
+        place = locate(type(preview), path)
         if isinstance(data, str) and place is not None and place.field.is_path:
             data = _environment(data, tree)
         try:
@@ -65,7 +62,7 @@ def _interpolate(resolver: Resolver) -> None:
         except OmegaConfBaseException as error:
             broken[path] = error
     for path, value in resolver.interpolated.items():
-        place = locate(resolver.root, path)
+        place = locate(type(resolver.root), path)
         assert place is not None
         try:
             if path in broken:
@@ -75,7 +72,7 @@ def _interpolate(resolver: Resolver) -> None:
             resolver.set_leaf(place, path, Value.given(plain), value.text)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            resolver.problems.append(Problem(path, f"{value.text!r} cannot be resolved: {reason}"))
+            resolver.refuse(path, f"{value.text!r} cannot be resolved: {reason}")
 
 
 def _environment(text: str, tree: Any) -> str:
@@ -96,52 +93,47 @@ def _micro_batches(resolver: Resolver) -> None:
     ranks = max(1, devices // split)
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"
-        place = locate(root, path)
-        if place is None:
+        if path not in leaves(type(root)):
             continue
         try:
-            size = coerce(value, place.field)
+            size = coerce(value, leaves(type(root))[path])
         except GrammarError as error:
-            resolver.problems.append(Problem(old, str(error)))
+            resolver.refuse(old, str(error))
             continue
         given = root.select(path)
         if size is not None and root.was_set(path) and given not in (None, size):
-            message = f"both are set, to {size} and {given}; keep {path}"
-            resolver.problems.append(Problem(f"{old}, {path}", message))
+            resolver.refuse(f"{old}, {path}", f"both are set, to {size} and {given}; keep {path}")
         elif size is not None:
             share = math.ceil(size / ranks)
-            setattr(place.owner, place.field.name, share)
+            resolver.store(path, share)
             resolver.notice(f"{old} is deprecated; {path}={share} ({size} over {ranks} data-parallel ranks)")
 
 
 def _staleness(resolver: Resolver) -> None:
     """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
-    mode, threshold = (
-        resolver.old[key].data if key in resolver.old else None for key in (STALENESS_MODE, STALENESS_LIMIT)
-    )
+    given = {key: value.data for key, value in resolver.old.items()}
+    mode, threshold = given.get(STALENESS_MODE), given.get(STALENESS_LIMIT)
     if mode is None:
         if threshold is not None:
             unused = f"{STALENESS_LIMIT}={threshold} without {STALENESS_MODE}"
             resolver.notice(f"no effect: {unused}; set trainer.max_staleness")
-        return
-    if threshold is not None and not (type(threshold) is int and threshold > 0):
-        message = f"{threshold!r} is no whole number above 0; trainer.max_staleness is one less"
-        resolver.problems.append(Problem(STALENESS_LIMIT, message))
-        return
-    if mode not in ("sync", "colocate_async", "separate_async"):
-        message = f"{mode!r} is none of sync, colocate_async, separate_async; or set trainer.max_staleness"
-        resolver.problems.append(Problem(STALENESS_MODE, message))
-        return
-    lag = 0 if mode == "sync" else (threshold or 2) - 1
+    elif threshold is not None and not (type(threshold) is int and threshold > 0):
+        resolver.refuse(STALENESS_LIMIT, f"{threshold!r} is no whole number above 0")
+    elif mode not in ("sync", "colocate_async", "separate_async"):
+        resolver.refuse(STALENESS_MODE, f"{mode!r} is none of sync, colocate_async, separate_async")
+    else:
+        _lag(resolver, f"{STALENESS_MODE}={mode}", 0 if mode == "sync" else (threshold or 2) - 1)
+
+
+def _lag(resolver: Resolver, said: str, lag: int) -> None:
     root = resolver.root
     given = root["trainer"].max_staleness
     if not root.was_set("trainer.max_staleness"):
         root["trainer"].max_staleness = lag
         root._set["trainer.max_staleness"] = 0
-        resolver.notice(f"{STALENESS_MODE}={mode} is now called trainer.max_staleness={lag}")
+        resolver.notice(f"{said} is now called trainer.max_staleness={lag}")
     elif given != lag:
-        kept = f"trainer.max_staleness={given} is kept"
-        resolver.notice(f"{STALENESS_MODE}={mode} means trainer.max_staleness={lag}; {kept}")
+        resolver.notice(f"{said} means trainer.max_staleness={lag}; trainer.max_staleness={given} is kept")
 
 
 def _devices(root: Root) -> None:
@@ -157,11 +149,10 @@ def _devices(root: Root) -> None:
 
 
 def _follow(root: Root) -> None:
-    """Null keys that follow another one get its value, or that of the key which it follows."""
+    """Null keys that follow another one get its value."""
     for node, name, path, known in _each(root):
         if node[name] is None and "same_as" in known.about:
-            found = _leader(root, path)
-            node[name] = None if found is _MISSING else copy.copy(found)
+            node[name] = copy.copy(_leaders(root, path, known))
 
 
 def _settle(root: Root) -> None:
@@ -184,18 +175,16 @@ def _each(root: Root) -> Iterator[tuple[Any, str, str, Field]]:
         yield select(root, group), name, path, known
 
 
-def _leader(root: Root, path: str) -> Any:
-    """The value at a path, or of the key that it follows."""
-    value = select(root, path, _MISSING)
-    place = locate(root, path)
-    if place is None:
-        return value
-    if value is None and "same_as" in place.field.about:
-        target = place.field.about["same_as"]
-        name = target.lstrip(".")
-        up = len(target) - len(name)
-        value = _leader(root, ".".join([*path.split(".")[:-up], name]) if up else name)
-    return float(value) if place.field.type is float and isinstance(value, int) else value
+def _leaders(root: Root, path: str, known: Field) -> Any:
+    """The value of the key that this one follows, which may follow another itself."""
+    target = known.about["same_as"]
+    name = target.lstrip(".")
+    up = len(target) - len(name)
+    leader = ".".join([*path.split(".")[:-up], name]) if up else name
+    value, next_one = select(root, leader), leaves(type(root)).get(leader)
+    if value is None and next_one is not None and "same_as" in next_one.about:
+        value = _leaders(root, leader, next_one)
+    return float(value) if known.type is float and isinstance(value, int) else value
 
 
 def _ppo(root: Any, say: Callable[[str], None]) -> None:

@@ -15,7 +15,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 """The adapter's folder inside `actor/` of a checkpoint."""
-_LARGEST_HEADER = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,15 @@ class ModelFacts:
 
     def weight_names(self) -> list[str]:
         """Names of the tensors in the safetensors files, from the index or the file's header; empty if not to be had."""
+        from safetensors import SafetensorError, safe_open
+
         try:
             index = next(iter(sorted(self.folder.glob("*.safetensors.index.json"))), None)
             if index is not None:
                 return sorted(json.loads(index.read_text())["weight_map"])
-            names: set[str] = set()
-            for path in self.folder.glob("*.safetensors"):
-                with path.open("rb") as file:
-                    size = int.from_bytes(file.read(8), "little")
-                    names |= json.loads(file.read(size) if 0 < size < _LARGEST_HEADER else "{}").keys()
-            return sorted(names - {"__metadata__"})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            files = self.folder.glob("*.safetensors")
+            return sorted({name for file in files for name in safe_open(file, "numpy").keys()})  # noqa: SIM118
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError):
             return []  # damaged files are named when the model is loaded
 
     def missing_weights(self) -> str | None:
@@ -166,9 +163,8 @@ def find(path: str) -> Path:
 def _hub_folder(name: str) -> Path | None:
     """The snapshot of a hub id in the cache, or None."""
     env = os.environ.get
-    home = env("HF_HOME") or os.path.join(
-        env("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "huggingface"
-    )
+    caches = env("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = env("HF_HOME") or os.path.join(caches, "huggingface")
     cache = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     root = Path(cache) / f"models--{name.replace('/', '--')}"
     head = root / "refs" / "main"

@@ -85,6 +85,8 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
+    "{distillation, transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
+    "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
         "sequences are packed without padding; results are the same"
     ),
@@ -116,71 +118,48 @@ NO_EFFECT: dict[str, str] = {
     "reward_manager.module.name": "the class is `reward_manager.name`",
 }
 """Keys that are accepted and change nothing, with the reason that is printed."""
-
-
-class Unread(NamedTuple):
-    """Keys of the schema that nothing reads, when ("" always, or an engine's name, …; see `rules.values`), and why."""
-
-    when: str
-    keys: str
-    reason: str
+SILENT = ("not needed", "of what is off")
+"""Reasons that are not worth a line."""
 
 
 _ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
-UNREAD = (
-    Unread(
-        "native",
+_ALONE = "on one device nothing is sharded or kept in host memory during a step"
+_SHARED = "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are"
+UNREAD: dict[str, dict[str, str]] = {
+    "native": {
         _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
         "gpu_memory_utilization, scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
-        "calculate_log_probs, logprobs_mode}",
-        "the native engine decides it by itself",
-    ),
-    Unread(
-        "vllm",
-        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}",
-        "the vllm engine always does what is best here",
-    ),
-    Unread(
-        "",
-        _ROLLOUT + "checkpoint_engine.engine_kwargs",
-        "the ways that weights travel here take no arguments",
-    ),
-    Unread(
-        "",
-        _ROLLOUT + "checkpoint_engine.backend",
-        "weights travel through shared memory; only nodes that sample and do not train get a broadcast",
-    ),
-    Unread(
-        "",
-        "{*.fsdp_config, engine}.model_dtype",
-        "master weights and the optimizer's state are float32; the precision of computation is dtype beside it",
-    ),
-    Unread(
-        "",
+        "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
+    },
+    "vllm": {
+        _ROLLOUT + "{multi_stage_wake_up, disable_log_stats, calculate_log_probs}": (
+            "the vllm engine always does what is best here"
+        ),
+    },
+    "": {
+        _ROLLOUT + "checkpoint_engine.engine_kwargs": "the ways that weights travel here take no arguments",
+        _ROLLOUT + "checkpoint_engine.backend": (
+            "weights travel through shared memory; only nodes that sample and do not train get a broadcast"
+        ),
+        "{*.fsdp_config, engine}.model_dtype": (
+            "master weights and the optimizer's state are float32; the precision of computation is dtype beside it"
+        ),
         "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, data.gen_batch_size, "
         "data.dataloader_num_workers, data.num_workers, data.mm_processor_kwargs, data.image_patch_size, "
-        "trainer.esi_redundant_time}",
-        "not in this release, the run is as without",
-    ),
-    Unread(
-        "one device",
+        "trainer.esi_redundant_time}": "not in this release, the run is as without",
+    },
+    "one device": {
         "{*.fsdp_config, engine}.{offload_policy, reshard_after_forward, forward_prefetch, mixed_precision.reduce_dtype, "
-        "mixed_precision.buffer_dtype, wrap_policy}",
-        "on one device nothing is sharded or kept in host memory during a step",
-    ),
-    Unread(
-        "one device",
-        "engine.{param, optimizer}_offload",
-        "on one device nothing is sharded or kept in host memory during a step",
-    ),
-    Unread(
-        "one process",
-        "{actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, "
-        "rollout.checkpoint_engine.update_weights_bucket_megabytes, actor_rollout_ref.actor.fsdp_config.param_offload}",
-        "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are",
-    ),
-)
+        "mixed_precision.buffer_dtype, wrap_policy}": _ALONE,
+        "engine.{param, optimizer}_offload": _ALONE,
+    },
+    "one process": {
+        _ROLLOUT + "checkpoint_engine.update_weights_bucket_megabytes": _SHARED,
+        "actor_rollout_ref.actor.fsdp_config.param_offload": _SHARED,
+    },
+}
+"""Keys of the schema that nothing reads, and why; by when ("" always, or an engine's name, …: see `rules.values`)."""
 
 
 class Absent(NamedTuple):
@@ -192,19 +171,19 @@ class Absent(NamedTuple):
 
 _ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
-    "distillation:enabled": Absent(
+    "distillation.enabled": Absent(
         "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
     ),
-    "*.model.mtp:enable": Absent("multi-token prediction", "train without the extra heads"),
-    "actor_rollout_ref.actor.qat:enable": Absent(
+    "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
+    "actor_rollout_ref.actor.qat.enable": Absent(
         "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"
     ),
-    "transfer_queue:enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
-    "actor_rollout_ref.rollout.disaggregation:enabled": Absent(
+    "transfer_queue.enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
+    "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay:mode": _ROUTES,
-    "actor_rollout_ref.rollout.agent.custom_async_server:path": Absent(
+    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay.mode": _ROUTES,
+    "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
@@ -212,7 +191,7 @@ REFUSED = {
         "over-sampling of prompts", "algorithm.filter_groups.enable"
     ),
 }
-"""Keys outside the schema that switch something on; in front of a colon a group whose other keys are accepted."""
+"""Keys outside the schema that switch something on."""
 OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
 """Values of a switch that leave it off, in lower case."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
@@ -237,8 +216,6 @@ FEATURES: dict[str, Absent] = {
         "agent loops listed in a file", "register the loop in a module of model.external_lib"
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "critic.enable": Absent("the critic", "use algorithm.adv_estimator=grpo, which needs none"),
-    "algorithm.filter_groups.enable": Absent("dynamic sampling", "set it to False"),
     "algorithm.use_pf_ppo": Absent("PF-PPO", "set it to False"),
     "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
@@ -308,9 +285,6 @@ def built_in(registry: str) -> tuple[str, ...]:
     """Names that verl.algorithms registers itself, read from its source: importing it needs torch."""
     folder = Path(__file__).parents[1] / "algorithms"
     pattern = re.compile(rf"^@{registry}\.register\((?:AdvantageEstimator\.|\")(\w+)", re.M)
-    found = [
-        name.lower() for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())
-    ]
-    return tuple(
-        name for name in found if name != "bypass_mode"
-    )  # algorithm.rollout_correction chooses that one
+    found = [name for file in sorted(folder.glob("*.py")) for name in pattern.findall(file.read_text())]
+    # algorithm.rollout_correction chooses bypass_mode
+    return tuple(name.lower() for name in found if name != "bypass_mode")

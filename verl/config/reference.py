@@ -1,49 +1,37 @@
-"""Help on keys, and docs/config.md: types, defaults and the docstrings under the fields, from the schema's source.
-
-`python3 -m verl.config.reference docs/config.md` writes that page's tables again, after its text about overrides.
-"""
+"""Help on keys, for `--help`: types, defaults, allowed values, and what the docstrings of the groups say."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl.config import names
 from verl.config.fields import Field, fields_of, leaves, type_name
 from verl.config.problems import ConfigError, Problem
-from verl.config.rollout_engines import RELEASED
-from verl.config.schema import ROOTS
 from verl.config.schema.base import Group
+from verl.config.schema.entries import ROOTS
+
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.M)
 
 
 @functools.cache
-def _docstrings(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field, for one schema module."""
-    found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, after in zip(node.body, node.body[1:], strict=False):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[node.name, field.target.id] = " ".join(str(after.value.value).split())
-    return found
+def _attributes(cls: type[Group]) -> dict[str, str]:
+    """Key → its meaning, from the `Attributes:` of the docstring of one class."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+    return {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(text)}
 
 
 def help_of(cls: type[Group], name: str) -> str:
-    """The help of a key: the string under the field in the class or the nearest base that has one."""
-    for base in cls.__mro__:
-        text = _docstrings(base.__module__).get((base.__name__, name)) if issubclass(base, Group) else None
-        if text:
-            return text
-    return ""
+    """The help of a key: what the class, or the nearest base, says of it."""
+    found = (_attributes(base).get(name, "") for base in cls.__mro__ if issubclass(base, Group))
+    return next(filter(None, found), "")
+
+
+def first_line(group: type[Group]) -> str:
+    """What a group is about."""
+    return (group.__doc__ or "").strip().splitlines()[0]
 
 
 def default_text(known: Field) -> str:
@@ -53,7 +41,7 @@ def default_text(known: Field) -> str:
     if "same_as" in known.about:
         target = str(known.about["same_as"])
         return ("= rollout." if target.startswith("..") else "= ") + target.lstrip(".")
-    return "required" if known.about.get("required") else written(known.default())
+    return "required" if known.about.get("required") else written(known.default()) or '""'
 
 
 def written(value: Any) -> str:
@@ -86,12 +74,13 @@ def allowed(known: Field) -> str:
 
 def block(path: str, known: Field) -> str:
     """One key in full: its type, default, allowed values and meaning, a line each."""
-    rows = [("type", type_name(known).removesuffix("?") + (", or null" if known.nullable else ""))]
-    rows.append(("default", (default_text(known) or '""') + (" (ours)" if known.about.get("ours") else "")))
-    if values := allowed(known):
-        rows.append(("values", values))
-    rows.append(("meaning", help_of(known.owner, known.name)))
-    return "\n".join([path, *(f"  {name:<8} {text}" for name, text in rows)])
+    rows = {
+        "type": type_name(known).removesuffix("?") + (", or null" if known.nullable else ""),
+        "default": default_text(known) + (" (ours)" if known.about.get("ours") else ""),
+        "values": allowed(known),
+        "meaning": help_of(known.owner, known.name),
+    }
+    return "\n".join([path, *(f"  {name:<8} {text}" for name, text in rows.items() if text)])
 
 
 def help_text(entry: str, key: str) -> str:
@@ -118,113 +107,35 @@ def _line(path: str, known: Field) -> str:
     return f"{path} ({type_name(known)}, {default_text(known)}): {help_of(known.owner, known.name)}"
 
 
+_OVERVIEW = """\
+usage: python3 -m {program} [options] [key=value …]
+
+options:
+  --check              resolve, validate, look at data and model, print the plan of batches; 0 good,
+                       2 the configuration is wrong, 3 this machine lacks something
+  --cfg job            print the resolved configuration
+  --help KEY           a key in full; a group (--help data) all its keys; --help all everything
+  --config-name NAME   a configuration of --config-path DIR, or a built-in one: {built_in}
+
+keys:  a.b=value   +a.b=value in an open mapping   ++a.b=value anywhere   ~a.b back to the default
+
+groups:"""
+
+
 def _overview(entry: str) -> str:
-    root = ROOTS[entry]
-    lines = [
-        f"usage: python3 -m {names.PROGRAMS[entry]} [options] [key=value …]",
-        "",
-        "options:",
-        "  --check              resolve, validate, look at data and model, print the plan of batches; 0 good,",
-        "                       2 the configuration is wrong, 3 this machine lacks something",
-        "  --cfg job            print the resolved configuration",
-        "  --help KEY           a key in full; a group (--help data) all its keys; --help all everything",
-        "  --config-name NAME   a configuration of --config-path DIR, or a built-in one: "
-        + ", ".join(n for n, (e, _) in names.BUILT_IN.items() if e == entry),
-        "",
-        "keys:  a.b=value   +a.b=value in an open mapping   ++a.b=value anywhere   ~a.b back to the default",
-        "",
-        "groups:",
-    ]
-    groups = {name: known for name, known in fields_of(root).items() if known.group is not None}
-    policy = groups.pop("actor_rollout_ref", None)
-    if policy is not None and policy.group is not None:
-        inner = fields_of(policy.group).items()
-        parts = {f"actor_rollout_ref.{name}": known for name, known in inner if known.group is not None}
-        groups = {"data": groups.pop("data"), **parts, **groups}
-    for path, known in groups.items():
-        assert known.group is not None
-        lines.append(f"  {path:<28} {len(leaves(known.group)):>3} keys  {_first_line(known.group)}")
+    built_in = ", ".join(name for name, (program, _) in names.BUILT_IN.items() if program == entry)
+    lines = [_OVERVIEW.format(program=names.PROGRAMS[entry], built_in=built_in)]
+    for path, group in _groups(ROOTS[entry], ""):
+        lines.append(f"  {path:<28} {len(leaves(group)):>3} keys  {first_line(group)}")
     return "\n".join(lines)
 
 
-def _first_line(group: type[Group]) -> str:
-    return (group.__doc__ or "").strip().splitlines()[0]
-
-
-# ---- docs/config.md ----
-
-
-def render(page: str) -> str:
-    """The page with its tables written again; what is in front of the first one stays."""
-    parts = [page.partition("## Keys of ")[0].rstrip("\n") + "\n"]
-    seen: dict[type[Group], str] = {}
-    for entry, root in ROOTS.items():
-        parts.append(f"## Keys of `{names.PROGRAMS[entry]}`\n")
-        for name, known in fields_of(root).items():
-            if known.group is not None:
-                parts.extend(_sections(name, known.group, seen))
-    return "\n".join([*parts, *_other_names()])
-
-
-def _table(title: str, text: str, head: str, rows: Iterable[Sequence[str]]) -> str:
-    columns = head.count("|") + 1
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([title, "", text, "", f"| {head} |", "|" + "---|" * columns, *lines, ""])
-
-
-def _sections(path: str, group: type[Group], seen: dict[type[Group], str]) -> Iterator[str]:
-    """A table for a group, then those of its own groups; a group seen before is only pointed at."""
-    if group in seen:
-        yield f"### `{path}.`\n\nThe keys of `{seen[group]}.`\n"
-        return
-    seen[group] = path
-    base = next((b for b in group.__mro__[1:] if b in seen), None)
-    inherited = set(fields_of(base)) - set(inspect.get_annotations(group)) if base else set()
-    own = {name: known for name, known in fields_of(group).items() if name not in inherited}
-    if rows := [_row(known) for known in own.values() if known.group is None]:
-        same = f" The keys of `{seen[base]}.`, and:" if base else ""
-        yield _table(f"### `{path}.`", _first_line(group) + same, "key | type | default | meaning", rows)
-    for name, known in own.items():
-        if known.group is not None:
-            yield from _sections(f"{path}.{name}", known.group, seen)
-
-
-def _row(known: Field) -> tuple[str, str, str, str]:
-    ours = " *(ours)*" if known.about.get("ours") else ""
-    text, values = help_of(known.owner, known.name), allowed(known)
-    if values and not all(str(option) in text for option in known.about.get("options", (values,))):
-        text += f" Values: {values}."
-    kind, default = type_name(known).replace("|", " or "), default_text(known) or '""'
-    return known.name, kind, f"`{default}`{ours}", text.replace("|", "\\|")
-
-
-def _other_names() -> Iterator[str]:
-    """Old names, keys without effect, and what is refused."""
-    renames = {**names.RENAMES["ppo"], **names.RENAMES["sft"]}.items()
-    old = [(_plain(glob), re.sub(r"\\\d", "…", new)) for glob, new in renames]
-    old.append(("*_micro_batch_size (over all devices)", "*_micro_batch_size_per_gpu"))
-    old.append((f"{names.STALENESS_MODE}, {names.STALENESS_LIMIT}", "trainer.max_staleness"))
-    yield _table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
-    unread = [(_plain(row.keys), row.reason) for row in names.UNREAD]
-    rows = [*((_plain(glob), reason) for glob, reason in names.NO_EFFECT.items()), *unread]
-    yield _table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
-    refused = [(_plain(glob.replace(":", ".")), *absent) for glob, absent in names.REFUSED.items()]
-    for key, values in names.REFUSED_VALUES.items():
-        refused += [(f"{key}={value}", *absent) for value, absent in values.items()]
-    refused += [(key, *absent) for key, absent in names.FEATURES.items()]
-    here = (
-        f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
-        f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(names.STRATEGIES)}."
-    )
-    yield _table("## Not in this release", here, "key | what it is | closest", refused).rstrip("\n") + "\n"
-
-
-def _plain(glob: str) -> str:
-    """A glob as the page shows it: without braces around the whole."""
-    whole = glob.startswith("{") and glob.find("}") == len(glob) - 1
-    return glob[1:-1] if whole else glob
-
-
-if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    target.write_text(render(target.read_text(encoding="utf-8")), encoding="utf-8")
+def _groups(cls: type[Group], path: str) -> list[tuple[str, type[Group]]]:
+    """The groups of an entry point by path; the policy's are taken apart."""
+    found = []
+    for name, known in fields_of(cls).items():
+        if name == "actor_rollout_ref" and known.group is not None:
+            found += _groups(known.group, f"{name}.")
+        elif known.group is not None:
+            found.append((path + name, known.group))
+    return found

@@ -15,7 +15,8 @@ from verl.config.files import Layer
 from verl.config.grammar import NULLS, GrammarError, Value, parse
 from verl.config.names import canonical, no_effect
 from verl.config.problems import Problem
-from verl.config.schema import ROOTS, Group, Map, Root, select
+from verl.config.schema.base import Group, Map, Root, select
+from verl.config.schema.entries import ROOTS
 
 
 class Resolver:
@@ -53,12 +54,12 @@ class Resolver:
         try:
             override = parse(argument)
         except GrammarError as error:
-            self.problems.append(Problem("", str(error)))
+            self.refuse("", str(error))
             return
         key, value = override.key, override.value
         if key.split("/")[0].split(".")[0] == "hydra":
             return
-        place = locate(self.root, key)
+        place = locate(type(self.root), key)
         is_group = place is not None and place.field.group is not None
         named = is_group and value is not None and isinstance(value.data, str) and value.data not in NULLS
         if override.package is not None or "/" in key or key == "model_engine" or named:
@@ -77,10 +78,9 @@ class Resolver:
             roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
             targets = roles if self.entry == "ppo" else ["engine"]
         strategy = choices.get(choice)
-        if choice not in choices or (strategy and locate(self.root, targets[0]) is None):
-            known = f"choices of {package}: {', '.join(choices)}"
-            offer = known if choices else f"{package!r} is no group with choices"
-            self.problems.append(Problem(source, f"no such group choice; {offer}"))
+        if choice not in choices or (strategy and locate(type(self.root), targets[0]) is None):
+            offer = f"choices of {package}: {', '.join(choices)}" if choices else f"{package!r} has none"
+            self.refuse(source, f"no such group choice; {offer}")
         elif strategy:
             for target in targets:
                 self.assign(f"{target}.strategy", Value.given(strategy), "", source)
@@ -90,8 +90,8 @@ class Resolver:
     def assign(self, path: str, value: Value, op: str, source: str, spelled: str = "") -> None:
         """Set one path. Mappings are taken apart down to the schema's keys; `spelled` is the user's name for it."""
         name, spelled = canonical(path, self.entry), spelled or path
-        place = locate(self.root, name)
-        if name.endswith("micro_batch_size") and locate(self.root, f"{name}_per_gpu") is not None:
+        place = locate(type(self.root), name)
+        if name.endswith("micro_batch_size") and f"{name}_per_gpu" in leaves(type(self.root)):
             self.old[name] = value  # deprecated: a micro-batch size over all devices
         elif place is None:
             self._assign_unnamed(name, value, op, source)
@@ -106,7 +106,7 @@ class Resolver:
                 self.choose(name, value.data, source)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
-                self.problems.append(Problem(source, f"{name} is a group of keys; set one of {keys}"))
+                self.refuse(source, f"{name} is a group of keys; set one of {keys}")
 
     def _assign_parts(self, name: str, value: Value, op: str, source: str, spelled: str) -> None:
         for child, content in value.data.items():
@@ -132,18 +132,23 @@ class Resolver:
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
         try:
-            if not place.inside:
-                setattr(place.owner, place.field.name, _synonym(name, coerce(value, place.field)))
-                return
-            node, plain = getattr(place.owner, place.field.name), free(value)
+            self.store(name, free(value) if place.inside else _synonym(name, coerce(value, place.field)))
         except GrammarError as error:
-            self.problems.append(Problem(name, f"{error} (from {source})"))
-            return
-        for part in place.inside[:-1]:
-            if not isinstance(node.get(part), Map):
-                node[part] = Map()
-            node = node[part]
-        node[place.inside[-1]] = plain
+            self.refuse(name, f"{error} (from {source})")
+
+    def store(self, name: str, value: Any) -> None:
+        """Put a value at a path; maps on the way to it are made."""
+        node: Any = self.root
+        *parents, last = name.split(".")
+        for part in parents:
+            inner = node.get(part)
+            if not isinstance(inner, (Group, Map)):
+                if isinstance(node, Group) and part in fields_of(type(node)):
+                    self.refuse(name, f"{part} is a value and has no keys of its own")
+                    return
+                inner = node[part] = Map()
+            node = inner
+        node[last] = value
 
     def _was_set(self, name: str) -> None:
         self._count += 1
@@ -151,15 +156,16 @@ class Resolver:
 
     def _assign_unnamed(self, name: str, value: Value, op: str, source: str) -> None:
         """A path the schema does not have: without effect, refused, inside an open group, or unknown."""
-        if reason := no_effect(name):
-            self._has_no_effect(name, reason)
-            self.written[name] = value.data
+        open_here = self._takes_any_key(name)
+        if isinstance(value.data, dict) and not open_here:
+            self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
             self.written[name] = value.data
-        elif self._takes_any_key(name):
+        elif reason := no_effect(name):
+            self._has_no_effect(name, reason)
+            self.written[name] = value.data
+        elif open_here:
             self._add(name, value)
-        elif isinstance(value.data, dict):
-            self._assign_parts(name, value, op, source, name)
         elif self.entry == "ppo" and name in (names.STALENESS_MODE, names.STALENESS_LIMIT):
             self.old[name] = value
         elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
@@ -180,58 +186,45 @@ class Resolver:
         return False
 
     def _add(self, name: str, value: Value) -> None:
-        """Store a key that the schema does not name; groups on the way to it are made."""
-        node: Any = self.root
-        *parents, last = name.split(".")
-        for part in parents:
-            inner = node.get(part)
-            if not isinstance(inner, (Group, Map)):
-                if isinstance(node, Group) and part in fields_of(type(node)):
-                    self.problems.append(Problem(name, f"{part} is a value and has no keys of its own"))
-                    return
-                inner = node[part] = Map()
-            node = inner
-        node[last] = free(value) if not value.sweep else list(value.data)
+        """Store a key that the schema does not name."""
+        self.store(name, free(value) if not value.sweep else list(value.data))
         self._was_set(name)
 
     def _refused(self, name: str, value: Value) -> bool:
-        """True if the key belongs to a feature outside the schema; a problem if it switches that on."""
-        for glob, absent in names.REFUSED.items():
-            family, _, switch = glob.partition(":")
-            found = names.compiled(family).match(name)
-            if not found:
-                continue
-            key, data = name, value.data
-            if switch and isinstance(data, dict):
-                key, data = f"{name}.{switch}", data.get(switch)
-            if key[found.end() :].lstrip(".") == switch and str(data).lower() not in names.OFF:
-                message = f"{absent.what} is not in this release; closest: {absent.instead}"
-                self.problems.append(Problem(f"{key}={data}", message))
-            return True
-        return False
+        """True if the key switches a feature outside the schema; a problem if it is switched on."""
+        found = (absent for glob, absent in names.REFUSED.items() if names.compiled(glob).match(name))
+        absent = next(found, None)
+        if absent is not None and str(value.data).lower() not in names.OFF:
+            where = f"{name}={value.data}"
+            self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
+        return absent is not None
 
     # ---- removal ----
 
     def remove(self, path: str, source: str) -> None:
         """`~a.b`: back to the default; inside an open mapping, gone."""
         name = canonical(path, self.entry)
-        place = locate(self.root, name)
+        place = locate(type(self.root), name)
+        parent, _, last = name.rpartition(".")
+        node = select(self.root, parent) if parent else self.root
         if place is None:
-            node = select(self.root, name.rpartition(".")[0]) if "." in name else self.root
-            extra = isinstance(node, Group) and node._extra.pop(name.rpartition(".")[2], node) is not node
+            extra = isinstance(node, Group) and node._extra.pop(last, node) is not node
             if not (extra or no_effect(name) or (isinstance(node, Group) and node.open_keys)):
                 self._unknown.append((name, None, source))
             return
         for key in [k for k in self.root._set if k == name or k.startswith(name + ".")]:
             del self.root._set[key]
             self.interpolated.pop(key, None)
-        if place.inside:
-            inner = ".".join([place.field.name, *place.inside[:-1]])
-            select(place.owner, inner, {}).pop(place.inside[-1], None)
-        else:
-            setattr(place.owner, place.field.name, place.field.default())
+        if not place.inside:
+            node[last] = place.field.default()
+        elif isinstance(node, Map):
+            node.pop(last, None)
 
     # ---- what is said at the end ----
+
+    def refuse(self, key: str, message: str) -> None:
+        """Collect a problem."""
+        self.problems.append(Problem(key, message))
 
     def notice(self, text: str) -> None:
         """Say something once."""
@@ -253,11 +246,11 @@ class Resolver:
             if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
                 self._add(name, value)
             else:
-                self.problems.append(Problem(source if name in source else name, self._nearest(name)))
+                self.refuse(source if name in source else name, self._nearest(name))
         if self._unread:
             self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
         for reason, keys in self._without_effect.items():
-            if reason != "not needed":
+            if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
 
     def _nearest(self, name: str) -> str:

@@ -1,32 +1,153 @@
 """The prompts of a run: rows of files, checked and measured once, turned into `Prompt`s when they are drawn.
 
-Rows are measured in this process, with the tokenizer's own threads, or in several processes where the rows are many
-and data.filter_overlong_prompts_workers asks for them. Specification: data.md §1–§6. Order and position belong to
-`stream.py`.
+`CheckedRows` is what the data sets of prompts and of supervised rows share: rows that cannot be used are counted, reported
+and limited; the order of the others is a function of (seed, epoch). Prompts are measured in this process, with the
+tokenizer's own threads, or in several processes where the rows are many and data.filter_overlong_prompts_workers asks for
+them. Specification: data.md §1–§7. The position in the order belongs to `stream.py`.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, ChatRenderer, as_messages
-from verl.data.checked import CheckedRows
-from verl.data.files import DataError, RowFiles
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.plugins import CustomRows
-from verl.data.rows import GSM8K, RowFields, RowRules, check_columns, fields_of
+from verl.data.rows import GSM8K, BadRow, ChatRenderer, RowRules, as_messages, check_columns, fields_of
 from verl.trajectory import Prompt
 
 CHUNK = 512
 # Fewer rows than this are scanned in this process: starting others takes longer.
 WORTH_PROCESSES = 20_000
+# Stands for the epoch in the draw of train_max_samples, so that it differs from every epoch's order.
+SUBSET = 2**31
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation int64 [rows] of an epoch; a function of (rows, seed, epoch) and nothing else.
+
+    Row numbers sorted by one 64-bit draw each of PCG64(SeedSequence([seed, epoch])): numpy keeps bit
+    generators and seed sequences stable between versions (NEP 19), which it does not promise of
+    `Generator.permutation`.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])).random_raw(rows)
+    return np.argsort(draws, kind="stable").astype(np.int64)
+
+
+class CheckedRows:
+    """Rows of a source (`RowFiles` or `CustomRows`), of which a subclass finds out which can be used, and chooses.
+
+    `lengths` int64 [rows of the source]: tokens, −1 for a bad row; `bad`: row → (problem, detail); `split`: for
+    messages. `len()` counts the chosen rows.
+    """
+
+    split = "train"
+
+    def __init__(self, source: Any):
+        self.source = source
+        self.paths: list[str] = source.paths
+        self.lengths = np.full(len(source), -1, np.int64)
+        self.bad: dict[int, tuple[str, str]] = {}
+        self._rows = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def order(self, *, seed: int, shuffle: bool, epoch: int = 0) -> np.ndarray:
+        """Row numbers int64 [len] in the order of an epoch: `epoch_order`, or file order without shuffle."""
+        return epoch_order(len(self), seed, epoch) if shuffle else np.arange(len(self))
+
+    def where(self, row: int) -> str:
+        """ "file row n" of a row of the whole source, for messages."""
+        file, number = self.source.locate(row)
+        return f"{self.paths[file]} row {number}"
+
+    @property
+    def names(self) -> str:
+        """The files, for messages."""
+        return ", ".join(self.paths)
+
+    @property
+    def bad_rows(self) -> list[dict[str, Any]]:
+        """Records of data_report.jsonl: file, row, problem, detail."""
+        out = []
+        for row in sorted(self.bad):
+            file, number = self.source.locate(row)
+            problem, detail = self.bad[row]
+            out.append({"file": self.paths[file], "row": number, "problem": problem, "detail": detail})
+        return out
+
+    def refuse_too_many_bad(self, ratio: float) -> None:
+        """DataError where more than this share of a file's rows is bad."""
+        records = self.bad_rows
+        counts = Counter(record["file"] for record in records)
+        for path, size in zip(self.paths, self.source.sizes, strict=True):
+            if counts[path] > ratio * size:
+                mine = [record for record in records if record["file"] == path]
+                raise DataError(
+                    f"{path}: {len(mine)} of {size} rows cannot be used (data.max_bad_row_ratio={ratio} allows "
+                    f"{int(ratio * size)}): {'; '.join(by_problem(mine))}. Repair the rows, or raise "
+                    "data.max_bad_row_ratio to leave them out",
+                    records,
+                )
+
+    def choose(self, rows: np.ndarray, wanted: int, *, shuffle: bool, seed: int) -> None:
+        """Use `wanted` of the rows (−1: all): the first, or with `shuffle` a draw. DataError if none is left."""
+        if 0 <= wanted < len(rows):
+            rows = np.sort(rows[epoch_order(len(rows), seed, SUBSET)[:wanted]]) if shuffle else rows[:wanted]
+        if len(rows) == 0:
+            raise DataError(f"{self.names}: no usable row is left", self.bad_rows)
+        self._rows = rows
+
+    def too_long(self, rows: np.ndarray, usable: int, key: str, limit: int, ways: str) -> DataError:
+        """The error of rows that exceed the limit of `key`; `ways`: what to do besides raising it."""
+        return DataError(
+            f"{len(rows)} of {usable} rows of {self.names} are longer than {key}={limit} tokens: {self.first_of(rows)}; "
+            f"{self.longest()}. Ways out: {key}={int(self.lengths.max())} (or more), {ways}",
+            self.bad_rows,
+        )
+
+    def first_of(self, rows: Sequence[int] | np.ndarray, count: int = 5) -> str:
+        """The first rows of `rows` with their lengths, for messages."""
+        return ", ".join(f"{self.where(int(row))}: {self.lengths[row]}" for row in rows[:count])
+
+    def longest(self) -> str:
+        """The longest row, for messages."""
+        row = int(self.lengths.argmax())
+        return f"the longest has {self.lengths[row]} ({self.where(row)})"
+
+    def counts(self, limit: int, prefix: str = "") -> dict[str, Any]:
+        """What every report of a split has: files, rows, bad rows by problem, lengths of the rows used."""
+        lengths = self.lengths[self._rows]
+        return {
+            "split": self.split,
+            "files": list(self.paths),
+            "rows": len(self.source),
+            "used": len(self),
+            "bad": dict(Counter(record["problem"] for record in self.bad_rows)),
+            f"{prefix}tokens_mean": float(np.minimum(lengths, limit).mean()),
+            f"{prefix}tokens_max": int(lengths.max()),
+        }
+
+    def left_out(self) -> list[str]:
+        """A line for the console for each problem."""
+        return [f"{self.split}: left out {text}" for text in by_problem(self.bad_rows)]
+
+
+def by_problem(records: Sequence[dict[str, Any]]) -> list[str]:
+    """ "n × problem (e.g. file row n: detail)" of bad rows, the most frequent first."""
+    counts = Counter(record["problem"] for record in records)
+    first = {record["problem"]: record for record in reversed(records)}
+    examples = {p: f"{record['file']} row {record['row']}: {record['detail']}" for p, record in first.items()}
+    return [f"{count} × {problem} (e.g. {examples[problem]})" for problem, count in counts.most_common()]
 
 
 def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
@@ -40,9 +161,7 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
     if mode == "middle":
         head = limit // 2
         return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
-    raise DataError(
-        f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit} and cannot be cut"
-    )
+    raise DataError(f"data.truncation={mode!r}: a prompt of {len(ids)} tokens exceeds {limit}")
 
 
 class PromptDataset(CheckedRows):
@@ -55,7 +174,7 @@ class PromptDataset(CheckedRows):
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        files: Paths,
         config: Any,
         tokenizer: Any,
         *,
@@ -108,19 +227,12 @@ class PromptDataset(CheckedRows):
             left = {self.source.locate(int(row))[0] for row in good}
             for number, path in enumerate(self.paths):
                 if number not in left:
-                    raise DataError(
-                        f"{path}: no row is left: every prompt is longer than data.max_prompt_length={self._limit} "
-                        f"({self.longest()}); raise data.max_prompt_length",
-                        self.bad_rows,
-                    )
+                    limit = f"data.max_prompt_length={self._limit} ({self.longest()}); raise it"
+                    text = f"{path}: no row is left: every prompt is longer than {limit}"
+                    raise DataError(text, self.bad_rows)
         elif data.truncation == "error" and len(long):
-            raise DataError(
-                f"{len(long)} of {len(good)} prompts of {self.names} are longer than "
-                f"data.max_prompt_length={self._limit} tokens: {self.first_of(long)}; {self.longest()}. Ways out: "
-                f"data.max_prompt_length={int(self.lengths.max())} (or more), "
-                "data.filter_overlong_prompts=True (drop them), data.truncation=left|right|middle (cut them)",
-                self.bad_rows,
-            )
+            ways = "data.filter_overlong_prompts=True (drops them), data.truncation=left|right|middle (cuts)"
+            raise self.too_long(long, len(good), "data.max_prompt_length", self._limit, ways)
         return good
 
     # --------------------------------------------------------------------------------------------- drawing
@@ -165,21 +277,15 @@ class PromptDataset(CheckedRows):
     def describe(self) -> list[str]:
         """Lines for the console: what was read, used, dropped, cut, and one example per problem."""
         facts = self.report
-        lines = [
-            f"{facts['used']} of {facts['rows']} rows from {self.names}; prompts of "
-            f"{facts['prompt_tokens_mean']:.0f} tokens on average, at most {facts['prompt_tokens_max']}"
-        ]
+        sizes = f"{facts['prompt_tokens_mean']:.0f} tokens on average, at most {facts['prompt_tokens_max']}"
+        lines = [f"{facts['used']} of {facts['rows']} rows from {self.names}; prompts of {sizes}"]
         if dropped := facts["dropped_too_long"]:
             share = dropped / max(1, int((self.lengths >= 0).sum()))
-            lines.append(
-                f"dropped {dropped} prompts ({share:.1%}) longer than {self._limit} tokens; {self.longest()}; "
-                f"first: {self.first_of(self._too_long, 3)}"
-            )
+            which = f"{self.longest()}; first: {self.first_of(self._too_long, 3)}"
+            lines.append(f"dropped {dropped} prompts ({share:.1%}) longer than {self._limit} tokens; {which}")
         if facts["cut"]:
-            lines.append(
-                f"{facts['cut']} prompts are cut to {self._limit} tokens "
-                f"(data.truncation={self.config.data.truncation}); {self.longest()}"
-            )
+            how = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
+            lines.append(f"{facts['cut']} prompts are cut to {how}; {self.longest()}")
         if any(self._scanner.plain) and GSM8K in self._sources:
             lines.append(f"plain format: ground truth from `#### n`, scored as {GSM8K}, flexible")
         if not self._scanner.renderer.has_template:
@@ -205,8 +311,8 @@ class Scanner:
     rules: RowRules
     renderer: ChatRenderer
 
-    def fields(self, row: dict[str, Any], index: int) -> RowFields:
-        """The row's parts. Raises BadRow."""
+    def fields(self, row: dict[str, Any], index: int) -> Any:
+        """The row's parts, a `RowFields`. Raises BadRow."""
         file, number = self.source.locate(index)
         return fields_of(row, number, self.plain[file], self.rules)
 
@@ -217,7 +323,7 @@ class Scanner:
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
-                scan.sources[index - start] = fields.data_source
+                scan.sources[index - start] = fields.facts["data_source"]
                 texts[index] = self.renderer.prompt_text(fields.cell, self.rules.prompt_key)
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
@@ -232,32 +338,16 @@ class Scanner:
 def scan_all(scanner: Scanner, workers: int) -> Scan:
     """Scan every row of the source."""
     total = len(scanner.source)
-    spans = [(start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
-    parts = list(_parts(scanner, spans, workers))
+    starts = range(0, total, CHUNK)
+    stops = [min(start + CHUNK, total) for start in starts]
+    if workers <= 1 or total < WORTH_PROCESSES:
+        parts = list(map(scanner.chunk, starts, stops))
+    else:
+        share = math.ceil(len(stops) / workers)  # the scanner travels with each, and its tokenizer is large
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            parts = list(pool.map(scanner.chunk, starts, stops, chunksize=share))
     whole = Scan(np.concatenate([part.lengths for part in parts]))
     for part in parts:
         whole.bad |= part.bad
         whole.sources += part.sources
     return whole
-
-
-def _parts(scanner: Scanner, spans: list[tuple[int, int]], workers: int) -> Iterator[Scan]:
-    if workers <= 1 or len(scanner.source) < WORTH_PROCESSES:
-        yield from (scanner.chunk(start, stop) for start, stop in spans)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_adopt, initargs=(scanner,)) as pool:
-        yield from pool.map(_scan_span, spans)
-
-
-_scanner: Scanner | None = None
-
-
-def _adopt(scanner: Scanner) -> None:
-    global _scanner
-    _scanner = scanner
-
-
-def _scan_span(span: tuple[int, int]) -> Scan:
-    assert _scanner is not None
-    return _scanner.chunk(*span)

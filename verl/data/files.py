@@ -25,6 +25,8 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Paths = str | Sequence[str]
+"""One file, or several that are read one after the other."""
 # A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there.
 IN_MEMORY_BYTES = 256 * 2**20
 
@@ -79,8 +81,11 @@ def local_path(path: str, cache_dir: str | None = None, *, use_shm: bool = False
         files = sorted(p.name for p in local.iterdir() if p.suffix in _READERS)
         found = f"it holds {', '.join(files[:6])}" if files else "it holds no parquet, json or jsonl file"
         raise DataError(f"{path}: this is a directory, name the file itself ({found})")
+    if not local.parent.is_dir():
+        what = f"no such file (the folder {local.parent} does not exist)"
+        raise DataError(f"{path}: {what}; `verl prepare` makes data sets")
     if not local.exists():
-        raise DataError(_missing(path, local))
+        raise DataError(f"{path}: no such file{files_beside(local, tuple(_READERS))}")
     shm = Path("/dev/shm")
     if use_shm and shm.is_dir() and shm not in local.parents:
         copy = _cached(str(_private(shm)), str(local.resolve()), local.name)
@@ -97,18 +102,9 @@ def _private(shared: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise DataError(
-            f"{folder}: others can write to it or it is not this user's own; remove it, or leave use_shm off"
-        )
+        why = "others can write to it or it is not this user's own"
+        raise DataError(f"{folder}: {why}; remove it, or leave use_shm off")
     return folder
-
-
-def _missing(path: str, local: Path) -> str:
-    if not local.parent.is_dir():
-        return (
-            f"{path}: no such file (the folder {local.parent} does not exist); `verl prepare` makes data sets"
-        )
-    return f"{path}: no such file{files_beside(local, tuple(_READERS))}"
 
 
 def files_beside(path: Path, suffixes: tuple[str, ...]) -> str:
@@ -138,19 +134,16 @@ def _cached(cache_dir: str | None, key: str, name: str) -> Path:
 def _fetch(url: str, cache_dir: str | None) -> Path:
     import fsspec
 
-    protocol, rest = url.split("://", 1)
-    target = _cached(cache_dir, url, rest.split("?", 1)[0].rsplit("/", 1)[-1])
+    target = _cached(cache_dir, url, url.split("?", 1)[0].rsplit("/", 1)[-1])
     try:
         system, remote = fsspec.core.url_to_fs(url)
         size = system.info(remote).get("size")
         if not (target.exists() and size in (None, target.stat().st_size)):
             with written_whole(target) as beside:
                 system.get_file(remote, str(beside))
-    except ImportError as error:
-        raise DataError(f"{url}: {protocol}:// cannot be read here: {error}") from error
     except FileNotFoundError as error:
         raise DataError(f"{url}: no such remote file") from error
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise DataError(f"{url}: copying it to {target.parent} (data.cache_dir) failed: {error}") from error
     return target
 
@@ -171,16 +164,16 @@ class RowFile(ABC):
         """Number of rows."""
 
     @abstractmethod
-    def row(self, number: int) -> dict[str, Any]:
-        """Row `number` (from 0) as plain Python values."""
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Rows start..stop−1 (from 0) as plain Python values."""
 
     @abstractmethod
     def is_string(self, column: str) -> bool:
-        """True if the column holds strings (by schema; JSON: by its first non-null value)."""
+        """True if the column holds strings (by schema; JSON: where any value is one)."""
 
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows start..stop−1."""
-        return [self.row(i) for i in range(start, stop)]
+    def row(self, number: int) -> dict[str, Any]:
+        """Row `number`."""
+        return self.rows(number, number + 1)[0]
 
 
 class ParquetFile(RowFile):
@@ -214,9 +207,6 @@ class ParquetFile(RowFile):
             found = found.value_type
         return bool(kind.is_string(found) or kind.is_large_string(found))
 
-    def row(self, number: int) -> dict[str, Any]:
-        return self.rows(number, number + 1)[0]
-
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         if not 0 <= start < stop <= len(self):
             raise IndexError(f"{self.path}: rows {start}..{stop} of {len(self)}")
@@ -227,8 +217,7 @@ class ParquetFile(RowFile):
         import pyarrow.parquet as pq
 
         if self._table is None:
-            groups = range(self._meta.num_row_groups)
-            size = sum(self._meta.row_group(i).total_byte_size for i in groups)
+            size = sum(self._meta.row_group(i).total_byte_size for i in range(self._meta.num_row_groups))
             try:
                 if size <= IN_MEMORY_BYTES:
                     self._table = pq.read_table(self.local, partitioning=None)
@@ -262,25 +251,22 @@ class JsonFile(RowFile):
 
     def __init__(self, path: str, local: Path, cache_dir: str | None = None):
         super().__init__(path, local)
-        content = local.read_bytes()
+        content, unit = local.read_bytes(), "line"
         if local.suffix.lower() == ".json" and content[:1024].lstrip()[:1] == b"[":
-            numbered = [
-                (f"element {i}", json.dumps(v).encode())
-                for i, v in enumerate(self._parse("the file", content))
-            ]
+            numbered, unit = list(enumerate(self._parse("the file", content))), "element"
         else:
-            numbered = [(f"line {i}", line) for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
-        self._rows = [text for _, text in numbered]
-        strings: dict[str, bool] = {}
-        for where, text in numbered:
-            value = self._parse(where, text)
+            lines = enumerate(content.split(b"\n"), 1)
+            numbered = [(i, self._parse(f"line {i}", line)) for i, line in lines if line.strip()]
+        self._strings: dict[str, bool] = {}
+        for number, value in numbered:
             if not isinstance(value, dict):
-                raise DataError(f"{path}: {where} is a JSON {type(value).__name__}, not an object")
+                raise DataError(f"{path}: {unit} {number} is a JSON {type(value).__name__}, not an object")
             for name, cell in value.items():
-                strings[name] = strings.get(name, False) or isinstance(cell, str)
-        self.columns, self._strings = list(strings), strings
+                self._strings[name] = self._strings.get(name, False) or isinstance(cell, str)
+        self._rows = [json.dumps(value) for _, value in numbered]
+        self.columns = list(self._strings)
 
-    def _parse(self, where: str, text: str | bytes) -> Any:
+    def _parse(self, where: str, text: bytes) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
@@ -292,28 +278,25 @@ class JsonFile(RowFile):
     def is_string(self, column: str) -> bool:
         return self._strings.get(column, False)
 
-    def row(self, number: int) -> dict[str, Any]:
-        value = json.loads(self._rows[number])
-        return {name: value.get(name) for name in self.columns}
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        found = [json.loads(text) for text in self._rows[start:stop]]
+        return [{name: value.get(name) for name in self.columns} for value in found]
 
 
 def _looks_like(local: Path) -> str:
-    head = local.open("rb").read(64)
-    if head.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer: run `git lfs pull`"
-    if head.lstrip()[:1] in (b"{", b"["):
-        return "it looks like JSON: name it .jsonl or .json"
-    if head.lstrip()[:1] == b"<":
-        return "it looks like a web page"
-    return f"it starts with {head[:8]!r}"
+    with local.open("rb") as file:
+        head = file.read(64)
+    kinds = {
+        b"version https://git-lfs": "it is a Git LFS pointer: run `git lfs pull`",
+        b"{": "it looks like JSON: name it .jsonl or .json",
+        b"[": "it looks like JSON: name it .jsonl or .json",
+        b"<": "it looks like a web page",
+    }
+    known = (text for start, text in kinds.items() if head.lstrip().startswith(start))
+    return next(known, f"it starts with {head[:8]!r}")
 
 
-_READERS: dict[str, Any] = {
-    ".parquet": ParquetFile,
-    ".jsonl": JsonFile,
-    ".ndjson": JsonFile,
-    ".json": JsonFile,
-}
+_READERS: dict[str, Any] = {".parquet": ParquetFile} | dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonFile)
 
 
 def open_file(path: str, cache_dir: str | None = None, *, use_shm: bool = False) -> RowFile:
@@ -339,7 +322,7 @@ class RowFiles:
     `files` may be one path or a list. Raises DataError for anything that cannot be opened.
     """
 
-    def __init__(self, files: str | Sequence[str], cache_dir: str | None = None, *, use_shm: bool = False):
+    def __init__(self, files: Paths, cache_dir: str | None = None, *, use_shm: bool = False):
         paths = [files] if isinstance(files, str | os.PathLike) else list(files)
         if not paths:
             raise DataError("no data file is named; set data.train_files (or data.val_files)")
@@ -367,8 +350,7 @@ class RowFiles:
 
     def row(self, index: int) -> dict[str, Any]:
         """Row `index` of the whole; a column that its file lacks is None."""
-        number, row = self.locate(index)
-        return self._complete(self.files[number].row(row))
+        return self.rows(index, index + 1)[0]
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows start..stop−1 of the whole."""
@@ -376,12 +358,10 @@ class RowFiles:
         for number, file in enumerate(self.files):
             first = self._starts[number]
             low, high = max(start, first), min(stop, first + len(file))
-            if low < high:
-                out += [self._complete(row) for row in file.rows(low - first, high - first)]
+            out += file.rows(low - first, high - first) if low < high else []
+        if len(self.files) > 1:
+            return [{name: row.get(name) for name in self.columns} for row in out]
         return out
-
-    def _complete(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {name: row.get(name) for name in self.columns} if len(self.files) > 1 else row
 
 
 def notice(text: str) -> None:

@@ -66,7 +66,6 @@ def load_extern_object(module_path: str, object_name: str) -> Any:
         public = [name for name in vars(module) if not name.startswith("_")]
         guess = nearest(object_name, public)
         hint = f"; the nearest is {guess!r}" if guess else ""
-        raise DataError(
-            f"{module_path}: it defines no {object_name!r}{hint} (found: {', '.join(public[:20])})"
-        )
+        found = ", ".join(public[:20])
+        raise DataError(f"{module_path}: it defines no {object_name!r}{hint} (found: {found})")
     return getattr(module, object_name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, as_messages
-from verl.data.files import DataError, RowFiles
+from verl.data.files import DataError, Paths, RowFiles
 from verl.data.load_object import load_extern_object
+from verl.data.rows import BadRow, as_messages
 
 
 class RLHFDataset:
@@ -22,12 +22,7 @@ class RLHFDataset:
     """
 
     def __init__(
-        self,
-        data_files: str | Sequence[str],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
-        max_samples: int = -1,
+        self, data_files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
     ):
         self.data_files = data_files
         self.tokenizer = tokenizer
@@ -117,20 +112,19 @@ class CustomRows:
         self.paths = [name]
 
     @classmethod
-    def load(cls, files: str | Sequence[str], config: Any, tokenizer: Any, split: str) -> CustomRows:
+    def load(cls, files: Paths, config: Any, tokenizer: Any, split: str) -> CustomRows:
         """Build `data.custom_cls` over the files of a split."""
         data = config.data
-        if not data.custom_cls.name:
-            raise DataError(f"data.custom_cls.path={data.custom_cls.path} needs data.custom_cls.name=CLASS")
-        kind = load_extern_object(data.custom_cls.path, data.custom_cls.name)
-        wanted = data.train_max_samples if split == "train" else data.val_max_samples
-        dataset = kind(
-            data_files=files, tokenizer=tokenizer, config=data, processor=None, max_samples=int(wanted)
-        )
+        path, name = data.custom_cls.path, data.custom_cls.name
+        if not name:
+            raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
+        wanted = int(data.train_max_samples if split == "train" else data.val_max_samples)
+        about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": None}
+        dataset = load_extern_object(path, name)(**about, max_samples=wanted)
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
-                raise DataError(f"{data.custom_cls.path}: {data.custom_cls.name} has no {method}")
-        return cls(dataset, f"{data.custom_cls.path}:{data.custom_cls.name}")
+                raise DataError(f"{path}: {name} has no {method}")
+        return cls(dataset, f"{path}:{name}")
 
     def __len__(self) -> int:
         return len(self.dataset)

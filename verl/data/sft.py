@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, ChatRenderer, as_messages
-from verl.data.checked import CheckedRows
-from verl.data.files import DataError, RowFiles, absent_column
+from verl.data.dataset import CheckedRows
+from verl.data.files import DataError, Paths, RowFiles, absent_column
+from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 
 CHUNK = 256
@@ -39,12 +39,7 @@ class SFTDataset(CheckedRows):
     """
 
     def __init__(
-        self,
-        files: str | Sequence[str],
-        tokenizer: Any,
-        config: Any,
-        processor: Any = None,
-        max_samples: int = -1,
+        self, files: Paths, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
     ):
         super().__init__(RowFiles(files, config.cache_dir, use_shm=config.use_shm))
         self.config = config
@@ -53,10 +48,8 @@ class SFTDataset(CheckedRows):
         self._renderer = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         self._finder = TurnFinder(self._renderer)
         if not tokenizer.is_fast:
-            raise DataError(
-                "supervised training needs a fast tokenizer (one with tokenizer.json): it gives the places "
-                "of tokens in the text, from which the loss mask is taken"
-            )
+            why = "it gives the places of tokens in the text, from which the loss mask is taken"
+            raise DataError(f"supervised training needs a fast tokenizer (one with tokenizer.json): {why}")
         self._special = self._end_tokens()
         self._check_columns()
         self._kept: dict[int, SFTRow] | None = {}
@@ -80,19 +73,14 @@ class SFTDataset(CheckedRows):
         return self.config.prompt_key is not None or self.config.response_key is not None
 
     def _check_columns(self) -> None:
-        config = self.config
-        keys = {"data.messages_key": config.messages_key}
-        if self.question_answer:
-            keys = {"data.prompt_key": config.prompt_key, "data.response_key": config.response_key}
-        for name, column in keys.items():
+        for name in ("prompt_key", "response_key") if self.question_answer else ("messages_key",):
+            column = self.config[name]
             if column is None:
-                raise DataError(
-                    f"{name} is not set: question/answer rows need data.prompt_key and data.response_key"
-                )
+                raise DataError(f"data.{name} is not set: data.prompt_key and data.response_key go together")
             for file in self.source.files:
                 if column not in file.columns:
                     hint = "" if self.question_answer else _hint(file.columns)
-                    raise DataError(absent_column(column, name, file.path, file.columns) + hint)
+                    raise DataError(absent_column(column, f"data.{name}", file.path, file.columns) + hint)
 
     # -------------------------------------------------------------------------------------------- one row
 
@@ -101,16 +89,14 @@ class SFTDataset(CheckedRows):
         config = self.config
         for key in (config.image_key, config.video_key):
             if row.get(key):
-                raise BadRow(
-                    "media", f"column {key!r} is not empty: images and videos are not in this release"
-                )
+                detail = f"column {key!r} is not empty: images and videos are not in this release"
+                raise BadRow("media", detail)
         if not self.question_answer:
-            key = config.messages_key
-            if isinstance(row.get(key), str):
-                raise BadRow(
-                    "prompt is not messages", f"column {key!r} is text, a list of messages is needed"
-                )
-            return as_messages(row.get(key), key)
+            key, cell = config.messages_key, row.get(config.messages_key)
+            if isinstance(cell, str):
+                detail = f"column {key!r} is text, a list of messages is needed"
+                raise BadRow("prompt is not messages", detail)
+            return as_messages(cell, key)
         question = _reach(row, config.prompt_key, config.prompt_dict_keys)
         response = _reach(row, config.response_key, config.response_dict_keys)
         if not isinstance(response, str) or not response.strip():
@@ -123,8 +109,7 @@ class SFTDataset(CheckedRows):
         thinking = self.config.enable_thinking_default if thinking is None else thinking
         if thinking is not None:
             options["enable_thinking"] = bool(thinking)
-        tools = row.get(self.config.tools_key)
-        if tools:
+        if tools := row.get(self.config.tools_key):
             options["tools"] = _tools(tools)
         return options
 
@@ -149,11 +134,10 @@ class SFTDataset(CheckedRows):
         texts = [text for text, _ in rendered]
         found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         out = []
-        for (text, spans), ids, offsets in zip(
-            rendered, found["input_ids"], found["offset_mapping"], strict=True
-        ):
-            array = np.array(ids, np.int64)
-            out.append(SFTRow(array, token_mask(array, offsets, text, spans, self._special)))
+        for number, (text, spans) in enumerate(rendered):
+            ids = np.array(found["input_ids"][number], np.int64)
+            mask = token_mask(ids, found["offset_mapping"][number], text, spans, self._special)
+            out.append(SFTRow(ids, mask))
         return out
 
     def _cut(self, row: SFTRow) -> SFTRow:
@@ -195,11 +179,8 @@ class SFTDataset(CheckedRows):
     def _refuse_too_long(self) -> None:
         long = np.flatnonzero(self.lengths > self._limit)
         if self.config.truncation == "error" and len(long):
-            raise DataError(
-                f"{len(long)} of {len(self.source)} rows are longer than data.max_length={self._limit} tokens: "
-                f"{self.first_of(long)}; {self.longest()}. Ways out: data.max_length={int(self.lengths.max())} "
-                "(or more), data.truncation=left|right (cut them)"
-            )
+            ways = "data.truncation=left|right (cut them)"
+            raise self.too_long(long, len(self.source), "data.max_length", self._limit, ways)
 
     def __getitem__(self, item: int) -> SFTRow:
         index = int(self._rows[item])
@@ -211,19 +192,16 @@ class SFTDataset(CheckedRows):
     @property
     def report(self) -> dict[str, Any]:
         """Counts for the run folder."""
-        cut = int((self.lengths[self._rows] > self._limit).sum())
-        return self.counts(self._limit) | {"cut": cut}
+        return self.counts(self._limit) | {"cut": int((self.lengths[self._rows] > self._limit).sum())}
 
     def describe(self) -> list[str]:
         """Lines for the console."""
         facts, split = self.report, self.split
-        lines = [
-            f"{split}: {facts['used']} of {facts['rows']} rows from {self.names}; "
-            f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
-        ]
+        sizes = f"{facts['tokens_mean']:.0f} tokens on average, at most {facts['tokens_max']}"
+        lines = [f"{split}: {facts['used']} of {facts['rows']} rows from {self.names}; {sizes}"]
         if facts["cut"]:
-            cut = f"{facts['cut']} rows are cut to {self._limit} tokens"
-            lines.append(f"{split}: {cut} (data.truncation={self.config.truncation})")
+            how = f"{self._limit} tokens (data.truncation={self.config.truncation})"
+            lines.append(f"{split}: {facts['cut']} rows are cut to {how}")
         return lines + self.left_out()
 
 
@@ -238,15 +216,13 @@ def _reach(row: Mapping[str, Any], column: str, keys: Sequence[str] | None) -> A
 
 
 def _hint(columns: Sequence[str]) -> str:
-    if {"prompt", "response"} <= set(columns):
-        return "; for question/answer rows: data.prompt_key=prompt data.response_key=response"
+    pairs = [pair for pair in (("prompt", "response"), ("question", "answer")) if {*pair} <= {*columns}]
+    if pairs:
+        return f"; for question/answer rows: data.prompt_key={pairs[0][0]} data.response_key={pairs[0][1]}"
     if "extra_info" in columns:
-        return (
-            "; for the answers of a gsm8k file: data.prompt_key=extra_info data.prompt_dict_keys=[question] "
-            "data.response_key=extra_info data.response_dict_keys=[answer]"
-        )
-    if {"question", "answer"} <= set(columns):
-        return "; for question/answer rows: data.prompt_key=question data.response_key=answer"
+        question = "data.prompt_key=extra_info data.prompt_dict_keys=[question]"
+        answer = "data.response_key=extra_info data.response_dict_keys=[answer]"
+        return f"; for the answers of a gsm8k file: {question} {answer}"
     return ""
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.chat import BadRow, ChatRenderer
+from verl.data.rows import BadRow, ChatRenderer
 
 Span = tuple[int, int]
+Messages = Sequence[Mapping[str, Any]]
 _PROBE = {"role": "user", "content": "a"}
 _BLANKS = re.compile(r"\s*")
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -41,31 +42,26 @@ class TurnFinder:
             self._headers[key] = (header, role) if role and role != header else (header,)
         return self._headers[key]
 
-    def spans(self, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> list[Span]:
+    def spans(self, messages: Messages, text: str, **options: Any) -> list[Span]:
         """[start, end of content) of every assistant turn of `text`, the rendering of `messages`.
 
         Raises BadRow if a turn cannot be found, or if there is none.
         """
         spans: list[Span] = []
         cursor = 0
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
             start = self._start(messages[:number], text, cursor, options)
             end = self._end(messages[: number + 1], text, start, options) if start is not None else None
             if start is None or end is None:
-                raise BadRow(
-                    "assistant span not found", f"turn {number} is rendered differently in the whole dialogue"
-                )
+                detail = f"turn {number} is rendered differently in the whole dialogue"
+                raise BadRow("assistant span not found", detail)
             spans.append((start, end))
             cursor = end
         if not spans:
             raise BadRow("no assistant turn", "there is nothing to learn in this row")
         return spans
 
-    def _start(
-        self, before: Sequence[Mapping[str, Any]], text: str, cursor: int, options: Mapping[str, Any]
-    ) -> int | None:
+    def _start(self, before: Messages, text: str, cursor: int, options: Mapping[str, Any]) -> int | None:
         headers = self.headers(**options)
         base = self._rendered(before, options)
         if base is not None and len(base) >= cursor and text.startswith(base):
@@ -74,14 +70,9 @@ class TurnFinder:
                     return len(base) + len(header)
         found = [(text.find(header, cursor), -len(header)) for header in headers if header]
         found = [(place, size) for place, size in found if place >= 0]
-        if found:
-            place, size = min(found)
-            return place - size
-        return None
+        return min(found)[0] - min(found)[1] if found else None
 
-    def _end(
-        self, upto: Sequence[Mapping[str, Any]], text: str, start: int, options: Mapping[str, Any]
-    ) -> int | None:
+    def _end(self, upto: Messages, text: str, start: int, options: Mapping[str, Any]) -> int | None:
         if not upto[-1].get("tool_calls"):
             return _content_end(text, start, upto[-1])
         whole = self._rendered(upto, options)
@@ -102,7 +93,7 @@ class TurnFinder:
         ids = [tokenizer(piece, add_special_tokens=False)["input_ids"][:1] for piece in pieces if piece]
         return {int(first) for found in ids for first in found} - {tokenizer.eos_token_id}
 
-    def _rendered(self, before: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str | None:
+    def _rendered(self, before: Messages, options: Mapping[str, Any]) -> str | None:
         if not before:
             return ""
         try:
@@ -110,7 +101,7 @@ class TurnFinder:
         except BadRow:  # some templates refuse a dialogue that ends early; the header search remains
             return None
 
-    def turns_alone(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[Span]]:
+    def turns_alone(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
         """The dialogue as its turns rendered one by one and joined, and the assistant spans in that."""
         once = self.renderer.text([_PROBE], generation=False, **options)
         twice = self.renderer.text([_PROBE, _PROBE], generation=False, **options)
@@ -166,15 +157,12 @@ def token_mask(
     starts = np.fromiter((o[0] for o in offsets), np.int64, len(ids))
     ends = np.fromiter((o[1] for o in offsets), np.int64, len(ids))
     for start, stop in spans:
-        inside = (starts >= start) & (starts < stop) & (ends > start)
-        mask |= inside
-        after = int(np.searchsorted(starts, stop))
-        while (
-            after < len(ids)
-            and int(ids[after]) not in special
-            and not text[starts[after] : ends[after]].strip()
-        ):
-            after += 1
-        if after < len(ids) and int(ids[after]) in special:
-            mask[max(0, int(np.searchsorted(starts, stop))) : after + 1] = True
+        mask |= (starts >= start) & (starts < stop) & (ends > start)
+        first = int(np.searchsorted(starts, stop))
+        for after in range(first, len(ids)):
+            if int(ids[after]) in special:
+                mask[first : after + 1] = True
+                break
+            if text[starts[after] : ends[after]].strip():
+                break
     return mask

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
-from verl.data.chat import BadRow
 from verl.data.files import DataError, notice
+from verl.data.rows import BadRow
 from verl.trajectory import Prompt
 
 
@@ -28,19 +28,17 @@ class PromptStream:
     def __init__(self, dataset: Any, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
         self.dataset = dataset
         self.batch_size = batch_size
-        self._order: _Seeded | _Sampled = (
-            _Seeded(dataset, seed, shuffle) if sampler is None else _Sampled(sampler, len(dataset))
-        )
+        seeded = sampler is None
+        self._order: Any = _Seeded(dataset, seed, shuffle) if seeded else _Sampled(sampler, len(dataset))
         self._sampler = sampler
         self.learns = hasattr(sampler, "update")
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []
         if self.rows_per_epoch < batch_size:
-            raise DataError(
-                f"{self.rows_per_epoch} usable rows are fewer than data.train_batch_size={batch_size}: lower the "
-                "batch size or add data"
-            )
+            todo = "lower the batch size or add data"
+            rows = f"{self.rows_per_epoch} usable rows"
+            raise DataError(f"{rows} are fewer than data.train_batch_size={batch_size}: {todo}")
 
     @property
     def rows_per_epoch(self) -> int:
@@ -63,22 +61,20 @@ class PromptStream:
         if not cross and n > self.rows_per_epoch:
             raise DataError(f"{n} prompts are asked for at once, an epoch has {self.rows_per_epoch}")
         if not cross and self.rows_per_epoch - self.offset < n:
-            self._next_epoch()
+            self.epoch, self.offset = self.epoch + 1, 0
         out: list[Prompt] = []
         failed = 0
         while len(out) < n:
-            row = self._order.at(self.epoch, self.offset)
-            if row is None:
-                if self.offset == 0:
-                    raise DataError("the custom sampler gives no row at all (data.sampler.class_path)")
-                self._next_epoch()
-                continue
-            self.offset += 1
+            row = self._next_row()
             try:
                 prompt = self.dataset.prompt(row, self.epoch)
             except BadRow as bad:
                 failed += 1
-                self._skip(row, bad, failed)
+                record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
+                self.skipped.append(record)
+                notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
+                if failed >= self.rows_per_epoch:
+                    raise DataError(f"every prompt failed when it was drawn; the last: {bad}") from bad
                 continue
             if self._sampler is not None:
                 # A sampler may give a row twice in an epoch; the place in the order keeps the groups apart.
@@ -87,16 +83,13 @@ class PromptStream:
             failed = 0
         return out
 
-    def _skip(self, row: int, bad: BadRow, in_a_row: int) -> None:
-        record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
-        self.skipped.append(record)
-        notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
-        if in_a_row >= self.rows_per_epoch:
-            raise DataError(f"every prompt failed when it was drawn; the last: {bad}")
-
-    def _next_epoch(self) -> None:
-        self.epoch += 1
-        self.offset = 0
+    def _next_row(self) -> int:
+        while (row := self._order.at(self.epoch, self.offset)) is None:
+            if self.offset == 0:
+                raise DataError("the custom sampler gives no row at all (data.sampler.class_path)")
+            self.epoch, self.offset = self.epoch + 1, 0
+        self.offset += 1
+        return row
 
     def update(self, batch: Any) -> None:
         """End of a training step: a curriculum sampler learns from the batch; nothing otherwise."""
@@ -152,9 +145,7 @@ class _Sampled:
             return None
         self._drawn[-1] += 1
         if not 0 <= row < self._rows:
-            raise DataError(
-                f"the custom sampler gives row {row}; the data set has rows 0 to {self._rows - 1}"
-            )
+            raise DataError(f"the custom sampler gives row {row}, the data has rows 0 to {self._rows - 1}")
         return row
 
     def _start(self, epoch: int) -> None:
@@ -164,9 +155,8 @@ class _Sampled:
         self._iterator = iter(self._sampler)
 
     def state(self) -> dict[str, Any]:
-        if hasattr(self._sampler, "state_dict"):
-            return {"drawn": list(self._drawn), "sampler": self._sampler.state_dict()}
-        return {"drawn": list(self._drawn)}
+        own = {"sampler": self._sampler.state_dict()} if hasattr(self._sampler, "state_dict") else {}
+        return {"drawn": list(self._drawn)} | own
 
     def load(self, state: dict[str, Any]) -> None:
         drawn, self._drawn = list(state["drawn"]), []
@@ -187,23 +177,16 @@ class _Sampled:
 def open_stream(dataset: Any, config: Any) -> PromptStream:
     """The training stream of a configuration: seeded order, or data.sampler's class."""
     data = config.data
-    if data.datagen.path:
-        raise DataError(
-            "data.datagen is not in this release; generate the rows beforehand and name them in train_files"
-        )
     sampler = None
     if data.sampler.class_path:
         from verl.data.load_object import load_extern_object
 
         cls = load_extern_object(data.sampler.class_path, data.sampler.class_name)
         sampler = cls(data_source=dataset, data_config=data)
-    seed = data.seed if data.seed is not None else config.trainer.seed
-    stream = PromptStream(
-        dataset, batch_size=data.train_batch_size, seed=int(seed), shuffle=data.shuffle, sampler=sampler
-    )
+    seed = int(data.seed if data.seed is not None else config.trainer.seed)
+    size = data.train_batch_size
+    stream = PromptStream(dataset, batch_size=size, seed=seed, shuffle=data.shuffle, sampler=sampler)
     if stream.unused_per_epoch:
-        notice(
-            f"{stream.unused_per_epoch} of {stream.rows_per_epoch} rows are left over at the end of each epoch (fewer "
-            f"than data.train_batch_size={data.train_batch_size}) and not used in it"
-        )
+        what = f"rows are left over at the end of each epoch (fewer than data.train_batch_size={size})"
+        notice(f"{stream.unused_per_epoch} of {stream.rows_per_epoch} {what} and not used in it")
     return stream

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from verl.data.files import DataError, notice
 
@@ -34,9 +30,8 @@ def load_tokenizer(
     if not local.exists() and (source.startswith(("/", "~", "./", "../")) or source.count("/") > 1):
         raise DataError(f"{source}: no such model directory (actor_rollout_ref.model.path)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(local) if local.exists() else source, trust_remote_code=trust_remote_code
-        )
+        place = str(local) if local.exists() else source
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(_why(source, local, error)) from error
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
@@ -51,32 +46,15 @@ def load_tokenizer(
     return tokenizer
 
 
-def text_of(tokenizer: Any, ids: np.ndarray) -> str:
-    """What an answer of ids int64 [L] says: decoded without special tokens. Driver and sampler hosts both decode so.
-
-    Costs about 0.1 ms per 1,000 tokens and holds the interpreter for so long.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    # Of a list transformers looks at every id in Python, which takes as long as the decoding; of an array it does not.
-    # A tokenizer with a `decode` of its own may know lists only.
-    takes_arrays = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
-    return str(tokenizer.decode(ids if takes_arrays else ids.tolist(), skip_special_tokens=True))
-
-
 def _why(source: str, local: Path, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
-        return (
-            f"{source}: its tokenizer is code shipped with the model; data.trust_remote_code=True runs it "
-            "(code of the model's author)"
-        )
+        todo = "data.trust_remote_code=True runs it (code of the model's author)"
+        return f"{source}: its tokenizer is code shipped with the model; {todo}"
     if local.exists():
         files = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"
-        return (
-            f"{source}: no tokenizer could be loaded (the directory holds {files}); "
-            f"set actor_rollout_ref.model.tokenizer_path. Cause: {text.splitlines()[0]}"
-        )
+        todo = f"set actor_rollout_ref.model.tokenizer_path. Cause: {text.splitlines()[0]}"
+        return f"{source}: no tokenizer could be loaded (the directory holds {files}); {todo}"
     return f"{source}: neither a directory here nor a model the hub gives us: {text.splitlines()[0]}"
 
 
@@ -86,20 +64,8 @@ def _template_text(template: str) -> str:
         return template
     path = Path(os.path.expandvars(template)).expanduser()
     if not path.is_file():
-        raise DataError(
-            f"custom_chat_template: {template!r} is neither Jinja text nor an existing file (looked at {path})"
-        )
+        what = f"neither Jinja text nor an existing file (looked at {path})"
+        raise DataError(f"custom_chat_template: {template!r} is {what}")
     text = path.read_text(encoding="utf-8")
     notice(f"chat template from {path} ({len(text)} characters)")
     return text
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 over what decides token ids: vocabulary, merges, special tokens and chat template."""
-    parts = [json.dumps(tokenizer.chat_template, sort_keys=True, default=str)]
-    core = getattr(tokenizer, "backend_tokenizer", None)
-    if core is not None:
-        parts.append(core.to_str())
-    else:
-        parts.append(json.dumps(tokenizer.get_vocab(), sort_keys=True))
-    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()

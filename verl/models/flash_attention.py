@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.platform import platform_of
-
 if TYPE_CHECKING:
+    from verl.models.attention import AttentionOptions
     from verl.models.packed_attention import TokenSpan
 
 MAX_HEAD_WIDTH = 256
@@ -42,31 +41,21 @@ class Part:
 
 
 def parts_of(segments: Sequence[TokenSpan], device: torch.device) -> list[Part]:
-    """The one or two calls that a pack needs. Responses of a prompt are neighbours, so that they are one sequence
-    of queries."""
+    """The one or two calls that a pack needs. The responses of a prompt are one sequence of queries."""
     lengths = [s.end - s.start for s in segments]
     own = _bounds(lengths, device)
     parts = [Part(own, own, max(lengths), max(lengths), True)]
-    runs: list[tuple[tuple[int, int], list[TokenSpan]]] = []
+    members: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for s in segments:
-        if s.prefix[1] <= s.prefix[0]:
-            continue
-        if not runs or runs[-1][0] != s.prefix:
-            runs.append((s.prefix, []))
-        runs[-1][1].append(s)
-    if runs:
-        queries = [sum(s.end - s.start for s in members) for _, members in runs]
-        keys = [p1 - p0 for (p0, p1), _ in runs]
+        if s.prefix[1] > s.prefix[0]:
+            members.setdefault(s.prefix, []).append((s.start, s.end))
+    if members:
+        queries = [sum(end - start for start, end in spans) for spans in members.values()]
+        keys = [end - start for start, end in members]
+        query_index = _indices([span for spans in members.values() for span in spans], device)
+        bounds = _bounds(queries, device), _bounds(keys, device)
         parts.append(
-            Part(
-                _bounds(queries, device),
-                _bounds(keys, device),
-                max(queries),
-                max(keys),
-                False,
-                _indices([(s.start, s.end) for _, members in runs for s in members], device),
-                _indices([prefix for prefix, _ in runs], device),
-            )
+            Part(*bounds, max(queries), max(keys), False, query_index, _indices(list(members), device))
         )
     return parts
 
@@ -85,20 +74,13 @@ backward(gradient of out, q, k, v, out, log-normaliser, part, state, scale) → 
 output and normaliser of the whole."""
 
 
-def fits(
-    query: torch.Tensor, value: torch.Tensor, *, softcap: float | None, sinks: torch.Tensor | None
-) -> bool:
-    """True where the kernel can be used, for packs in which no sliding window cuts anything: a window would have
+def fits(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+    """True where a kernel can be used, for packs in which no sliding window cuts anything: a window would have
     to reach across the two calls."""
-    return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] <= MAX_HEAD_WIDTH
-        and query.shape[-1] % _WIDTH_STEP == 0
-        and softcap is None
-        and sinks is None
-        and platform_of(query.device).flash_kernel(query.device) is not None
-    )
+    width = query.shape[-1]
+    plain = options.softcap is None and options.sinks is None
+    known = width == value.shape[-1] and width <= MAX_HEAD_WIDTH and width % _WIDTH_STEP == 0
+    return plain and known and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attend(
@@ -107,10 +89,9 @@ def attend(
     value: torch.Tensor,
     parts: Sequence[Part],
     scale: float,
-    kernel: Kernel | None = None,
+    kernel: Kernel,
 ) -> torch.Tensor:
-    """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]. kernel: None for the device's own."""
-    kernel = kernel or platform_of(query.device).flash_kernel(query.device)
+    """query [1, Hq, S, D], key and value [1, Hkv, S, D] → [1, S, Hq, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return _Merged.apply(q, k, v, parts, scale, kernel)[None]
 

@@ -6,11 +6,11 @@ For the training engine and for the sampler, neither of which imports the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config.layout import ATTENTION_LAYERS
-from verl.tracking.mfu import ModelCost
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,26 @@ class AttentionSizes:
     def cached(self) -> int:
         """Numbers that the keys and values of one token are."""
         return self.kv_heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """FLOPs of one forward pass: `per_token`, and `per_pair` for each pair of a token and one that it attends to.
+
+    `peak`: FLOP/s of all training devices together, in the data type that the products run in.
+    """
+
+    per_token: float
+    per_pair: float
+    peak: float
+
+    def forward(self, lengths: Iterable[int]) -> float:
+        """FLOPs of a forward pass over causal sequences of these lengths."""
+        tokens = pairs = 0
+        for length in lengths:
+            tokens += length
+            pairs += length * (length + 1) // 2
+        return self.per_token * tokens + self.per_pair * pairs
 
 
 def layer_configs(text: Any) -> list[Any]:
@@ -64,6 +84,26 @@ def sizes_of(c: Any) -> AttentionSizes:
     kv_heads = 1 if getattr(c, "multi_query", False) else getattr(c, "num_key_value_heads", None)
     width = int(getattr(c, "head_dim", None) or c.hidden_size // heads)
     return AttentionSizes(heads, int(kv_heads or heads), width, int(getattr(c, "v_head_dim", None) or width))
+
+
+def activation_bytes(config: Any) -> int:
+    """Estimate of what a forward pass of a dense or sparse decoder keeps of one token for the backward pass, in bytes.
+
+    Counted on decoder layers under autocast: about 40 bytes per hidden unit, 16 per used intermediate unit and
+    24 per attention unit, for each layer (within 20 % of the growth in resident memory).
+    """
+    text = config.get_text_config()
+    return int(text.num_hidden_layers) * max(_layer_bytes(layer) for layer in layer_configs(text))
+
+
+def _layer_bytes(c: Any) -> int:
+    sizes = sizes_of(c)
+    attention_units = sizes.heads * sizes.key_width + sizes.cached
+    used = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    used = max(used) if isinstance(used, (list, tuple)) else int(used)
+    if getattr(c, "num_experts_per_tok", None):
+        used = int(getattr(c, "moe_intermediate_size", None) or used) * int(c.num_experts_per_tok)
+    return 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
 
 
 def is_recurrent(module: torch.nn.Module) -> bool:

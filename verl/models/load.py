@@ -1,4 +1,9 @@
-"""Load a causal language model, and find what the engine needs of it: its layers, its limits."""
+"""A causal language model of a directory: loaded whole, or built without its weights; which ones cannot be used, and its layers.
+
+A model without weights has parameters on the meta device and real buffers. Weights come in one sharded unit after the
+other, so no rank ever holds the whole model. Buffers that no checkpoint holds (rotary frequencies) are computed by the
+architecture's own initialisation; whether it did is checked.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.engine.training.settings import read
+from verl.config.settings import setting
 from verl.errors import UserError
 from verl.models import attention, overrides
-from verl.models.layers import layer_configs, sizes_of
 from verl.versions import refuse_holes
 
 if TYPE_CHECKING:
@@ -20,38 +24,42 @@ if TYPE_CHECKING:
 
 _MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
 _WINDOW_IN_MASK = frozenset({"phimoe"})
+_UNSET = -(2**31) + 7
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def load_model(
-    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32
+    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32, *, head: str = "lm"
 ) -> PreTrainedModel:
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
+    head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
+    (transformers' token classifier with one label).
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            trust_remote_code=bool(read(model_cfg, "trust_remote_code", False)),
-            output_loading_info=True,
+        loaded: Any = _kind(config, head, path).from_pretrained(
+            where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"model.path={path}: cannot be loaded as a causal language model: {error}{_damaged(where)}"
         ) from error
     module, report = loaded
-    missing = sorted(report["missing_keys"])
+    fresh = (
+        {name for name, _ in value_weights(module)} & set(report["missing_keys"])
+        if head == "value"
+        else set()
+    )
+    for name in fresh:
+        module.get_parameter(name).detach().zero_()
+    missing = sorted(set(report["missing_keys"]) - fresh)
     if missing:
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
@@ -59,6 +67,118 @@ def load_model(
         )
     check_supported(module, path)
     return module.eval()
+
+
+def _kind(config: Any, head: str, path: str | Path) -> Any:
+    """The class that loads a model with this head."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.modeling_layers import GenericForTokenClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    )
+
+    if head == "lm":
+        return AutoModelForCausalLM
+    config.num_labels = 1
+    if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
+        return found
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if causal is None:
+        raise UserError(
+            f"model.path={path}: {type(config).__name__} has no value head here; choose another model"
+        )
+    base = next(kind for kind in causal.__mro__[1:] if issubclass(kind, PreTrainedModel))
+    name = causal.__name__.replace("ForCausalLM", "") + "ForTokenClassification"
+    return type(name, (GenericForTokenClassification, base), {})
+
+
+def value_layer(module: PreTrainedModel) -> torch.nn.Linear:
+    """The linear layer to one number of a model with a value head."""
+    found: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
+    return found
+
+
+def value_weights(module: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and tensors of `value_layer`."""
+    own = {id(parameter) for parameter in value_layer(module).parameters()}
+    return [(name, p) for name, p in module.named_parameters() if id(p) in own]
+
+
+def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") -> PreTrainedModel:
+    """The architecture of a directory or hub id, float32, all tensors on the meta device.
+
+    UserError as `load_model` raises it, but for what only the weights themselves can show.
+    """
+    from transformers import GenerationConfig
+
+    attention.register()
+    where = check_directory(path)
+    config = load_config(where, model_cfg)
+    kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
+    build = kind.from_config if head == "lm" else kind._from_config
+    if head != "lm":
+        del options["trust_remote_code"]  # only the automatic class takes it
+    try:
+        with torch.device("meta"):
+            module = build(config, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: cannot be built as a causal language model: {error}") from error
+    check_supported(module, path)
+    _without_values(module)
+    if module.can_generate() and Path(where, "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(where)
+    return module.eval()
+
+
+def _options(model_cfg: Any, dtype: torch.dtype) -> dict[str, Any]:
+    trusted = bool(setting(model_cfg, "trust_remote_code", False))
+    return {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION, "trust_remote_code": trusted}
+
+
+def _without_values(module: torch.nn.Module) -> None:
+    """Put meta parameters in the place of those that came with values: not every function that an architecture draws
+    its start from minds `torch.device`. Only meta parameters are filled later."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in made:
+                made[parameter] = torch.nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+                )
+            part._parameters[name] = made[parameter]
+
+
+@torch.no_grad()
+def fill_buffers(module: PreTrainedModel) -> list[str]:
+    """Give every meta buffer its real value in host memory; returns the names of those whose value is not known.
+
+    Call it while the parameters are on the meta device: initialising them there costs nothing.
+    """
+    from transformers import PreTrainedModel
+
+    unknown = []
+    # As transformers does it: a model inside of the model initialises what is its own.
+    owners: dict[str, PreTrainedModel] = {}
+    for prefix, part in module.named_modules():
+        above = owners.get(prefix.rpartition(".")[0], module)
+        owner = owners[prefix] = part if isinstance(part, PreTrainedModel) else above
+        own = {name: b for name, b in part._buffers.items() if b is not None and b.is_meta}
+        if not own:
+            continue
+        for name, buffer in own.items():
+            mark = torch.tensor(float("nan") if buffer.is_floating_point() else _UNSET)
+            part._buffers[name] = mark.to(buffer.dtype).expand(buffer.shape).contiguous()
+        owner._init_weights(part)
+        for name, buffer in own.items():
+            value: Any = part._buffers[name]
+            unset = value.isnan() if value.is_floating_point() else value == _UNSET
+            # Types too small for the mark say nothing.
+            if buffer.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) or bool(unset.any()):
+                unknown.append(f"{prefix}.{name}".lstrip("."))
+    return unknown
 
 
 def allow_training(module: PreTrainedModel, trainable: bool) -> None:
@@ -119,14 +239,14 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
     refuse_holes("transformers")
     from transformers import AutoConfig
 
-    source = read(model_cfg, "hf_config_path") or path
+    source = setting(model_cfg, "hf_config_path") or path
     try:
         config = AutoConfig.from_pretrained(
-            source, trust_remote_code=bool(read(model_cfg, "trust_remote_code", False))
+            source, trust_remote_code=bool(setting(model_cfg, "trust_remote_code", False))
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={source}: the configuration cannot be read: {error}") from error
-    overrides.apply(config, read(model_cfg, "override_config", {}) or {})
+    overrides.apply(config, setting(model_cfg, "override_config", {}) or {})
     return config
 
 
@@ -185,27 +305,6 @@ def switch_off_dropout(layers: Iterable[torch.nn.Module]) -> None:
         for name, value in vars(layer).items():
             if "drop" in name and isinstance(value, float):
                 setattr(layer, name, 0.0)
-
-
-def activation_bytes(config: Any, tokens: int) -> int:
-    """Estimate of what a forward pass of a dense or sparse decoder keeps for the backward pass, in bytes.
-
-    Counted on decoder layers under autocast: about 40 bytes per hidden unit, 16 per used intermediate unit and
-    24 per attention unit, for each token and layer (within 20 % of the growth in resident memory).
-    """
-    text = config.get_text_config()
-    per_token = max(_layer_bytes(layer) for layer in layer_configs(text))
-    return tokens * int(text.num_hidden_layers) * per_token
-
-
-def _layer_bytes(c: Any) -> int:
-    sizes = sizes_of(c)
-    attention_units = sizes.heads * sizes.key_width + sizes.cached
-    used = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
-    used = max(used) if isinstance(used, (list, tuple)) else int(used)
-    if getattr(c, "num_experts_per_tok", None):
-        used = int(getattr(c, "moe_intermediate_size", None) or used) * int(c.num_experts_per_tok)
-    return 40 * int(c.hidden_size) + 16 * used + 24 * attention_units
 
 
 def serving_dtype(path: str | Path | None, model_cfg: Any) -> str:

@@ -16,13 +16,14 @@ keys are never expanded. Soft-capped scores (Gemma 2), attention sinks and slidi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from verl.models import flash_attention
 from verl.models.attention import AttentionOptions, product_dtype
+from verl.platform import platform_of
 
 # Largest number of scores of one tile, and what one more tile costs counted in scores (measured: about 150 µs
 # of calls forward and backward against 5 ns a score in bfloat16).
@@ -75,7 +76,6 @@ class PackedPlan:
         self._owner, self._prefix = self._token_tables()
         self._triangles: dict[int, torch.Tensor] = {}
         self._windows: dict[int, list[Tile]] = {}
-        self._parts: list[flash_attention.Part] | None = None
         self.longest = int(positions.max()) + 1 if self.size else 0
         self._heads = heads
 
@@ -160,19 +160,19 @@ class PackedPlan:
             self._triangles[rows] = full.triu_(1)
         return self._triangles[rows]
 
-    def _uncut(self, window: int | None) -> bool:
-        """True if a sliding window of that size takes nothing away from any token of this pack."""
-        return window is None or self.longest <= window
+    @cached_property
+    def flash_kernel(self) -> flash_attention.Kernel | None:
+        """The device's own, None where it has none."""
+        return platform_of(self.device).flash_kernel(self.device)
 
+    @cached_property
     def flash_parts(self) -> list[flash_attention.Part]:
         """The pack as calls of a flash kernel."""
-        if self._parts is None:
-            self._parts = flash_attention.parts_of(self.segments, self.device)
-        return self._parts
+        return flash_attention.parts_of(self.segments, self.device)
 
     def tiles_for(self, window: int | None) -> list[Tile]:
-        """The tiles; with a sliding window that cuts something, tiles whose masks know of it."""
-        if window is None or self._uncut(window):
+        """The tiles; with a sliding window, tiles whose masks know of it."""
+        if window is None:
             return self.tiles
         if window not in self._windows:
             self._windows[window] = [
@@ -190,13 +190,15 @@ class PackedPlan:
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`. Under autocast the products run in its dtype."""
         query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
-        window, softcap, sinks = options.sliding_window, options.softcap, options.sinks
+        # A window that takes nothing away from any token of this pack is none.
+        window = options.sliding_window
+        window = None if window is None or self.longest <= window else window
+        kernel = self.flash_kernel
         with torch.autocast(query.device.type, enabled=False):
-            if flash_attention.fits(query, value, softcap=softcap, sinks=sinks) and self._uncut(window):
-                return flash_attention.attend(query, key, value, self.flash_parts(), options.scaling)
-            return _TiledAttention.apply(
-                query, key, value, sinks, self, self.tiles_for(window), options.scaling, softcap
-            )
+            if kernel and window is None and flash_attention.fits(query, value, options):
+                return flash_attention.attend(query, key, value, self.flash_parts, options.scaling, kernel)
+            tiles = self.tiles_for(window)
+            return _TiledAttention.apply(query, key, value, options.sinks, self, tiles, options)
 
 
 def _fold(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -216,18 +218,13 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def _probabilities(
-    plan: PackedPlan,
-    tile: Tile,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    plan: PackedPlan, tile: Tile, q: torch.Tensor, k: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Softmax of one tile in float32 [Hkv, rows·G, keys]; with a soft cap also d(capped)/d(score); with sinks
     also the sink's own share [Hkv, rows·G, 1]."""
     heads, folded, keys = q.shape[0], q.shape[1], k.shape[1]
-    scores = _product(q, k.transpose(1, 2), scaling).float()
+    softcap, sinks = options.softcap, options.sinks
+    scores = _product(q, k.transpose(1, 2), options.scaling).float()
     slope = None
     if softcap is not None:
         scores = torch.tanh_(scores.div_(softcap))
@@ -249,17 +246,17 @@ class _TiledAttention(torch.autograd.Function):
     """Forward and backward over tiles; nothing but queries, keys and values is kept in between."""
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, plan, tiles, scaling, softcap):  # type: ignore[no-untyped-def]
+    def forward(ctx, query, key, value, sinks, plan, tiles, options):  # type: ignore[no-untyped-def]
         heads, kv_heads = query.shape[1], key.shape[1]
         group = heads // kv_heads
         q, k, v = _fold(query, kv_heads), key[0].contiguous(), value[0].contiguous()
         out = torch.empty(kv_heads, q.shape[1], v.shape[2], dtype=v.dtype, device=v.device)
         for t in tiles:
             rows = slice(t.q0 * group, t.q1 * group)
-            p, _, _ = _probabilities(plan, t, q[:, rows], _keys(k, t), scaling, softcap, sinks)
+            p, _, _ = _probabilities(plan, t, q[:, rows], _keys(k, t), options)
             out[:, rows] = torch.bmm(p.to(v.dtype), _keys(v, t))
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.plan, ctx.tiles, ctx.scaling, ctx.softcap, ctx.group = plan, tiles, scaling, softcap, group
+        ctx.plan, ctx.tiles, ctx.options, ctx.group = plan, tiles, replace(options, sinks=None), group
         size = key.shape[2]
         # Contiguous, as attention's output is elsewhere: some architectures take a view of it.
         return out.view(kv_heads, size, group, -1).transpose(0, 1).reshape(1, size, heads, -1).contiguous()
@@ -267,6 +264,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         q, k, v, sinks = ctx.saved_tensors
+        options = replace(ctx.options, sinks=sinks)
         group, kv_heads, size = ctx.group, k.shape[0], k.shape[1]
         dout = _fold(grad.to(v.dtype).transpose(1, 2), kv_heads)
         dq = torch.empty_like(q)
@@ -277,7 +275,7 @@ class _TiledAttention(torch.autograd.Function):
         for t in ctx.tiles:
             rows = slice(t.q0 * group, t.q1 * group)
             kt, vt, qt, dt = _keys(k, t), _keys(v, t), q[:, rows], dout[:, rows]
-            p, slope, sink = _probabilities(ctx.plan, t, qt, kt, ctx.scaling, ctx.softcap, sinks)
+            p, slope, sink = _probabilities(ctx.plan, t, qt, kt, options)
             dp = torch.bmm(dt, vt.transpose(1, 2)).float()
             _scatter(dv, t, torch.bmm(p.to(v.dtype).transpose(1, 2), dt))
             if sink is None:
@@ -290,11 +288,11 @@ class _TiledAttention(torch.autograd.Function):
             if slope is not None:
                 ds = ds * slope
             ds = ds.to(q.dtype)
-            dq[:, rows] = _product(ds, kt, ctx.scaling)
-            _scatter(dk, t, _product(ds.transpose(1, 2), qt, ctx.scaling))
+            dq[:, rows] = _product(ds, kt, options.scaling)
+            _scatter(dk, t, _product(ds.transpose(1, 2), qt, options.scaling))
         dq = dq.view(kv_heads, size, group, -1).transpose(1, 2).reshape(1, kv_heads * group, size, -1)
         dsinks = dsinks.to(sinks.dtype) if dsinks is not None else None
-        return dq, dk.to(k.dtype)[None], dv.to(v.dtype)[None], dsinks, None, None, None, None
+        return dq, dk.to(k.dtype)[None], dv.to(v.dtype)[None], dsinks, None, None, None
 
 
 def _scatter(total: torch.Tensor, tile: Tile, part: torch.Tensor) -> None:

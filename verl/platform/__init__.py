@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
-
 from verl.errors import UserError
-from verl.platform.base import Platform
-
-if TYPE_CHECKING:
-    import torch
+from verl.platform.base import KINDS, Platform, platform_of
 
 __all__ = ["KINDS", "Platform", "detect", "platform_of"]
-
-KINDS = ("cuda", "npu", "cpu")
-
-
-@cache
-def _build(kind: str) -> Platform:
-    if kind == "cuda":
-        from verl.platform.cuda import CudaPlatform
-
-        return CudaPlatform()
-    if kind == "npu":
-        from verl.platform.npu import NpuPlatform
-
-        return NpuPlatform()
-    from verl.platform.cpu import CpuPlatform
-
-    return CpuPlatform()
-
-
-def platform_of(device: torch.device | str) -> Platform:
-    """The platform of a torch device, or of a device type by its name."""
-    return _build(device if isinstance(device, str) else device.type)
 
 
 def detect(wanted: str = "auto", devices: int = 1) -> Platform:
@@ -44,12 +16,12 @@ def detect(wanted: str = "auto", devices: int = 1) -> Platform:
     if wanted not in ("auto", *KINDS):
         raise UserError(f"trainer.device={wanted!r} is not known; choose one of auto, {', '.join(KINDS)}")
     if wanted == "auto":
-        found = next(p for p in map(_build, KINDS) if p.count() > 0)
+        found = next(p for p in map(platform_of, KINDS) if p.count() > 0)
     else:
-        found = _build(wanted)
+        found = platform_of(wanted)
     have = found.count()
     if have == 0:
-        here = [k for k in KINDS if _build(k).count() > 0]
+        here = [k for k in KINDS if platform_of(k).count() > 0]
         raise UserError(
             f"trainer.device={wanted}: this machine has no such device, or torch was built without it. "
             f"Present: {', '.join(here)}. Set trainer.device=auto or one of those."

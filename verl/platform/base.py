@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,9 @@ from verl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+# Each is a module of this package with its PLATFORM; in the order in which "auto" looks for them.
+KINDS = ("cuda", "npu", "cpu")
 
 # Dense matrix-product rates in bfloat16 and float16 from data sheets, in TFLOP/s. The first pattern found in the
 # device's name counts.
@@ -83,7 +88,7 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_memory(self, index: int = 0) -> int:
-        """Most bytes in use by this process since the start, or since `reset_peak_memory` where there is one."""
+        """Most bytes in use by this process since the start."""
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
@@ -143,9 +148,6 @@ class Platform(ABC):
     def empty_cache(self) -> None:  # noqa: B027
         """Release the unused memory that the allocator keeps."""
 
-    def reset_peak_memory(self) -> None:  # noqa: B027
-        """Start counting `peak_memory` anew, where the device can."""
-
     # -- kernels
 
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
@@ -191,16 +193,13 @@ class Platform(ABC):
 
     def require_nsys(self) -> None:
         """UserError unless this process runs under nsys and the device is one that nsys can see."""
-        raise UserError(
-            f"global_profiler.tool=nsys records CUDA devices; this process works on {self.name}: set it to torch"
-        )
+        where = f"this process works on {self.name}: set it to torch"
+        raise UserError(f"global_profiler.tool=nsys records CUDA devices; {where}")
 
     def own_tracer(self, options: dict[str, Any]) -> Any:
         """The vendor's profiler. UserError where there is none."""
-        raise UserError(
-            f"global_profiler.tool=npu needs an Ascend device and torch_npu; this process works on {self.name}: "
-            "set it to torch"
-        )
+        where = f"this process works on {self.name}: set it to torch"
+        raise UserError(f"global_profiler.tool=npu needs an Ascend device and torch_npu; {where}")
 
     def record_memory(self, entries: int, depth: int) -> None:  # noqa: B027
         """Begin the allocator's history: at most `entries` allocations, `depth` stack frames each."""
@@ -215,3 +214,60 @@ class Platform(ABC):
     def range(self, name: str) -> Iterator[None]:
         """A named range for an outside profiler."""
         yield
+
+
+class Accelerator(Platform):
+    """Devices with memory of their own, through the module that torch has for them (`torch.cuda`, `torch.npu`)."""
+
+    has_memory_history = True
+
+    @property
+    @abstractmethod
+    def module(self) -> Any:
+        """torch's module of these devices, None where it is not installed."""
+
+    def count(self) -> int:
+        module = self.module
+        return int(module.device_count()) if module is not None and module.is_available() else 0
+
+    def memory(self, index: int = 0) -> tuple[int, int]:
+        found: tuple[int, int] = self.module.mem_get_info(index)
+        return found
+
+    def room(self, index: int = 0) -> int:
+        kept = self.module.memory_reserved(index) - self.module.memory_allocated(index)
+        return self.memory(index)[0] + int(kept)
+
+    def peak_memory(self, index: int = 0) -> int:
+        return int(self.module.max_memory_allocated(index))
+
+    def device_name(self, index: int = 0) -> str:
+        return str(self.module.get_device_name(index))
+
+    def select(self, index: int) -> None:
+        self.module.set_device(index)
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def empty_cache(self) -> None:
+        self.module.empty_cache()
+
+    def record_memory(self, entries: int, depth: int) -> None:
+        """See Platform. The depth of stacks is torch's own."""
+        self.module.memory._record_memory_history(max_entries=entries)
+
+    def write_memory(self, path: Path) -> None:
+        self.module.memory._dump_snapshot(str(path))
+        self.module.memory._record_memory_history(enabled=None)
+
+
+def platform_of(device: torch.device | str) -> Platform:
+    """The platform of a torch device, or of a device type by its name; the processor's for one that is not of KINDS."""
+    return _platform(device if isinstance(device, str) else device.type)
+
+
+@cache
+def _platform(kind: str) -> Platform:
+    found: Platform = importlib.import_module(f"verl.platform.{kind if kind in KINDS else 'cpu'}").PLATFORM
+    return found

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
-import sys
 from functools import cache
 
 import torch
 
 from verl.platform.base import Platform
-from verl.platform.host import thread_limit, trim
-
-
-@cache
-def _flags() -> frozenset[str]:
-    """Feature names of the first processor; empty where the system does not list them."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.split(":", 1)[1].split())
-    except OSError:
-        return frozenset()
-    return frozenset()
+from verl.platform.host import processor, thread_limit
 
 
 class CpuPlatform(Platform):
@@ -48,13 +35,12 @@ class CpuPlatform(Platform):
         return int(state.available), int(state.total)
 
     def peak_memory(self, index: int = 0) -> int:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def supports(self, dtype: torch.dtype) -> bool:
         """bfloat16 where the processor multiplies it (AVX512-BF16, AMX, Arm BF16) and oneDNN makes use of that."""
         if dtype == torch.bfloat16:
-            return bool(_flags() & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
+            return bool(processor()[1] & {"avx512_bf16", "amx_bf16", "bf16"}) and has_packed_products(dtype)
         return dtype == torch.float32
 
     def key_dtype(self, compute: torch.dtype) -> torch.dtype:
@@ -72,8 +58,9 @@ class CpuPlatform(Platform):
         return "no packed products here: sampling in bf16 rounds to it and multiplies in fp32; fp32 is the default"
 
     def empty_cache(self) -> None:
-        """The C library's heap, which `tune_allocator` lets grow, gives its free pages back."""
-        trim()
+        """The C library's heap, which `tune_allocator` lets grow, gives its free pages back, where it can (glibc)."""
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
 
     def prepare(self) -> None:
         """No more threads than the container's quota; float32 products to oneDNN where that is exact."""
@@ -86,6 +73,9 @@ class CpuPlatform(Platform):
         kind = "bfloat16 and float32" if self.supports(torch.bfloat16) else "float32"
         threads = torch.get_num_threads()
         return f"{os.cpu_count()} cores, {threads} thread{'s' * (threads != 1)}, {kind} products"
+
+
+PLATFORM = CpuPlatform()
 
 
 @cache
@@ -112,12 +102,8 @@ def onednn_float32() -> bool:
     processor with AMX may then round the factors; without AMX oneDNN has no such kernel and multiplies in
     float32. So: only without AMX, and only if a probe finds float32's accuracy; else the switch goes back.
     """
-    flags = _flags()
-    if (
-        "avx512_bf16" not in flags
-        or any(f.startswith("amx") for f in flags)
-        or not has_packed_products(torch.bfloat16)
-    ):
+    has_amx = any(flag.startswith("amx") for flag in processor()[1])
+    if "avx512_bf16" not in processor()[1] or has_amx or not has_packed_products(torch.bfloat16):
         return False
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision

@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.errors import UserError
-from verl.platform.base import Platform
+from verl.platform.base import Accelerator
 
 _FLASH_CAPABILITY = (8, 0)
 # Of the arguments of torch's rebuild_cuda_tensor: the storage's handle, sizes and counters, after the device's index.
@@ -23,7 +23,7 @@ _NSYS = (
 )
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(Accelerator):
     """torch's "cuda" devices; AMD's builds of torch use the same name."""
 
     name = "cuda"
@@ -31,45 +31,21 @@ class CudaPlatform(Platform):
     ray_resource = "GPU"
     visible_devices = "CUDA_VISIBLE_DEVICES"
     deterministic_cumsum = False
-    has_memory_history = True
 
-    def count(self) -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-    def memory(self, index: int = 0) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(index)
-
-    def room(self, index: int = 0) -> int:
-        return self.memory(index)[0] + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-
-    def peak_memory(self, index: int = 0) -> int:
-        return torch.cuda.max_memory_allocated(index)
+    @property
+    def module(self) -> Any:
+        return torch.cuda
 
     def supports(self, dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16:
             return torch.cuda.is_bf16_supported(including_emulation=False)
         return dtype in (torch.float32, torch.float16)
 
-    def device_name(self, index: int = 0) -> str:
-        return torch.cuda.get_device_name(index)
-
     def be_deterministic(self) -> None:
         # cuBLAS looks at it when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         super().be_deterministic()
-
-    def select(self, index: int) -> None:
-        torch.cuda.set_device(index)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
 
     def has_grouped_attention(self, dtype: torch.dtype, causal: bool) -> bool:
         # The only one of torch's kernels that knows grouped heads knows neither masks nor float32; without it torch
@@ -105,18 +81,15 @@ class CudaPlatform(Platform):
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         storage = [bytes.fromhex(x) if isinstance(x, str) else x for x in handle["storage"]]
-        size, index = (handle["size"],), self._index(handle["uuid"])
+        seen = [_uuid(index) for index in range(self.count())]
+        if handle["uuid"] not in seen:
+            raise ValueError(
+                f"the weights are on device {handle['uuid']}, which this process cannot see: place sampler and trainer on "
+                "the same devices, or send through shared memory"
+            )
+        size, index = (handle["size"],), seen.index(handle["uuid"])
         kinds = torch.storage.TypedStorage, torch.uint8
         return rebuild_cuda_tensor(torch.Tensor, size, (1,), handle["offset"], *kinds, index, *storage)
-
-    def _index(self, uuid: str) -> int:
-        for index in range(self.count()):
-            if _uuid(index) == uuid:
-                return index
-        raise ValueError(
-            f"the weights are on device {uuid}, which this process cannot see: place sampler and trainer on the same "
-            "devices, or send through shared memory"
-        )
 
     def require_nsys(self) -> None:
         import psutil
@@ -125,12 +98,7 @@ class CudaPlatform(Platform):
             raise UserError(_NSYS)
 
     def record_memory(self, entries: int, depth: int) -> None:
-        """See Platform. The depth of stacks is torch's own."""
         torch.cuda.memory._record_memory_history(max_entries=entries, stacks="all" if depth else "python")
-
-    def write_memory(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
 
     def capture(self, on: bool) -> None:
         torch.cuda.synchronize()
@@ -146,6 +114,9 @@ class CudaPlatform(Platform):
             torch.cuda.nvtx.range_pop()
 
 
+PLATFORM = CudaPlatform()
+
+
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
@@ -157,8 +128,8 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, Any]]:
+    q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float
+) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
     lengths = part.queries, part.keys, part.max_queries, part.max_keys
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, part.causal, False, scale=scale
@@ -167,16 +138,16 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     part: Any,
-    state: tuple[Any, Any],
+    state: Any,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     lengths = part.queries, part.keys, part.max_queries, part.max_keys
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, part.causal, *state, scale=scale
@@ -217,20 +188,17 @@ class GraphRecorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it repeats that the capture went wrong
                     graph.capture_end()
-                self._leave(place)
+                # Some versions of torch end it for the allocator too, and say so here; in others the allocator and the
+                # generator would take all that follows for a part of it.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(place, self._pool)
+                    torch._C._cuda_releasePool(place, self._pool)
                 random.graphsafe_set_state(drawn)
                 raise
             graph.capture_end()
         finally:
             torch.cuda.set_stream(before)
         return graph.replay
-
-    def _leave(self, place: int) -> None:
-        """End a failed capture for torch's allocator too. Some versions do it themselves, and say so here; in others
-        the allocator and the generator would take all that follows for a part of it."""
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(place, self._pool)
-            torch._C._cuda_releasePool(place, self._pool)
 
     def forget(self) -> None:
         """All graphs are gone: their pool goes with them, and torch takes no new graph into a pool without graphs."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import platform
 import re
 import resource
-import sys
+from functools import cache
 from pathlib import Path
 
+_CPUINFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
+# Of the two versions of control groups: the file with the limit, the file with what is used.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 _FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 # On a CPU, giving pages back to the kernel and faulting them in again costs as much as the arithmetic on them: glibc
 # serves large blocks by mmap and returns them on free, so every activation of every micro-batch is zeroed anew.
@@ -42,16 +47,25 @@ def prepare_process() -> None:
         os.environ.setdefault(name, value)
 
 
+@cache
+def processor() -> tuple[str, frozenset[str]]:
+    """(name, features) of the first processor; empty where the system does not list them."""
+    rows = re.findall(
+        r"^(model name|Model|Processor|flags|Features)\s*:\s*(.+)$", read(_CPUINFO), re.MULTILINE
+    )
+    found = dict(reversed(rows))
+    name = found.get("model name") or found.get("Model") or found.get("Processor", "")
+    return name, frozenset((found.get("flags") or found.get("Features", "")).split())
+
+
 def cores() -> tuple[int, float | None]:
     """(cores this process may use, the control group's quota in cores or None). The tightest quota on the way up counts."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for place in cgroups("cpu"):
         # Version 2 has both numbers in one file, "max" for none; version 1 writes -1.
-        parts = read(place / "cpu.max").split() or [
-            read(place / "cpu.cfs_quota_us"),
-            read(place / "cpu.cfs_period_us"),
-        ]
+        old = read(place / "cpu.cfs_quota_us"), read(place / "cpu.cfs_period_us")
+        parts = read(place / "cpu.max").split() or old
         if len(parts) == 2 and all(part.isdecimal() for part in parts) and int(parts[1]):
             quotas.append(int(parts[0]) / int(parts[1]))
     return usable, min(quotas, default=None)
@@ -102,27 +116,20 @@ def raise_open_files(wanted: int) -> float:
     top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < top:
         resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
-        return top
-    return soft
+    return max(soft, top)
 
 
 def memory_limit() -> tuple[int | None, int | None]:
     """(limit, used) bytes of the control group; the tightest limit on the way up counts; None without one."""
-    tightest: tuple[int | None, int | None] = (None, None)
+    found: list[tuple[int, int | None]] = []
     for place in cgroups("memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
+        for limit_name, used_name in _MEMORY_FILES:
             limit, used = read(place / limit_name), read(place / used_name)
-            # Version 1 writes "no limit" as a number near 2**63.
             if (
-                limit.isdecimal()
-                and int(limit) < 1 << 60
-                and (tightest[0] is None or int(limit) < tightest[0])
-            ):
-                tightest = (int(limit), int(used) if used.isdecimal() else None)
-    return tightest
+                limit.isdecimal() and int(limit) < 1 << 60
+            ):  # version 1 writes "no limit" as a number near 2**63
+                found.append((int(limit), int(used) if used.isdecimal() else None))
+    return min(found, key=lambda pair: pair[0], default=(None, None))
 
 
 def total_memory() -> int:
@@ -171,17 +178,8 @@ def tune_allocator() -> bool:
     False, and nothing done, on other C libraries (musl, macOS) or under another malloc that does not know the
     call.
     """
-    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _TOP_PAD), (_M_ARENA_MAX, 2))
     return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings)
-
-
-def trim() -> None:
-    """Give what is free back to the system: after a phase whose memory is not needed again."""
-    if sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 
@@ -11,10 +10,9 @@ _reserved: dict[tuple[str, int], int] = {}
 
 def reserve(address: str) -> int:
     """A port of this address that no other process can take until `listen` is called with it."""
-    server = listen(address, 0)
-    with socket.socket(fileno=os.dup(server)) as looked_at:
-        port = int(looked_at.getsockname()[1])
-    _reserved[address, port] = server
+    server = _server(address, 0)
+    port = int(server.getsockname()[1])
+    _reserved[address, port] = server.detach()
     return port
 
 
@@ -22,16 +20,12 @@ def listen(address: str, port: int) -> int:
     """File descriptor of a socket that listens on this address alone; the caller closes it. Port 0: any free."""
     if (address, port) in _reserved:
         return _reserved.pop((address, port))
+    return _server(address, port).detach()
+
+
+def _server(address: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((address, port))
-        server.listen(1024)
-    except OSError:
-        server.close()
-        raise
-    return server.detach()
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -53,11 +53,8 @@ def package_folder(module: str) -> Path | None:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    return (
-        Path(next(iter(spec.submodule_search_locations)))
-        if spec and spec.submodule_search_locations
-        else None
-    )
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
 
 
 def torch_build() -> str | None:
@@ -65,10 +62,7 @@ def torch_build() -> str | None:
     folder = package_folder("torch")
     if folder is None:
         return None
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
+    text = host.read(folder / "version.py")
     for key, name in (("cuda", "cuda"), ("hip", "rocm")):
         found = re.search(rf"^{key}(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
         if found:
@@ -79,17 +73,11 @@ def torch_build() -> str | None:
 def needs_cuda(module: str) -> bool | None:
     """Whether a package's compiled parts link to the CUDA libraries; None if it has none or is absent."""
     folder = package_folder(module)
-    if folder is None:
+    parts = sorted(folder.rglob("*.so"))[:40] if folder else []
+    if not parts:
         return None
-    found = None
-    for path in sorted(folder.rglob("*.so"))[:40]:
-        found = bool(found)
-        if path.stat().st_size > 256 << 20:
-            continue
-        content = path.read_bytes()
-        if b"libtorch_cuda.so" in content or b"libcudart.so" in content:
-            return True
-    return found
+    contents = (path.read_bytes() for path in parts if path.stat().st_size <= 256 << 20)
+    return any(b"libtorch_cuda.so" in content or b"libcudart.so" in content for content in contents)
 
 
 def nvidia_gpus() -> list[str]:
@@ -100,11 +88,8 @@ def nvidia_gpus() -> list[str]:
             done = subprocess.run(query, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return []
-        return (
-            [line.strip() for line in done.stdout.splitlines() if line.strip()]
-            if done.returncode == 0
-            else []
-        )
+        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        return [line.strip() for line in lines if line.strip()]
     models = []
     for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
         found = re.search(r"^Model:\s*(.+)$", Path(path).read_text(), re.MULTILINE)
@@ -119,15 +104,9 @@ def npus() -> int:
 
 def cpu() -> tuple[str, list[str]]:
     """(model name, those of the instruction sets that matter here)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine(), []
-    name = re.search(r"^(?:model name|Model|Processor)\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    have = set(flags.group(1).split()) if flags else set()
+    name, flags = host.processor()
     wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
-    return (name.group(1) if name else platform.machine()), [flag for flag in wanted if flag in have]
+    return name or platform.machine(), [flag for flag in wanted if flag in flags]
 
 
 @cache
@@ -135,21 +114,15 @@ def bf16_products() -> str | None:
     """How bfloat16 products are computed on this CPU, tried out in a process that imports torch (2 s); None where it
     cannot."""
     code = "from verl.platform.cpu import CpuPlatform; print(CpuPlatform().bfloat16_products())"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return None
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def memory() -> tuple[int | None, int | None]:
     """(total, available) bytes of the machine."""
     text = host.read(Path("/proc/meminfo"))
-    found = {
-        k: int(v) * 1024 for k, v in re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
-    }
-    if not found and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
+    rows = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
+    found = {name: int(size) * 1024 for name, size in rows}
     return found.get("MemTotal"), found.get("MemAvailable")
 
 
@@ -169,17 +142,16 @@ def shared_memory() -> dict[str, Any] | None:
 
 def limits() -> dict[str, tuple[int | None, int | None]]:
     """(soft, hard) limits by name; None is unlimited."""
-    names = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
-    found = {}
-    for name, constant in names.items():
-        if hasattr(resource, constant):
-            soft, hard = resource.getrlimit(getattr(resource, constant))
-            found[name] = _limit(soft), _limit(hard)
-    return found
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
+    kinds = {
+        "open files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+    }
+    unlimited = {resource.RLIM_INFINITY: None}
+    pairs = {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+    return {
+        name: (unlimited.get(soft, soft), unlimited.get(hard, hard)) for name, (soft, hard) in pairs.items()
+    }
 
 
 def loopback() -> str | None:

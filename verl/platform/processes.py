@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+# A process: its id, when it started in 1/100 s, and the namespace of the id.
 Identity = tuple[int, int, int]
-"""A process: its id, when it started in 1/100 s, and the namespace of the id."""
 
 
 @cache
@@ -30,27 +31,14 @@ def identity() -> Identity:
 def process_start_time(pid: int) -> int:
     """When the process started, in 1/100 s; 0 for one that does not run. Tells it from a later one with its number.
 
-    Counted from the start of the machine where the kernel says so: what is counted from 1970 changes for every process
-    when the clock is set.
+    Counted from the start of the machine: what is counted from 1970 changes for every process when the clock is set.
     """
-    if not os.path.isdir("/proc/self"):
-        return _born_by_clock(pid)
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return 0
     fields = stat.rpartition(b")")[2].split()
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19]) * 100 // os.sysconf("SC_CLK_TCK")
-
-
-def _born_by_clock(pid: int) -> int:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)
-    except psutil.NoSuchProcess:
-        return 0
 
 
 def alive(pid: int, start: int) -> bool:
@@ -66,17 +54,14 @@ class Spared:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return len(text)
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Hand on what can be handed on."""
-        try:
+        with contextlib.suppress(OSError):  # the stream keeps it for the next time
             self._stream.flush()
-        except OSError:
-            return  # the stream keeps it for the next time
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

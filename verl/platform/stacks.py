@@ -6,6 +6,7 @@ stacks to a file that only this user can read.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -45,20 +46,15 @@ def ask(pid: int, timeout: float = 3.0) -> str:
     if not path.exists():
         _sweep()
         return f"process {pid} is gone, or does not answer questions about its stack"
-    before = path.stat().st_size
-    try:
-        os.kill(pid, signal.SIGUSR1)
-    except ProcessLookupError:
-        path.unlink(missing_ok=True)
-        return f"process {pid} is gone"
+    size = before = path.stat().st_size
     end = time.monotonic() + timeout
-    size = before
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
     while time.monotonic() < end:
         time.sleep(0.05)
-        grown = path.stat().st_size
-        if grown > before and grown == size:
+        last, size = size, path.stat().st_size
+        if before < last == size:
             break
-        size = grown
     if size <= before:
         return f"process {pid} does not answer: it is stopped, or waits in the kernel"
     return path.read_bytes()[before:].decode(errors="replace").strip()

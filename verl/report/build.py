@@ -12,7 +12,6 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 import statistics
 import time
@@ -20,20 +19,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from verl.data.files import written_whole
 from verl.report import summary
-from verl.report.read import Metrics, Record, Run, kind_of, number, read_run
+from verl.report.read import Metrics, Record, Run, kind_of, number, read_run, text_of
 from verl.report.responses import Limits, Packed, pack_responses
+from verl.tracking.jsonl import jsonable
 
 SCRIPTS = (
-    "vendor/uPlot-LICENSE.js",
-    "vendor/uPlot.iife.min.js",
-    "core.js",
-    "charts.js",
-    "chart_list.js",
-    "responses.js",
-    "tokens.js",
-    "lists.js",
-    "app.js",
+    *("vendor/uPlot-LICENSE.js", "vendor/uPlot.iife.min.js", "core.js", "charts.js", "chart_list.js"),
+    *("responses.js", "tokens.js", "lists.js", "app.js"),
 )
 SERIES_BYTES = 2_000_000
 POINTS = 1_500
@@ -49,15 +43,10 @@ def write_report(run_dir: Path, limits: Limits | None = None) -> Path:
     Raises FileNotFoundError if the folder is absent, OSError if it cannot be written. Files that are
     missing or torn only make the page shorter; it says what could not be read.
     """
-    run_dir = Path(run_dir)
-    page = build_page(read_run(run_dir), limits)
-    target = run_dir / "report.html"
-    beside = run_dir / f".report.html.{os.getpid()}.tmp"
-    try:
+    page = build_page(read_run(Path(run_dir)), limits)
+    target = Path(run_dir) / "report.html"
+    with written_whole(target) as beside:
         beside.write_bytes(page.encode("utf-8"))
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
     return target
 
 
@@ -67,18 +56,10 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
     data = escape_json(page_data(run, responses))
     style = _part("vendor/uPlot.min.css") + _part("style.css")
     script = "\n".join(_part(name) for name in SCRIPTS)
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    project, experiment = names(run)
-    slots = {
-        "title": html.escape(f"{experiment} · {project}"),
-        "policy": html.escape(policy),
-        "style": style,
-        "script": script,
-        "data": data,
-    }
+    own = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    policy = f"default-src 'none'; {own}; img-src data:; base-uri 'none'; form-action 'none'"
+    title = html.escape(" · ".join(reversed(names(run))))
+    slots = {"title": title, "policy": html.escape(policy), "style": style, "script": script, "data": data}
     # One pass over the template: text that was put in is never searched for slots again.
     return _SLOT.sub(lambda m: slots[m.group(1)], _part("page.html"))
 
@@ -86,9 +67,7 @@ def build_page(run: Run, limits: Limits | None = None) -> str:
 def page_data(run: Run, responses: Packed) -> Record:
     """The object the page's script reads; plain JSON types only."""
     project, experiment = names(run)
-    total = summary.total_steps(run)
     steps = run.metrics.steps
-    series = thin(run.metrics)
     times = [t for t in run.metrics.times if t is not None]
     validation = summary.accuracy_name(run.metrics)
     return {
@@ -98,30 +77,25 @@ def page_data(run: Run, responses: Packed) -> Record:
         "folder": str(run.path),
         "status": summary.status(run),
         "lastStep": steps[-1] if steps else None,
-        "totalSteps": total,
+        "totalSteps": summary.total_steps(run),
         "elapsed": summary.elapsed(run.metrics),
-        "times": {"first": times[0], "last": times[-1]} if times else {"first": None, "last": None},
+        "times": {"first": times[0] if times else None, "last": times[-1] if times else None},
         "model": summary.model_name(run),
         "device": summary.device_name(run),
         "facts": summary.facts(run),
         "headline": summary.headline(run.metrics),
         "accuracy": validation,
         "accuracyLabel": summary.validation_label(run.metrics, validation) if validation else None,
-        "series": series,
+        "series": thin(run.metrics),
         "marks": _marks(run),
         "events": [_event(e) for e in run.events.shown],
         "eventCounts": dict(run.events.counts.most_common(60)),
         "eventTotal": run.events.total,
-        "config": summary.flatten(run.config) if run.config else [],
-        "versions": summary.flatten(run.versions) if run.versions else [],
+        "config": summary.flatten(run.config),
+        "versions": summary.flatten(run.versions),
         "unreadable": dict(run.unreadable),
-        "responses": {
-            "rows": responses.rows,
-            "prompts": responses.prompts,
-            "tokens": responses.tokens,
-            "steps": responses.steps,
-            "stepsOnDisk": responses.steps_on_disk,
-        },
+        "responses": {name: getattr(responses, name) for name in ("rows", "prompts", "tokens", "steps")}
+        | {"stepsOnDisk": responses.steps_on_disk},
     }
 
 
@@ -140,7 +114,7 @@ def escape_json(value: Any) -> str:
         text = json.dumps(value, **style)
     except (ValueError, TypeError):
         # Something from a user's file that JSON lacks; rare, and the slow walk finds it.
-        text = json.dumps(_plain(value), **style)
+        text = json.dumps(jsonable(value), **style)
     return _UNSAFE.sub(lambda m: f"\\u{ord(m.group()):04x}", text)
 
 
@@ -153,10 +127,9 @@ def thin(metrics: Metrics) -> Record:
     count = len(metrics.steps)
     room = max(50, SERIES_BYTES // (8 * max(1, len(metrics.columns))))
     every = max(1, math.ceil(count / min(POINTS, room)))
-    columns = {
-        name: [_digits(v) for v in (column if every == 1 else _buckets(column, every, name))]
-        for name, column in metrics.columns.items()
-    }
+    columns = {}
+    for name, column in metrics.columns.items():
+        columns[name] = [_digits(v) for v in (column if every == 1 else _buckets(column, every, name))]
     ends = range(every - 1, count + every - 1, every)
     return {"steps": [metrics.steps[min(e, count - 1)] for e in ends], "columns": columns, "every": every}
 
@@ -182,36 +155,17 @@ def _marks(run: Run) -> list[Record]:
 
 
 def _event(event: Record) -> Record:
-    kind = kind_of(event)
-    known = {"time", "step", "level", "message", "text", "event", "kind", "type"}
-    rest = {k: v for k, v in event.items() if k not in known or (k in ("kind", "type") and v != kind)}
+    known = {"time", "step", "level", "message", "text", "event"}
+    rest = [(k, v) for k, v in event.items() if k not in known]
     message = event.get("message", event.get("text"))
     return {
         "time": number(event.get("time")),
         "step": event.get("step") if isinstance(event.get("step"), int) else None,
         "level": str(event.get("level") or ""),
-        "kind": kind,
-        "message": _text(message) if message is not None else "",
-        "rest": {str(k): _text(v) for k, v in list(rest.items())[:20]},
+        "kind": kind_of(event),
+        "message": text_of(message, 2000),
+        "rest": {str(k): text_of(v, 2000) for k, v in rest[:20]},
     }
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 2000 else text[:2000] + " …"
-
-
-def _plain(value: Any) -> Any:
-    """Plain JSON types; numbers that JSON lacks become null."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value)
 
 
 def _part(name: str) -> str:

@@ -1,8 +1,8 @@
 """Read a run folder for the report: metrics, events, config, versions, sampled responses.
 
 A run may be going on while we read, so every file may end in the middle of a line. Such a line is
-skipped and counted, never guessed at; the page shows the count. No torch, no numpy: the trainer
-calls this between steps and `verl report` starts in a moment.
+skipped and counted, never guessed at; the page shows the count. No torch, no numpy: a run
+starts `verl report` every few seconds, and it starts in a moment.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EVENTS_SHOWN = 400
 class Metrics:
     """`metrics.jsonl` by column. All lists have the length of `steps`; None where a step lacks the name."""
 
-    steps: list[int] = field(default_factory=list)
-    times: list[float | None] = field(default_factory=list)
-    columns: dict[str, list[float | None]] = field(default_factory=dict)
-    marks: list[Record] = field(default_factory=list)
+    steps: list[int]
+    times: list[float | None]
+    columns: dict[str, list[float | None]]
+    marks: list[Record]
 
 
 @dataclass(slots=True)
 class Events:
     """`events.jsonl`: the newest `EVENTS_SHOWN` records, oldest first, and how many there were by kind."""
 
-    shown: list[Record] = field(default_factory=list)
+    shown: deque[Record] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
     counts: Counter[str] = field(default_factory=Counter)
     marks: list[Record] = field(default_factory=list)
 
@@ -86,23 +86,25 @@ def json_lines(path: Path, unreadable: Counter[str], limit: int | None = None) -
     done = 0
     with path.open("rb") as file:
         for line in file:
+            if (record := parse_line(line)) is not None:
+                yield record
+            elif line.strip():
+                unreadable[path.name] += 1
             done += len(line)
-            if line.strip():
-                record = parse_line(line)
-                if record is None:
-                    unreadable[path.name] += 1
-                else:
-                    yield record
             if limit is not None and done >= limit:
                 return
 
 
 def kind_of(event: Record) -> str:
-    """The event's kind, whichever of the usual keys holds it."""
-    for key in ("event", "kind", "type"):
-        if isinstance(event.get(key), str):
-            return event[key]
-    return "event"
+    """The event's kind."""
+    kind = event.get("event")
+    return kind if isinstance(kind, str) else "event"
+
+
+def text_of(value: Any, limit: int, more: str = " …") -> str:
+    """The value as text, "" for None; what is longer than `limit` is cut, and `more` says so."""
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= limit else text[:limit] + more
 
 
 def read_metrics(path: Path, unreadable: Counter[str]) -> Metrics:
@@ -134,30 +136,24 @@ def _columns(rows: dict[int, Record], marks: list[Record]) -> Metrics:
     columns: dict[str, list[float | None]] = {}
     for at, step in enumerate(steps):
         for name, value in rows[step].items():
-            if name in ("step", "time"):
-                continue
-            found = number(value)
-            if found is None:
-                continue
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = [None] * len(steps)
-            column[at] = found
+            found = number(value) if name not in ("step", "time") else None
+            if found is not None:
+                if name not in columns:
+                    columns[name] = [None] * len(steps)
+                columns[name][at] = found
     times = [number(rows[step].get("time")) for step in steps]
     return Metrics(steps, times, dict(sorted(columns.items())), marks)
 
 
 def read_events(path: Path, unreadable: Counter[str]) -> Events:
     """The newest events, counts of all, and those that mark the run's life (start, plan, resume, end)."""
-    shown: deque[Record] = deque(maxlen=EVENTS_SHOWN)
     events = Events()
     for record in json_lines(path, unreadable):
         kind = kind_of(record)
-        shown.append(record)
+        events.shown.append(record)
         events.counts[kind] += 1
         if kind.startswith("run_") or kind in ("resume", "plan"):
             events.marks.append(record)
-    events.shown = list(shown)
     return events
 
 
@@ -170,12 +166,11 @@ def read_mapping(path: Path, unreadable: Counter[str]) -> Record:
         text = path.read_text(encoding="utf-8")
         loaded = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        unreadable[path.name] += 1
-        return {}
-    if not isinstance(loaded, dict):
-        unreadable[path.name] += 1
-        return {}
-    return loaded
+        loaded = None
+    if isinstance(loaded, dict):
+        return loaded
+    unreadable[path.name] += 1
+    return {}
 
 
 def response_files(run_dir: Path) -> dict[int, Path]:

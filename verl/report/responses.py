@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.report.read import Record, json_lines, number
+from verl.report.read import Record, json_lines, number, text_of
 
 LOG_PROB_UNIT = 1e-4
 DIFF_UNIT = 1e-6
@@ -43,7 +43,6 @@ class Packed:
     steps: list[int] = field(default_factory=list)
     steps_on_disk: int = 0
     bytes: int = 0
-    without_tokens: int = 0
 
 
 def spread(steps: list[int], limit: int) -> list[int]:
@@ -119,8 +118,6 @@ class _Packer:
         if tokens:
             row.update(tokens)
             self._drop_repeated_text(row)
-        else:
-            self.packed.without_tokens += 1
         self.packed.rows.append(row)
         self.packed.bytes += len(json.dumps(row, ensure_ascii=False, default=str))
 
@@ -149,9 +146,8 @@ class _Packer:
             "n": record.get("length") if isinstance(record.get("length"), int) else None,
             "f": str(record.get("finish_reason") or ""),
         }
-        source = record.get("data_source") or record.get("source")
-        if source:
-            row["d"] = str(source)
+        if record.get("data_source"):
+            row["d"] = str(record["data_source"])
         if record.get("score_error"):
             row["e"] = self._cut(record["score_error"])
         if isinstance(record.get("versions"), list):
@@ -169,9 +165,8 @@ class _Packer:
         mask = record.get("mask")
         if isinstance(mask, list) and len(mask) == count and not all(mask):
             out["m"] = [1 if m else 0 for m in mask]
-        old = _numbers(record.get("log_probs"), count)
-        mu = _numbers(record.get("rollout_log_probs"), count)
-        advantages = _numbers(record.get("advantages"), count)
+        names = ("log_probs", "rollout_log_probs", "advantages")
+        old, mu, advantages = (_numbers(record.get(name), count) for name in names)
         if old:
             out["l"] = _units(old, LOG_PROB_UNIT)
         if mu:
@@ -185,18 +180,14 @@ class _Packer:
         return out
 
     def _cut(self, value: Any) -> str:
-        text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-        if len(text) <= self.limits.text:
-            return text
-        return f"{text[: self.limits.text]} … [{len(text) - self.limits.text} more characters in the file]"
+        return text_of(value, self.limits.text, " … [more characters in the file]")
 
     def _intern(self, text: str, places: dict[str, int], strings: list[str]) -> int:
-        at = places.get(text)
-        if at is None:
-            at = places[text] = len(strings)
+        if text not in places:
+            places[text] = len(strings)
             strings.append(text)
             self.packed.bytes += len(text) + 3
-        return at
+        return places[text]
 
 
 def _short(value: Any) -> Any:
@@ -204,8 +195,7 @@ def _short(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return number(round(value, 6)) if number(value) is not None else str(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 400 else text[:400] + " …"
+    return text_of(value, 400)
 
 
 def _numbers(values: Any, count: int) -> list[float | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from typing import Any
@@ -10,9 +11,7 @@ from verl.report.read import Metrics, Record, Run, kind_of, number
 
 ACCURACY = re.compile(r"^val-core/.+/acc/mean@\d+$")
 REWARD = re.compile(r"^val-core/.+/reward/mean@\d+$")
-SECRET = re.compile(
-    r"(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$", re.IGNORECASE
-)
+SECRET = re.compile(r"(?i)(api_?key|secret(_key)?|password|passwd|access_key|auth_token|hf_token)$")
 
 FACTS = (
     ("Algorithm", "algorithm.adv_estimator"),
@@ -41,12 +40,12 @@ def lookup(config: Record, path: str) -> Any:
 
 def flatten(config: Any, prefix: str = "") -> list[tuple[str, str]]:
     """(dotted key, value as text) in the file's order; values of keys that look like secrets are hidden."""
-    if isinstance(config, dict) and config:
+    if isinstance(config, dict) and (config or not prefix):
         return [row for k, v in config.items() for row in flatten(v, f"{prefix}.{k}" if prefix else str(k))]
     if config is not None and SECRET.search(prefix):
         return [(prefix, "hidden")]
     if config is None or isinstance(config, bool):
-        return [(prefix, {None: "null", True: "true", False: "false"}[config])]
+        return [(prefix, json.dumps(config))]
     return [(prefix, str(config))]
 
 
@@ -60,11 +59,8 @@ def accuracy_name(metrics: Metrics) -> str | None:
     """The metric that stands for validation: the overall accuracy, else the only or first source's."""
     if "val/accuracy" in metrics.columns:
         return "val/accuracy"
-    for pattern in (ACCURACY, REWARD):
-        for name in metrics.columns:
-            if pattern.match(name):
-                return name
-    return "val/loss" if "val/loss" in metrics.columns else None
+    found = [name for pattern in (ACCURACY, REWARD) for name in metrics.columns if pattern.match(name)]
+    return found[0] if found else "val/loss" if "val/loss" in metrics.columns else None
 
 
 def validation_label(metrics: Metrics, name: str) -> str:
@@ -98,10 +94,10 @@ def status(run: Run) -> Record:
         why = str(lives[-1].get("text") or lives[-1].get("message") or "")
         return {"state": "finished" if state == "finished" else "failed", "word": state, "why": why}
     steps, total = run.metrics.steps, total_steps(run)
+    state, word = ("running", "running") if steps else ("waiting", "starting")
     if steps and total is not None and steps[-1] >= total:
-        return {"state": "finished", "word": "finished", "why": ""}
-    state = "running" if steps else "waiting"
-    return {"state": state, "word": "running" if steps else "starting", "why": ""}
+        state = word = "finished"
+    return {"state": state, "word": word, "why": ""}
 
 
 def elapsed(metrics: Metrics) -> float | None:
@@ -116,22 +112,18 @@ def elapsed(metrics: Metrics) -> float | None:
 def headline(metrics: Metrics) -> list[Record]:
     """The figures on top: `{label, name, from, to, value, better, note}`, only those the run has."""
     figures: list[Record] = []
-    name = accuracy_name(metrics)
-    if name:
-        points = present(metrics, name)
-        label = validation_label(metrics, name)
+    if name := accuracy_name(metrics):
+        label, points = validation_label(metrics, name), present(metrics, name)
         figures.append(_change(label, name, points, window=1, up=name != "val/loss"))
     for label, key, up in (("Mean score", "critic/score/mean", True), ("Training loss", "train/loss", False)):
-        points = present(metrics, key)
-        if points:
+        if points := present(metrics, key):
             figures.append(_change(label, key, points, window=max(1, len(points) // 20), up=up))
-    for label, keys, unit in (
-        ("Throughput", ("perf/throughput",), "tokens/s per device"),
-        ("Step time", ("timing_s/step", "train/time"), "s"),
+    step = "timing_s/step" if present(metrics, "timing_s/step") else "train/time"
+    for label, key, unit in (
+        ("Throughput", "perf/throughput", "tokens/s per device"),
+        ("Step time", step, "s"),
     ):
-        key = next((key for key in keys if present(metrics, key)), "")
-        if key:
-            recent = [v for _, v in present(metrics, key)][-50:]
+        if recent := [v for _, v in present(metrics, key)][-50:]:
             note = "median of the last " + (f"{len(recent)} steps" if len(recent) > 1 else "step")
             median = statistics.median(recent)
             figures.append({"label": label, "name": key, "value": median, "unit": unit, "note": note})
@@ -144,22 +136,16 @@ def _change(label: str, name: str, points: list[tuple[int, float]], window: int,
         return {"label": label, "name": name, "value": value, "unit": "", "note": f"at step {step}"}
     first = statistics.fmean(v for _, v in points[:window])
     last = statistics.fmean(v for _, v in points[-window:])
-    best_step, best = (max if up else min)(points, key=lambda p: p[1])
-    note = f"best {best:.4g} at step {best_step}"
-    if window > 1:
-        note = f"means of the first and last {window} steps"
+    step, best = (max if up else min)(points, key=lambda p: p[1])
+    note = f"means of the first and last {window} steps" if window > 1 else f"best {best:.4g} at step {step}"
     return {"label": label, "name": name, "from": first, "to": last, "up": up, "note": note}
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Key settings as (label, text); those the config lacks are left out."""
-    found = ((label, lookup(run.config, path)) for label, path in FACTS)
-    words = {True: "on", False: "off"}
-    return [
-        (label, words[value] if isinstance(value, bool) else str(value))
-        for label, value in found
-        if value is not None
-    ]
+    found = [(label, lookup(run.config, path)) for label, path in FACTS]
+    switched = [(label, ("off", "on")[v] if isinstance(v, bool) else v) for label, v in found]
+    return [(label, str(value)) for label, value in switched if value is not None]
 
 
 def model_name(run: Run) -> str:

@@ -111,9 +111,8 @@ def _by_label(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
 
 def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], int, list[str]]:
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
-    from verl.data.chat import BadRow
     from verl.data.files import open_file
-    from verl.data.rows import RowRules, check_columns, fields_of
+    from verl.data.rows import BadRow, RowRules, check_columns, fields_of
 
     file = open_file(path)
     rules = RowRules(needs_truth=not custom)

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
 Generate = Callable[..., Awaitable[Completion]]
-
-OWN_NAMES = ("self", "sampling_params", "prompt_ids", "raw_prompt", "uid", "sample_index", "columns")
-"""Keywords of `run` that mean one thing in every run. A data column of that name is found in `columns`."""
 
 
 @dataclass(slots=True)
@@ -58,8 +56,9 @@ class AgentLoopBase(ABC):
 
 
 def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `run` for a row: its columns, `own` (OWN_NAMES without the first two), and all columns as `columns`."""
-    row = {name: value for name, value in columns.items() if name not in OWN_NAMES}
+    """The keywords of `run` for a row: its columns, `own` (AGENT_LOOP_ARGUMENTS without the first two), and all columns as
+    `columns`."""
+    row = {name: value for name, value in columns.items() if name not in AGENT_LOOP_ARGUMENTS}
     return row | {"columns": columns} | own
 
 

@@ -53,6 +53,11 @@ class RolloutSettings:
     max_lost_ratio: float = 0.1
     greedy_baseline: bool = False
 
+    @property
+    def per_prompt(self) -> int:
+        """Responses that are sampled to a prompt of a training step."""
+        return self.n + self.greedy_baseline
+
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
@@ -81,8 +86,8 @@ class PromptGroup:
 class RolloutManager:
     """Runs agent loops over one engine.
 
-    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` run the agent
-    loops that users write (None: they run here).
+    `decode` turns response ids, int64 [L], into text, for responses whose text did not come with them. `processes` makes those
+    that run users' agent loops, when the first is needed (None: they run here).
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class RolloutManager:
         tokenizer: Any = None,
         config: Any = None,
         event: Callable[..., None] | None = None,
-        processes: LoopProcesses | None = None,
+        processes: Callable[[], LoopProcesses] | None = None,
     ):
         self.engine = engine
         self.settings = settings
@@ -104,10 +109,12 @@ class RolloutManager:
         self._on_finished = on_finished
         self._tokenizer = tokenizer
         self._config = config
-        self._processes = processes
+        self._open_processes = processes
+        self._processes: LoopProcesses | None = None
         self._event = event or (lambda kind, **fields: None)
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
+        self._whole: dict[PromptGroup, asyncio.Task[None]] = {}
         self._scoring: dict[Trajectory, asyncio.Task[None]] = {}
 
     async def take(
@@ -130,6 +137,52 @@ class RolloutManager:
         await self._finish(groups, on_progress)
         del self._groups[:count]
         return self._collect(groups)
+
+    @property
+    def groups(self) -> tuple[PromptGroup, ...]:
+        """What was begun and not taken, in draw order."""
+        return tuple(self._groups)
+
+    async def completed(self, groups: Iterable[PromptGroup]) -> list[PromptGroup]:
+        """Wait until one of these groups has all its responses, scored as they finished; returns those that have, in order."""
+        groups = list(groups)
+        for group in groups:
+            if group not in self._whole:
+                self._whole[group] = asyncio.ensure_future(self._completion(group))
+        try:
+            await asyncio.wait([self._whole[group] for group in groups], return_when=asyncio.FIRST_COMPLETED)
+            done = [group for group in groups if self._whole[group].done()]
+            for group in done:
+                self._whole[group].result()
+            if interrupt.noted():
+                raise asyncio.CancelledError
+        except BaseException:
+            await self.release(self.groups)
+            raise
+        return done
+
+    async def _completion(self, group: PromptGroup) -> None:
+        await asyncio.gather(*self._responses[group])
+        await self.scored([row for row in group.responses if row is not None])
+
+    async def collect(self, groups: Sequence[PromptGroup]) -> Batch:
+        """Take these groups, whose responses are all back. RolloutError when too many responses were lost."""
+        await self.release(groups)
+        return self._collect(groups)
+
+    async def release(self, groups: Iterable[PromptGroup]) -> None:
+        """Forget these groups; what of them is under way ends."""
+        tasks: list[asyncio.Task[None]] = []
+        for group in groups:
+            self._groups.remove(group)
+            tasks += self._responses.pop(group, [])
+            if group in self._whole:
+                tasks.append(self._whole.pop(group))
+            rows = [row for row in (*group.responses, group.baseline) if row in self._scoring]
+            tasks += [self._scoring.pop(row) for row in rows if row is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
         """Start `n` responses to each prompt, for a later `take`."""
@@ -168,7 +221,8 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """End everything that is under way, scoring too; nothing of it is handed over."""
-        tasks = [task for begun in self._responses.values() for task in begun] + list(self._scoring.values())
+        tasks = [task for begun in self._responses.values() for task in begun]
+        tasks += [*self._scoring.values(), *self._whole.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -245,7 +299,8 @@ class RolloutManager:
         output: Any
         started = time.monotonic()
         try:
-            if self._processes is not None and agent_loop.is_users(name):
+            if self._open_processes is not None and agent_loop.is_users(name):
+                self._processes = self._processes or self._open_processes()
                 output = await self._processes.run(name, session, params, prompt.columns, own)
             else:
                 loop = agent_loop.get(name)(session.generate, self._tokenizer, self._config)

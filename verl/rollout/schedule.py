@@ -7,13 +7,17 @@ latest: so `due` draws no further, and a response never lags by more than `max_s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.errors import UserError
 from verl.trajectory import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from verl.rollout.manager import RolloutManager
+    from verl.trajectory import Batch
 
 
 def evict_stale(batch: Iterable[Trajectory], version: int, max_staleness: int) -> dict[str, float]:
@@ -81,6 +85,14 @@ class PromptSchedule:
         self._ahead = max_staleness
         self._last = last_step
         self._drawn: OrderedDict[int, _Drawn] = OrderedDict()
+        self.metrics: dict[str, float] = {}
+
+    async def take(
+        self, rollouts: RolloutManager, step: int, on_progress: Callable[[int], None] | None = None
+    ) -> Batch:
+        """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
+        prompts = self.due(step)
+        return await rollouts.take(prompts, on_progress, count=self.size(step))
 
     def due(self, step: int) -> list[Prompt]:
         """Prompts, in draw order, that may start once the weights of `step` (version step − 1) are in the sampler."""

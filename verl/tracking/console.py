@@ -122,10 +122,8 @@ class Progress:
         pace = (now - self._started) / done
         left = duration(pace * (self.total - self._done))
         share = 100 * self._done / max(1, self.total)
-        return (
-            f"{self._title}: {self._done}/{self.total} ({share:.0f}%), {pace:.1f} s/step, "
-            f"{duration(now - self._started)} so far, {left} to go"
-        )
+        times = f"{pace:.1f} s/step, {duration(now - self._started)} so far, {left} to go"
+        return f"{self._title}: {self._done}/{self.total} ({share:.0f}%), {times}"
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.data.files import written_whole
+
 
 def jsonable(value: Any) -> Any:
     """The value in terms of JSON: numpy and tensors become lists and numbers, NaN and infinities null, the rest str."""
@@ -38,18 +40,15 @@ def mend(path: Path) -> int:
     if not path.is_file():
         return 0
     with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        at = end
-        while at > 0:
-            start = max(0, at - 65536)
-            file.seek(start)
-            found = file.read(at - start).rfind(b"\n")
-            if found >= 0:
-                at = start + found + 1
-                break
-            at = start
-        file.truncate(at)
-        return end - at
+        end = at = file.seek(0, os.SEEK_END)
+        found = -1
+        while at > 0 and found < 0:
+            stop, at = at, max(0, at - 65536)
+            file.seek(at)
+            found = file.read(stop - at).rfind(b"\n")
+        whole = at + found + 1
+        file.truncate(whole)
+        return end - whole
 
 
 class JsonLines:
@@ -71,48 +70,37 @@ class JsonLines:
         self._pending += line(record)
         self._flush()
 
-    def _flush(self) -> None:
-        if not self._closed:
-            self._guarded(self._write)
-
-    def _write(self) -> None:
-        if self._handle < 0:
-            mend(self.path)
-            self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        while self._pending:
-            self._pending = self._pending[os.write(self._handle, self._pending) :]
-
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _flush(self, *, sync: bool = False) -> None:
+        if self._closed:
+            return
         try:
-            work()
+            if self._handle < 0:
+                mend(self.path)
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            while self._pending:
+                self._pending = self._pending[os.write(self._handle, self._pending) :]
+            if sync:
+                os.fsync(self._handle)
             self._failing = False
         except OSError as error:
             if not self._failing:
-                self._failing = True
                 self._on_error(error)
+            self._failing = True
 
     def close(self) -> None:
         """Try once more to write what is pending, sync, close. May be called twice."""
-        self._flush()
+        self._flush(sync=True)
         if self._handle >= 0 and not self._closed:
-            self._guarded(lambda: os.fsync(self._handle))
             os.close(self._handle)
         self._closed = True
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:
     """Write a file under its final name only when it is complete and on disk. OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with open(beside, "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as beside, open(beside, "wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

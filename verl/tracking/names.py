@@ -1,4 +1,4 @@
-"""Metric names: the order they are shown in, second spellings, and values made plain.
+"""Metric names: the order they are shown in, second spellings, values made plain, and how several values of a step merge.
 
 The order is that of the sections of the metrics page: training, scores, lengths, time, sampler against trainer,
 validation, second spellings; names nobody listed come last, in the order they were given.
@@ -7,87 +7,39 @@ validation, second spellings; names nobody listed come last, in the order they w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 Number = int | float
 
-# A trailing "/" or "_" makes an entry stand for every name that starts with it.
-_ORDER = (
-    "training/global_step",
-    "training/epoch",
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "actor/kl_coef",
-    "actor/entropy",
-    "actor/entropy_loss",
-    "actor/loss",
-    "actor/pg_clipfrac",
-    "actor/pg_clipfrac_lower",
-    "actor/ppo_kl",
-    "actor/grad_norm",
-    "actor/lr",
-    "actor/kl_clipped_ratio",
-    "actor/reward_kl_penalty",
-    "actor/reward_kl_penalty_coeff",
-    "actor/",
-    "training/skipped_updates",
-    "training/refused_steps",
-    "training/dropped_groups",
-    "training/rollout_failure/",
-    "training/filter_groups/",
-    "training/pf_ppo/",
-    "critic/score/",
-    "critic/rewards/",
-    "critic/advantages/",
-    "critic/returns/",
-    "critic/values/",
-    "critic/",
-    "reward/",
-    "reward_extra/",
-    "response_length/",
-    "response_length_non_aborted/",
-    "response/",
-    "prompt_length/",
-    "num_turns/",
-    "training/num_turns/",
-    "tool_call_counts/",
-    "global_seqlen/",
-    "timing_s/step",
-    "timing_s/gen",
-    "timing_s/reward",
-    "timing_s/old_log_prob",
-    "timing_s/ref",
-    "timing_s/values",
-    "timing_s/adv",
-    "timing_s/update_critic",
-    "timing_s/update_actor",
-    "timing_s/update_weights",
-    "timing_s/",
-    "timing_s/agent_loop/",
-    "timing_per_token_ms/",
-    "perf/",
-    "training/rollout_probs_diff_",
-    "training/rollout_actor_probs_pearson_corr",
-    "training/rollout_logprob_abs_diff/",
-    "training/weight_version",
-    "training/off_policy/",
-    "rollout_corr/",
-    "variance_proxy/",
-    "val-core/",
-    "val-aux/",
-    "timing_s/reshard",
-    "timing_s/generate_sequences",
-    "timing_s/generate_sequence",
-    "actor/reward_mean",
-    "actor/kl_divergence",
-    "critic/value_loss",
-    "val/",
+# Section → its names in order; "*" stands for every other name that starts like this.
+_SECTIONS = (
+    ("training/", "global_step epoch"),
+    (
+        "actor/",
+        "pg_loss kl_loss kl_coef entropy entropy_loss loss pg_clipfrac pg_clipfrac_lower ppo_kl grad_norm lr",
+    ),
+    ("actor/", "kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
+    ("training/", "skipped_updates refused_steps dropped_groups rollout_failure/* filter_groups/* pf_ppo/*"),
+    ("critic/", "score/* rewards/* advantages/* returns/* values/* *"),
+    (
+        "",
+        "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/* prompt_length/*",
+    ),
+    ("", "num_turns/* training/num_turns/* tool_call_counts/* global_seqlen/*"),
+    ("timing_s/", "step gen reward old_log_prob ref values adv update_critic update_actor update_weights *"),
+    ("", "timing_s/agent_loop/* timing_per_token_ms/* perf/*"),
+    (
+        "training/",
+        "rollout_probs_diff_* rollout_actor_probs_pearson_corr rollout_logprob_abs_diff/* weight_version",
+    ),
+    ("", "training/off_policy/* rollout_corr/* variance_proxy/* val-core/* val-aux/*"),
+    ("timing_s/", "reshard generate_sequences generate_sequence"),
+    ("", "actor/reward_mean actor/kl_divergence critic/value_loss val/*"),
 )
-_EXACT = {name: at for at, name in enumerate(_ORDER) if name[-1] not in "/_"}
-_PREFIXES = sorted(
-    ((name, at) for at, name in enumerate(_ORDER) if name[-1] in "/_"), key=lambda item: -len(item[0])
-)
+_ORDER = [section + name.rstrip("*") for section, names in _SECTIONS for name in names.split()]
+_PLACES = {name: at for at, name in enumerate(_ORDER)}
 
 _ALIASES = {
     "actor/reward_mean": ("critic/rewards/mean",),
@@ -96,14 +48,13 @@ _ALIASES = {
 }
 NOT_ON_CONSOLE = frozenset((*_ALIASES, "val/accuracy", "val/multimodal_score"))
 """Second spellings that only metrics.jsonl and the trackers get."""
+_WORDS = re.compile(r"[^a-z0-9]+")
 
 
 def rank(name: str) -> int:
-    """Place of a name in the order; names nobody listed share the last place."""
-    exact = _EXACT.get(name)
-    if exact is not None:
-        return exact
-    return next((at for prefix, at in _PREFIXES if name.startswith(prefix)), len(_ORDER))
+    """Place of a name in the order, by the longest entry that stands for it; names nobody listed share the last place."""
+    starts = [name[: at + 1] for at, character in enumerate(name) if character in "/_"]
+    return next((_PLACES[entry] for entry in (name, *reversed(starts)) if entry in _PLACES), len(_ORDER))
 
 
 def in_order(metrics: Mapping[str, Number]) -> dict[str, Number]:
@@ -127,12 +78,10 @@ def plain(value: Any) -> Number | None:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    if (hasattr(value, "item") and getattr(value, "size", 1) == 1) or hasattr(value, "numel"):
-        try:
-            return plain(value.item())
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    return None
+    try:
+        return plain(value.item())
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, Number], list[str]]:
@@ -159,3 +108,44 @@ def spread(
         return {f"{name}/{kind}": math.nan for kind in which}
     kinds = {"mean": found.mean(), "max": found.max(), "min": found.min()}
     return {f"{name}/{kind}": float(kinds[kind]) for kind in which}
+
+
+def rule(name: str) -> str:
+    """ "max", "min" or "mean": what a name asks for.
+
+    A word of the name has to be max or min: `timing_s/…` and `termination` contain the letters of "min" and
+    are means all the same.
+    """
+    words = _WORDS.split(name.lower())
+    if "max" in words or "maximum" in words:
+        return "max"
+    return "min" if "min" in words or "minimum" in words else "mean"
+
+
+def merge_metrics(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Merge (metrics, weight) pairs: maxima, minima, and means weighted by `weight`, in order of appearance.
+
+    A NaN is a quantity with nothing to average over: it is left out, and the result is NaN only where every
+    value was. Weights must be ≥ 0; values of weight 0 do not count in a mean.
+    """
+    values: dict[str, list[tuple[float, float]]] = {}
+    for metrics, weight in parts:
+        if weight < 0:
+            raise ValueError(f"weight {weight} of a mini-batch is negative")
+        for name, value in metrics.items():
+            values.setdefault(name, []).append((value, weight))
+    return {name: _merge(rule(name), found) for name, found in values.items()}
+
+
+def _merge(how: str, found: list[tuple[float, float]]) -> float:
+    known = [(value, weight) for value, weight in found if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if how != "mean":
+        return (max if how == "max" else min)(value for value, _ in known)
+    total = math.fsum(weight for _, weight in known)
+    if total == 0:
+        return math.nan
+    if any(math.isinf(value) for value, _ in known):
+        return sum(value * weight for value, weight in known if weight) / total
+    return math.fsum(value * weight for value, weight in known) / total

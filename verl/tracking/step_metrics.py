@@ -1,7 +1,11 @@
 """The numbers of a training step that follow from its batch, its timings and counters (metrics.md §2 to §6).
 
 Pure functions: a `Batch` and facts in, names and plain Python numbers out. What the losses report comes from the
-training engine, the comparison of sampler and trainer from `verl.algorithms.correction`.
+training engine, the comparison of sampler and trainer from `verl.algorithms.agreement`.
+
+Model FLOPs utilisation is what the model's own arithmetic takes, against what the devices could have done. Counted are
+the matrix products of the model's definition, once: nothing for recomputed layers, nothing for padding (there is none),
+and a prompt that its group shares as often as it was computed.
 """
 
 from __future__ import annotations
@@ -9,13 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
 from verl.trajectory import Batch, Trajectory
 
+if TYPE_CHECKING:
+    from verl.models.layers import ModelCost
+
 LOST = "lost"
+BACKWARD = 2.0
+"""A backward pass takes two products where the forward pass takes one."""
 _AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
 _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 _BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
@@ -44,9 +54,7 @@ class StepFacts:
     """What the loop knows about a step besides its batch.
 
     timings: seconds by phase, "step" and "gen" among them. sampler: the engine's `stats()` since the step began
-    (`busy_s`). sync_bytes: bytes moved to the sampler. busy_s: seconds in which devices computed (None: estimated
-    from the phases). prompt_sharing_saved: tokens not computed ÷ tokens, None without sharing. memory: further
-    `perf/…` numbers of the platform.
+    (`busy_s`). sync_bytes: bytes moved to the sampler. memory: further `perf/…` numbers of the platform.
     """
 
     step: int
@@ -58,8 +66,6 @@ class StepFacts:
     sampler: Mapping[str, float] = field(default_factory=dict)
     sync_bytes: int = 0
     devices: int = 1
-    busy_s: float | None = None
-    prompt_sharing_saved: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -71,7 +77,8 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
     out |= reward_metrics(batch)
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
-    out |= entropy_metrics(batch)
+    known = [t for t in batch if t.entropy is not None]
+    out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
     out["training/skipped_updates"] = counters.skipped_updates
     out["training/refused_steps"] = counters.refused_steps
     out |= score_metrics(batch)
@@ -82,22 +89,12 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     return out
 
 
-def entropy_metrics(batch: Batch) -> dict[str, Number]:
-    """actor/entropy: mean over policy tokens of the responses whose entropy was computed."""
-    rows = [t for t in batch if t.entropy is not None]
-    return {
-        "actor/entropy": _over_tokens("actor/entropy", rows, "entropy", "response_mask")["actor/entropy/mean"]
-    }
-
-
 def score_metrics(batch: Batch) -> dict[str, Number]:
     """critic/{score,rewards,advantages,returns} and reward_extra/*, over non-empty responses with a valid score."""
-    rows = [t for t in batch if t.policy_tokens > 0 and _valid(t)]
+    rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
-    rewards = [
-        float(t.score or 0.0) if t.token_rewards is None else float(np.sum(t.token_rewards, dtype=np.float64))
-        for t in rows
-    ]
+    given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
+    rewards = [float(np.sum(reward, dtype=np.float64)) for reward in given]
     out = spread("critic/score", scores) | spread("critic/rewards", rewards)
     out |= _over_tokens("critic/advantages", rows, "advantages", "loss_mask")
     if all(t.returns is t.advantages for t in rows):  # one column of a large step takes a tenth of a second
@@ -118,20 +115,13 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     """
     lost = [t for t in batch if t.finish_reason == LOST]
     asked = [t for t in batch if t.finish_reason != LOST]
-    failed = [t for t in asked if not _valid(t)]
+    failed = [t for t in asked if not valid(t)]
     out: dict[str, Number] = {"training/rollout_failure/evicted_samples": len(lost)} if lost else {}
-    out |= {
-        "reward/errors": len(failed),
-        "reward/timeouts": sum(timed_out(t) for t in failed),
-        "reward/error_ratio": len(failed) / len(asked) if asked else math.nan,
-    }
+    kinds = [t.extra.get("score_failure", {}).get("kind") for t in failed]
+    out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
+    out["reward/error_ratio"] = _ratio(len(failed), len(asked))
     latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
     return out | spread("reward/latency_s", latency, ("mean", "max"))
-
-
-def timed_out(trajectory: Trajectory) -> bool:
-    """True if scoring ended at a time limit; the runner notes the kind of failure in `extra`."""
-    return trajectory.extra.get("score_failure", {}).get("kind") == "timeout"
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
@@ -180,12 +170,10 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
     if not len(batch):
         return {}
     out: dict[str, Number] = {}
-    columns = {
-        name: np.array([float(t.timing.get(name, missing)) for t in batch])
-        for name, missing in _AGENT_TIMES.items()
-    }
-    for name, values in columns.items():
-        out |= spread(f"timing_s/agent_loop/{name}", values, ("min", "max", "mean"))
+    columns = {}
+    for name, missing in _AGENT_TIMES.items():
+        columns[name] = np.array([float(t.timing.get(name, missing)) for t in batch])
+        out |= spread(f"timing_s/agent_loop/{name}", columns[name], ("min", "max", "mean"))
     whole = columns["generate_sequences"] + columns["tool_calls"] + columns["compute_score"]
     slowest = int(whole.argmax())
     prefix = "timing_s/agent_loop/slowest"
@@ -201,10 +189,8 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
 
     timings, total = facts.timings, total_tokens(batch)
     step = float(timings.get("step", math.nan))
-    busy = facts.busy_s
-    if busy is None:
-        sampling = min(_generating(facts), float(timings.get("gen", 0.0)))
-        busy = sampling + sum(timings.get(name, 0.0) for name in _BUSY_PHASES)
+    busy = min(_generating(facts), float(timings.get("gen", 0.0)))
+    busy += sum(timings.get(name, 0.0) for name in _BUSY_PHASES)
     out: dict[str, Number] = {
         "perf/total_num_tokens": total,
         "perf/time_per_step": step,
@@ -213,8 +199,6 @@ def perf_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         "perf/device_busy_ratio": min(1.0, _ratio(busy, step)) if step > 0 else math.nan,
         "perf/weight_sync_gb_per_s": _ratio(facts.sync_bytes / 1e9, timings.get("update_weights", math.nan)),
     }
-    if facts.prompt_sharing_saved is not None:
-        out["perf/prompt_sharing_saved_ratio"] = float(facts.prompt_sharing_saved)
     return out | {name: float(value) for name, value in facts.memory.items()}
 
 
@@ -222,7 +206,7 @@ def agreement_metrics(batch: Batch) -> dict[str, Number]:
     """Sampler against trainer, where the sampler's log-probs were kept; {} without them."""
     if not any(t.rollout_log_probs is not None and t.length > 0 for t in batch):
         return {}
-    from verl.algorithms.correction import sampler_metrics
+    from verl.algorithms.agreement import sampler_metrics
 
     found = {name: plain(value) for name, value in sampler_metrics(batch).items()}
     return {name: value for name, value in found.items() if value is not None}
@@ -245,6 +229,36 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, Number]:
     }
 
 
+def mfu(cost: ModelCost, lengths: Iterable[int], seconds: float, *, passes: float) -> float:
+    """Share of the devices' peak: `passes` forward passes' worth of work over the sequences in so many seconds."""
+    return cost.forward(lengths) * passes / (seconds * cost.peak) if seconds > 0 else math.nan
+
+
+def step_mfu(
+    cost: ModelCost | None,
+    batch: Iterable[Trajectory],
+    timings: Mapping[str, float],
+    *,
+    epochs: int = 1,
+    computed: float = 1.0,
+) -> dict[str, float]:
+    """perf/mfu/actor of `timings["update_actor"]`, and perf/mfu/actor_infer of `old_log_prob` if that pass ran.
+
+    `computed`: the share of the sequences' tokens that went through the model. {} without a known peak.
+    """
+    if cost is None:
+        return {}
+    sizes = [(len(t.prompt.ids) + t.length, t.loss_mask is not None and t.loss_mask.any()) for t in batch]
+    trained, out = [size for size, learns in sizes if learns], {}
+    if "update_actor" in timings:
+        passes = (1 + BACKWARD) * epochs * computed
+        out["perf/mfu/actor"] = mfu(cost, trained, timings["update_actor"], passes=passes)
+    if "old_log_prob" in timings:
+        every = [size for size, _ in sizes]
+        out["perf/mfu/actor_infer"] = mfu(cost, every, timings["old_log_prob"], passes=computed)
+    return out
+
+
 def numeric_parts(rows: Iterable[Trajectory]) -> dict[str, list[float]]:
     """Numeric keys the reward function returned besides the score: key → finite values of the responses."""
     found: dict[str, list[float]] = {}
@@ -261,7 +275,8 @@ def total_tokens(batch: Batch) -> int:
     return int(batch.lengths.sum() + batch.prompt_lengths.sum())
 
 
-def _valid(t: Trajectory) -> bool:
+def valid(t: Trajectory) -> bool:
+    """True if the response has a finite score."""
     return t.score is not None and math.isfinite(t.score)
 
 

@@ -1,17 +1,40 @@
-"""Where the time of a step goes, and what the loop is doing right now (the watchdog reads it from its thread)."""
+"""Where the time of a step goes, what the loop is doing right now, and who waits for what when nothing moves.
+
+`Phases` collects `timing_s/*`; `Timeline` writes when the sampler had requests and what the trainer did, step by step, on one
+clock; `Watchdog` reports a run that stands still; `profiled`, `spanned` frame what a profile shows, if there is one.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verl import interrupt
+from verl.tracking.jsonl import JsonLines
+
+if TYPE_CHECKING:
+    from verl.tracking.profiler import Profiler, StepProfiler
+
+F = TypeVar("F", bound=Callable[..., Any])
+Span = tuple[float, float]
+PhaseSpan = tuple[str, float, float]
+WAITING = ("gen", "reward")
+"""Phases in which the trainer has nothing to compute."""
+_WHOLE = "step"
+_MAX_FRAMES = 40
 
 
-def _nothing(name: str) -> AbstractContextManager[object]:
-    return nullcontext()
+# ------------------------------------------------------------------------------------------------------- phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +54,15 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._spans: list[tuple[str, float, float]] = []
-        self._stack: tuple[Phase, ...] = ()
+        self._spans: list[PhaseSpan] = []
+        self.stack: tuple[Phase, ...] = ()
+        """All phases in progress, outermost first."""
         self._progress = time.monotonic()
-        self.mark: Callable[[str], AbstractContextManager[object]] = _nothing
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Called with each phase's name, entered with it: a profiler's way to see phases."""
 
     def start_step(self) -> None:
         """Forget the timings of the step before."""
-        self._seconds = {}
         self._spans = []
         self.beat()
 
@@ -49,27 +71,24 @@ class Phases:
         """Time a phase; counts also when it ends by an exception. Where a run that was asked to stop stops."""
         interrupt.check()
         since = time.monotonic()
-        self._stack = (*self._stack, Phase(name, since, waits_for))
+        self.stack = (*self.stack, Phase(name, since, waits_for))
         self.beat()
-        started = time.perf_counter()
         try:
             with self.mark(name):
                 yield
         finally:
-            self.add(name, time.perf_counter() - started)
             self._spans.append((name, since, time.monotonic()))
-            self._stack = self._stack[:-1]
+            self.stack = self.stack[:-1]
             self.beat()
 
-    def add(self, name: str, seconds: float) -> None:
-        """Count seconds measured elsewhere."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
     def timings(self) -> dict[str, float]:
-        """Seconds by phase since `start_step`, a copy."""
-        return dict(self._seconds)
+        """Seconds by phase since `start_step`."""
+        out: dict[str, float] = {}
+        for name, begin, end in self._spans:
+            out[name] = out.get(name, 0.0) + end - begin
+        return out
 
-    def spans(self) -> list[tuple[str, float, float]]:
+    def spans(self) -> list[PhaseSpan]:
         """(phase, from, to) of those that ended since `start_step`, on time.monotonic()."""
         return list(self._spans)
 
@@ -80,24 +99,214 @@ class Phases:
         """
         self._progress = time.monotonic()
 
-    def waiting_for(self, text: str) -> None:
-        """Say more exactly what the innermost phase waits for. Not progress by itself."""
-        if self._stack:
-            inner = self._stack[-1]
-            self._stack = (*self._stack[:-1], Phase(inner.name, inner.since, text))
-
     @property
     def current(self) -> Phase | None:
         """The innermost phase in progress."""
-        stack = self._stack
+        stack = self.stack
         return stack[-1] if stack else None
-
-    @property
-    def stack(self) -> tuple[Phase, ...]:
-        """All phases in progress, outermost first."""
-        return self._stack
 
     @property
     def idle(self) -> float:
         """Seconds since anything moved."""
         return time.monotonic() - self._progress
+
+
+# ---------------------------------------------------------------------------------------------- stretches of a profile
+
+
+@contextmanager
+def profiled(profiler: Profiler | None, step: int, phases: Phases, tracking: Any) -> Iterator[None]:
+    """Frame a step of the loop; phases become ranges of the profile. Its files are an event, and a notice.
+
+    A step that raises leaves the profile open: `close` writes what there is of it.
+    """
+    if profiler is None:
+        yield
+        return
+    phases.mark = profiler.span
+    with phases("start_profile"):
+        profiler.start(step)
+    yield
+    with phases("stop_profile"):
+        files = profiler.stop(step)
+    if files:
+        tracking.event("profile", step=step, files=files)
+        tracking.notice(f"profile of step {step}: {', '.join(files)}")
+
+
+class Profiled:
+    """What a worker process offers for its profile; `profiler` is set when the worker knows its device."""
+
+    profiler: StepProfiler | None = None
+
+    def profile(self, action: str, *step: int) -> list[str]:
+        """`start`, `stop` or `close` of this worker's profiler; returns the files that were written."""
+        return (getattr(self.profiler, action)(*step) or []) if self.profiler is not None else []
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Mark a stretch of a step in this worker's profile, if there is one now."""
+        return self.profiler.span(name) if self.profiler is not None else nullcontext()
+
+
+def spanned(name: str) -> Callable[[F], F]:
+    """Decorator of a method of a `Profiled`: its calls are a stretch of that name."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def call(self: Profiled, *args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return method(self, *args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------------- timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """A step on the clock: its sampler's spans with requests, and its phases."""
+
+    begin: float
+    end: float
+    sampler: Sequence[Span]
+    trainer: Sequence[PhaseSpan]
+
+    @property
+    def sampler_idle_ratio(self) -> float:
+        """Share of the step in which the sampler had no request."""
+        busy = sum(min(b, self.end) - max(a, self.begin) for a, b in self.sampler if b > self.begin)
+        return self._share(self.end - self.begin - busy)
+
+    @property
+    def trainer_idle_ratio(self) -> float:
+        """Share of the step in which the trainer waited for responses or scores."""
+        return self._share(sum(b - a for name, a, b in self.trainer if name in WAITING))
+
+    def metrics(self, samplers: int, trainers: int) -> dict[str, float]:
+        """perf/{sampler,trainer}_idle_ratio; with `samplers` devices of their own perf/device_busy_ratio over both."""
+        sampler, trainer = self.sampler_idle_ratio, self.trainer_idle_ratio
+        out = {"perf/sampler_idle_ratio": sampler, "perf/trainer_idle_ratio": trainer}
+        if samplers:
+            idle = samplers * sampler + trainers * trainer
+            out["perf/device_busy_ratio"] = 1 - idle / (samplers + trainers)
+        return out
+
+    def _share(self, seconds: float) -> float:
+        whole = self.end - self.begin
+        return min(1.0, max(0.0, seconds / whole)) if whole > 0 else float("nan")
+
+
+def step_times(phases: Sequence[PhaseSpan], sampler: Sequence[Span]) -> StepTimes:
+    """From the spans of `Phases.spans` (the whole "step" once among them) and of `RolloutManager.busy`."""
+    ((begin, end),) = [(a, b) for name, a, b in phases if name == _WHOLE]
+    return StepTimes(begin, end, list(sampler), [span for span in phases if span[0] != _WHOLE])
+
+
+class Timeline:
+    """Appends to timeline.jsonl; a write that fails is told once through `notice`, and the lines are kept and tried again.
+
+    One object per step: {"step", "begin", "end", "sampler": [[from, to], …], "trainer": [[phase, from, to], …]}, in unix
+    seconds. `gen` and `reward` among the phases are times in which the trainer waited.
+    """
+
+    def __init__(self, path: Path, notice: Callable[[str], None]):
+        self._offset = time.time() - time.monotonic()
+        self._lines = JsonLines(path, lambda error: notice(f"{path}: {error.strerror}; the run goes on"))
+
+    def write(self, step: int, times: StepTimes) -> None:
+        """One line."""
+
+        def at(*clock: float) -> list[float]:
+            return [round(seconds + self._offset, 4) for seconds in clock]
+
+        begin, end = at(times.begin, times.end)
+        sampler = [at(*span) for span in times.sampler]
+        trainer = [[name, *at(a, b)] for name, a, b in times.trainer]
+        self._lines.append({"step": step, "begin": begin, "end": end, "sampler": sampler, "trainer": trainer})
+
+
+# ------------------------------------------------------------------------------------------------------- watchdog
+
+
+class Watchdog:
+    """Reports after `timeout` seconds without progress, then after 2, 4, 8 … times that, until something moves: the phase,
+    for how long, and where every thread stands.
+
+    `on_event("watchdog", …)` gets the report; stderr shows it. `extra()` may add lines, e.g. what workers say of
+    themselves. A timeout ≤ 0 or None switches it off. Use it as a context manager.
+
+    A thread looks at `Phases.idle`. When the interpreter itself is stuck (native code that holds its lock), that
+    thread cannot run either: then faulthandler, which needs no interpreter, writes the stacks.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        timeout: float | None,
+        on_event: Callable[..., None],
+        *,
+        extra: Callable[[], str] = str,
+    ):
+        self._phases = phases
+        self._timeout = float(timeout or 0)
+        self._on_event = on_event
+        self._extra = extra
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
+        self.reports = 0
+
+    def __enter__(self) -> Watchdog:
+        if self._timeout > 0:
+            self._phases.beat()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timeout > 0:
+            self._stop.set()
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        pause, due = min(1.0, self._timeout / 4), self._timeout
+        while not self._stop.wait(pause):
+            idle = self._phases.idle
+            if idle < self._timeout:
+                due = self._timeout
+            elif idle >= due:
+                self._report(idle)
+                due = idle * 2
+            with suppress(AttributeError, ValueError, OSError):  # a stderr without a file descriptor
+                faulthandler.dump_traceback_later(self._timeout + 2 * pause, file=sys.stderr)
+
+    def _report(self, idle: float) -> None:
+        self.reports += 1
+        stack, stacks, now = self._phases.stack, all_stacks(), time.monotonic()
+        try:
+            extra = self._extra()
+        except Exception as error:  # costs its own lines, not the report and all later ones
+            extra = f"the workers cannot be asked: {type(error).__name__}: {error}"
+        name, waits_for = (stack[-1].name, stack[-1].waits_for) if stack else (None, None)
+        idle_s = round(idle, 1)
+        self._on_event("watchdog", phase=name, waits_for=waits_for, idle_s=idle_s, extra=extra, stacks=stacks)
+        waits = [f", waiting for {phase.waits_for}" if phase.waits_for else "" for phase in stack]
+        phases = [f"{p.name} since {now - p.since:.0f} s{w}" for p, w in zip(stack, waits, strict=True)]
+        where = "in " + " > ".join(phases) if phases else "between phases"
+        text = f"verl: watchdog: no progress for {idle:.0f} s: {where}"
+        print("\n".join(filter(None, [text, extra, stacks])), file=sys.stderr, flush=True)
+
+
+def all_stacks() -> str:
+    """Where every thread of this process stands, by name; the caller's own thread is left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts: list[str] = []
+    frames: dict[int, Any] = sys._current_frames()
+    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != threading.main_thread().ident):
+        if ident == threading.get_ident():
+            continue
+        lines = traceback.format_list(traceback.extract_stack(frame)[-_MAX_FRAMES:])
+        parts.append(f"thread {names.get(ident, '?')} ({ident}) of process {os.getpid()}:\n{''.join(lines)}")
+    return "\n".join(parts)

@@ -90,8 +90,7 @@ class Tracking:
         `record`: the metrics of that step as kept in the checkpoint. They are logged now if the earlier life was
         killed after the checkpoint was sealed and before the step was logged.
         """
-        numbers = None if record is None else in_order(with_aliases(plain_metrics(record)[0]))
-        self._begin(step, numbers)
+        self._begin(step, None if record is None else in_order(with_aliases(plain_metrics(record)[0])))
 
     def _begin(self, resume_step: int | None = None, record: Mapping[str, Number] | None = None) -> None:
         """Open metrics.jsonl and the trackers; once."""
@@ -102,14 +101,9 @@ class Tracking:
         if moved:
             after = "" if resume_step is None else f" after step {resume_step}"
             self.notice(f"{moved} records{after} of an earlier run of this folder are kept in superseded/")
-        session = Session(
-            project=str(self._setting("project_name", "verl")),
-            experiment=str(self._setting("experiment_name", "run")),
-            run_dir=self.run_dir,
-            config=self._config,
-            proxy=self._setting("wandb_proxy"),
-            resume_step=resume_step,
-        )
+        project, experiment = self._setting("project_name", "verl"), self._setting("experiment_name", "run")
+        proxy = self._setting("wandb_proxy")
+        session = Session(str(project), str(experiment), self.run_dir, self._config, proxy, resume_step)
         for name in dict.fromkeys(ALIASES.get(name, name) for name in self._names if name != "console"):
             try:
                 self._trackers[name] = open_tracker(name, session, self.notice)
@@ -130,8 +124,8 @@ class Tracking:
         self._begin()
         numbers, bad = plain_metrics(metrics)
         for name in set(bad) - self._bad_names:
-            self._bad_names.add(name)
             self.notice(f"metric {name} is no number ({type(metrics[name]).__name__}) and is left out")
+        self._bad_names.update(bad)
         full = in_order(with_aliases(numbers))
         self._folder.metrics(step, full)
         self._step = step
@@ -173,7 +167,7 @@ class Tracking:
         if self._texts.tokenizer is not self.tokenizer:
             self._texts = responses.TokenTexts(self.tokenizer)
         every = list(batch)
-        rows = responses.report_rows(step, responses.sampled(every), self._texts, self.tokenizer)
+        rows = responses.report_rows(step, responses.sampled(every), self._texts)
         self._dumper.submit(self.run_dir / TRAJECTORIES / f"{step}.jsonl", rows)
         self._dump_all("rollout_data_dir", step, every)
 
@@ -190,8 +184,7 @@ class Tracking:
             console.say(f"Initial validation metrics: {_shown(numbers)}")
         self._validations.append((step, numbers))
         self._dump_all("validation_data_dir", step, every)
-        count = int(self._setting("log_val_generations") or 0)
-        if count > 0 and self._trackers:
+        if self._trackers and (count := int(self._setting("log_val_generations") or 0)) > 0:
             rows = _table_rows(step, every, count, self.tokenizer)
             self._tell_trackers(lambda tracker: tracker.table(step, rows))
 

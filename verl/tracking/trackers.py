@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlparse
@@ -64,8 +65,7 @@ class FileTracker(Tracker):
         path, root = os.environ.get("VERL_FILE_LOGGER_PATH"), os.environ.get("VERL_FILE_LOGGER_ROOT")
         if not path and not root:
             raise Unavailable("set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT to say where it writes")
-        place = Path(path) if path else Path(str(root), session.project, f"{session.experiment}.jsonl")
-        place = place.expanduser()
+        place = Path(path or f"{root}/{session.project}/{session.experiment}.jsonl").expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(place, lambda error: say(f"{place} cannot be written ({error})"))
 
@@ -125,23 +125,21 @@ class WandbTracker(Tracker):
         self._wandb = wandb
         mode = os.environ.get("WANDB_MODE", "online").lower()
         if mode in ("online", "shared", "run", "") and not logged_in(wandb):
-            raise Unavailable(
-                "not logged in; run `wandb login` or set WANDB_API_KEY, or set WANDB_MODE=offline to log to "
-                "disk and `wandb sync` later"
-            )
-        arguments: dict[str, Any] = {
-            "project": session.project,
-            "name": session.experiment,
-            "config": session.config,
-            "dir": str(session.run_dir),
-            "id": _run_id(session),
-            "resume": "allow" if session.resume_step is not None else None,
-            "entity": os.environ.get("WANDB_ENTITY"),
-            "settings": wandb.Settings(
-                init_timeout=START_SECONDS, login_timeout=5, console="off", https_proxy=session.proxy
-            ),
-        }
-        self._run: Any = _within(START_SECONDS + 10, "starting", lambda: wandb.init(**arguments))
+            offline = "set WANDB_MODE=offline to log to disk and `wandb sync` later"
+            raise Unavailable(f"not logged in; run `wandb login` or set WANDB_API_KEY, or {offline}")
+        patience = {"init_timeout": START_SECONDS, "login_timeout": 5}
+        start = partial(
+            wandb.init,
+            project=session.project,
+            name=session.experiment,
+            config=session.config,
+            dir=str(session.run_dir),
+            id=_run_id(session),
+            resume="allow" if session.resume_step is not None else None,
+            entity=os.environ.get("WANDB_ENTITY"),
+            settings=wandb.Settings(**patience, console="off", https_proxy=session.proxy),
+        )
+        self._run: Any = _within(START_SECONDS + 10, "starting", start)
         self._rows: list[list[Any]] = []
         if mode == "offline":
             say(f"wandb: offline; `wandb sync {Path(self._run.dir).parent}` uploads the run later")
@@ -161,22 +159,16 @@ class WandbTracker(Tracker):
         _within(CLOSE_SECONDS, "uploading the rest", self._run.finish)
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "file": FileTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
+TRACKERS = {"file": FileTracker, "tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 
 
 def open_tracker(name: str, session: Session, say: Callable[[str], None]) -> Tracker:
     """The tracker of a name. Unavailable if there is none, or it cannot be used here."""
     if name in TRACKERS:
         return TRACKERS[name](session, say)
-    if name in LATER:
-        raise Unavailable("not in this release; metrics.jsonl in the run folder has everything")
-    raise Unavailable(
-        f"there is no such tracker; known: {', '.join(('console', *TRACKERS, *ALIASES, *LATER))}"
-    )
+    known = ", ".join(("console", *TRACKERS, *ALIASES, *LATER))
+    later = "not in this release; metrics.jsonl in the run folder has everything"
+    raise Unavailable(later if name in LATER else f"there is no such tracker; known: {known}")
 
 
 def _install(package: str, error: ImportError) -> str:
@@ -185,10 +177,9 @@ def _install(package: str, error: ImportError) -> str:
 
 def logged_in(wandb: Any) -> bool:
     """True if an API key is at hand: environment, settings, or the netrc file of the server's host."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
     settings = wandb.Settings()
-    if getattr(settings, "api_key", None):
+    named = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if named or getattr(settings, "api_key", None):
         return True
     host = urlparse(str(os.environ.get("WANDB_BASE_URL") or settings.base_url)).hostname
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
@@ -215,10 +206,9 @@ def _within(seconds: float, what: str, call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-        except BaseException as error:
-            done.set_exception(Unavailable(f"{what}: {type(error).__name__}: {error}"))
+        except BaseException as error:  # a library that calls sys.exit does not end the run
+            known = isinstance(error, Exception)
+            done.set_exception(error if known else Unavailable(f"{what}: {type(error).__name__}: {error}"))
 
     threading.Thread(target=work, daemon=True, name="wandb").start()
     try:

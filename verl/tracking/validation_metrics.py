@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
+from verl.tracking.step_metrics import valid
 from verl.trajectory import Trajectory
 
 DRAWS = 1000
@@ -28,7 +29,8 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
     """All validation metrics of the responses; {} without responses.
 
     `n`: responses per prompt (`val_kwargs.n`), which names the metrics (mean@n); by default the largest group's
-    size. `val/accuracy` and `val/multimodal_score` are among them.
+    size. `val/accuracy` (the mean of `acc`, or of `reward` for a source whose function gives no `acc`) and
+    `val/multimodal_score` are among them.
     """
     every = list(responses)
     if not every:
@@ -38,18 +40,15 @@ def validation_metrics(responses: Iterable[Trajectory], n: int | None = None) ->
         sources.setdefault(t.prompt.data_source, {}).setdefault(t.uid, []).append(t)
     n = n or max(len(group) for groups in sources.values() for group in groups.values())
     out: dict[str, Number] = {}
-    accuracy: list[float] = []
-    pictures: list[float] = []
+    accuracy: list[tuple[float, bool]] = []
     for source, by_uid in sources.items():
         groups = list(by_uid.values())
         out |= _source_metrics(source, groups, n)
-        for group, value in zip(groups, _accuracies(groups), strict=True):
-            accuracy.append(value)
-            if group[0].prompt.media:
-                pictures.append(value)
+        variable = ACC if _has_acc(groups) else REWARD
+        accuracy += [(_mean(_values(group, variable)), bool(group[0].prompt.media)) for group in groups]
     out |= spread("val-aux/num_turns", [t.num_turns for t in every], ("min", "max", "mean"))
-    out["val/accuracy"] = _mean(accuracy)
-    if pictures:
+    out["val/accuracy"] = _mean([value for value, _ in accuracy])
+    if pictures := [value for value, media in accuracy if media]:
         out["val/multimodal_score"] = _mean(pictures)
     return out
 
@@ -71,11 +70,8 @@ def _source_metrics(source: str, groups: Sequence[Group], n: int) -> dict[str, N
 
 def _variables(groups: Sequence[Group]) -> list[str]:
     """`reward`, `acc` if there is one, then the other numeric keys in the order they first come."""
-    keys: dict[str, None] = {}
-    for group in groups:
-        for t in group:
-            if valid(t):
-                keys |= {str(k): None for k, v in t.score_parts.items() if plain(v) is not None}
+    parts = [t.score_parts for group in groups for t in group if valid(t)]
+    keys = dict.fromkeys(str(k) for part in parts for k, v in part.items() if plain(v) is not None)
     first = [REWARD, ACC] if _has_acc(groups) else [REWARD]
     return [*first, *(key for key in keys if key not in (REWARD, ACC, "score"))]
 
@@ -84,11 +80,6 @@ def _has_acc(groups: Sequence[Group]) -> bool:
     """True if responses have `acc`: the function returned it, or a plain number, or every response failed."""
     scored = [t for group in groups for t in group if valid(t)]
     return not scored or any(_value(t, ACC) is not None for t in scored)
-
-
-def valid(t: Trajectory) -> bool:
-    """True if the response has a finite score."""
-    return t.score is not None and math.isfinite(t.score)
 
 
 def _value(t: Trajectory, variable: str) -> float | None:
@@ -101,9 +92,8 @@ def _value(t: Trajectory, variable: str) -> float | None:
 
 def _values(group: Group, variable: str, zero_failed: bool = True) -> list[float]:
     """Values of a prompt's responses in order; failed ones are 0 for `acc` and left out of the rest."""
-    found = [
-        _value(t, variable) if valid(t) else (0.0 if variable == ACC and zero_failed else None) for t in group
-    ]
+    failed = 0.0 if variable == ACC and zero_failed else None
+    found = [_value(t, variable) if valid(t) else failed for t in group]
     return [value for value in found if value is not None]
 
 
@@ -127,9 +117,8 @@ def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
         out[f"std@{n}"] = float(values.std())
         for k in subset_sizes(n):
             drawn = values[draws(len(values), k)]
-            out |= _mean_and_std(f"best@{k}", drawn.max(axis=1)) | _mean_and_std(
-                f"worst@{k}", drawn.min(axis=1)
-            )
+            out |= _mean_and_std(f"best@{k}", drawn.max(axis=1))
+            out |= _mean_and_std(f"worst@{k}", drawn.min(axis=1))
     return out
 
 
@@ -168,12 +157,6 @@ def draws(size: int, k: int) -> np.ndarray:
     drawn = np.random.RandomState(SEED).choice(size, size=(DRAWS, k), replace=True)
     drawn.setflags(write=False)
     return drawn
-
-
-def _accuracies(groups: Sequence[Group]) -> list[float]:
-    """Per prompt the mean of `acc`, or of `reward` for a source whose function gives no `acc`."""
-    variable = ACC if _has_acc(groups) else REWARD
-    return [_mean(_values(group, variable)) for group in groups]
 
 
 def _mean(values: Sequence[float]) -> float:

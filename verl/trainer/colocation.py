@@ -1,31 +1,36 @@
-"""Who holds the memory of devices that trainer and sampler share: the one place that says when the sampler sleeps and wakes.
+"""Who holds the memory of the devices, and when: the one place that decides it.
 
-    sampling ──to_training──▶ passes, update, weight sync ──to_sampling──▶ sampling
-
-What a role itself moves to host memory while it is idle (`fsdp_config.param_offload`, `optimizer_offload`) brackets its own calls,
-inside its worker (`TrainingEngine.on_device`).
+sampling ──to_training──▶ passes, update, weight sync ──to_sampling──▶ sampling
+the sampler holds its        each role in `computing` its weights,        the sampler
+weights and cache            for an update its optimizer's state too      wakes
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.config import Config
     from verl.engine.rollout.base import RolloutEngine
+    from verl.workers.roles import Role
 
 
 class Colocation:
-    """The sampler lends its memory where it has nothing to do while the trainer works on the same devices.
+    """The sampler lends its memory where it has nothing to do while the trainer works on the same devices. It has something to
+    do with trainer.max_staleness > 0, and devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps its
+    memory.
 
-    It has something to do with trainer.max_staleness > 0, and it has devices of its own with rollout.nnodes > 0;
-    rollout.free_cache_engine=False keeps its memory.
+    A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates.
     """
 
-    def __init__(self, config: Config, sampler: RolloutEngine):
-        rollout, lag = config.actor_rollout_ref.rollout, config.trainer.max_staleness
-        self.sampler_lends = rollout.free_cache_engine and not rollout.nnodes and not lag
+    def __init__(self, config: Any, sampler: RolloutEngine):
+        arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
+        self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._sampler = sampler
+        groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
+        fsdp = {name: group.fsdp_config for name, group in groups.items()}
+        self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
 
     def to_training(self) -> None:
         """Sampling is over: the trainer is about to compute."""
@@ -36,3 +41,15 @@ class Colocation:
         """The new weights are pushed: the sampler is about to sample."""
         if self.sampler_lends:
             self._sampler.wake()
+
+    @contextmanager
+    def computing(self, role: Role, *, optimizer: bool = False) -> Iterator[None]:
+        """In this block a role computes; with `optimizer` it is updated."""
+        if role.name not in self._leave:
+            yield
+            return
+        role.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            role.offload()

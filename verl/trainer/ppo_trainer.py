@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
-from verl.algorithms.needs import passes
-from verl.rollout.schedule import PromptSchedule, evict_stale
+from verl.algorithms.needs import passes, with_old_log_probs
+from verl.rollout.dynamic_sampling import open_schedule
+from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation
 from verl.trainer.step_record import StepRecord
 
@@ -43,9 +44,7 @@ class PPOTrainer:
         self.step = 0
         self.last_batch: Batch | None = None
         self.policy = parts.workers.policy
-        self.schedule = PromptSchedule(
-            parts.stream, max_staleness=config.trainer.max_staleness, last_step=total_steps
-        )
+        self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.passes = passes(config, self.policy.updates_per_step)
         self.colocation = Colocation(config, parts.workers.sampler)
         self.record = StepRecord(config, parts, self.schedule)
@@ -96,12 +95,10 @@ class PPOTrainer:
     def _sample(self, step: int) -> Batch:
         """The step's groups, oldest draws first; those of the steps that may follow are begun with them."""
         parts = self.parts
-        prompts = self.schedule.due(step)
-        size = self.schedule.size(step)
-        responses = size * self.config.actor_rollout_ref.rollout.n
+        responses = self.config.data.train_batch_size * parts.rollouts.settings.per_prompt
         progress = parts.tracking.progress("responses", total=responses, beat=parts.phases.beat)
         with parts.phases("gen", waits_for=f"{responses} responses of the sampler"):
-            batch = parts.loop.run(parts.rollouts.take(prompts, progress, count=size))
+            batch = parts.loop.run(self.schedule.take(parts.rollouts, step, progress))
         self.record.sampled = parts.workers.sampler.stats()
         return batch
 
@@ -110,26 +107,29 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            metrics = evict_stale(batch, step - 1, self.config.trainer.max_staleness)
+            metrics = self.schedule.metrics | evict_stale(batch, step - 1, self.config.trainer.max_staleness)
             parts.rewards.check_errors(batch)
             return metrics
 
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
-        for one in self.passes:
-            with phases(one.name):
+        warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
+        for one in self.passes if warm else with_old_log_probs(self.passes):
+            with phases(one.name), self.colocation.computing(roles[one.role]):
                 roles[one.role].forward(batch, one.name, one.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
             n = self.config.actor_rollout_ref.rollout.n
             metrics: dict[str, Any] = compute_advantages(batch, self.config.algorithm, n, beta)
-        with phases("update_actor"):
-            update = self.policy.update(batch, step=step)
+        updates = {}
+        for role in parts.workers.trained(policy=warm):
+            with phases(role.phase), self.colocation.computing(role, optimizer=True):
+                updates[role.name] = role.update(batch, step=step)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         parts.stream.update(batch)
-        return metrics | self.record.of_update(step, batch, update)
+        return metrics | self.record.of_updates(step, batch, updates)
 
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""

@@ -268,7 +268,8 @@ class Checkpoints:
                 Segment(s.context_ids, s.response_ids, s.response_mask, media=s.media) for s in row.segments
             ]
             probe = Trajectory(row.prompt, row.index, segments=bare)
-            policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
+            with trainer.colocation.computing(policy):
+                policy.forward(Batch([probe]), "save_checkpoint", {"log_probs": "old_log_probs"})
             return probe.old_log_probs
 
         rate = "actor_rollout_ref.actor.optim.lr"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
-    from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
+    from verl.tracking.run_folder import LiveReport
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.resume import Checkpoints
@@ -141,8 +141,7 @@ def _train(config: Config, tracking: Any) -> None:
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
     from verl.tracking.profiler import announce
-    from verl.tracking.timer import Phases
-    from verl.tracking.watchdog import Watchdog
+    from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
     phases, who = Phases(), [str]
@@ -191,13 +190,14 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.data.rows import text_of
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer, text_of
+    from verl.data.tokenizer import load_tokenizer
     from verl.platform.host import tune_allocator
-    from verl.report.live import LiveReport
     from verl.reward.runner import RewardRunner
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
+    from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.workers.start import check_cluster, start_workers
 
@@ -226,7 +226,7 @@ def build_parts(
         tokenizer=tokenizer,
         config=config,
         event=tracking.event,
-        processes=LoopProcesses(loops.num_workers, config) if loops.num_workers else None,
+        processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
     )
     parts = Parts(
         stream=stream,
@@ -296,6 +296,7 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
 
 def rollout_settings(config: Config) -> Any:
     """How training responses are sampled."""
+    from verl.algorithms.needs import GREEDY_BASELINE, needed_columns
     from verl.engine.rollout.base import SamplingParams
     from verl.rollout.manager import RolloutSettings
 
@@ -313,7 +314,11 @@ def rollout_settings(config: Config) -> Any:
     )
     seed = rollout.seed if rollout.seed is not None else config.trainer.seed
     return RolloutSettings(
-        sampling=sampling, n=rollout.n, seed=seed, default_loop=rollout.agent.default_agent_loop
+        sampling=sampling,
+        n=rollout.n,
+        seed=seed,
+        default_loop=rollout.agent.default_agent_loop,
+        greedy_baseline=GREEDY_BASELINE in needed_columns(config),
     )
 
 

@@ -21,10 +21,10 @@ from verl import interrupt
 from verl.checkpoint import open_checkpoint, rng
 from verl.config.command_line import resolve
 from verl.errors import UserError
-from verl.tracking.mfu import BACKWARD, mfu
 from verl.tracking.names import plain_metrics
-from verl.tracking.profiler import announce, open_profiler, profiled
-from verl.tracking.step_metrics import Counters
+from verl.tracking.profiler import announce, open_profiler
+from verl.tracking.step_metrics import BACKWARD, Counters, mfu
+from verl.tracking.timer import profiled
 from verl.trainer.resume import Storage, has_nonfinite_log_probs, refuse_other_data
 from verl.trainer.sft_ranks import CountedRefusals, Ranks, follow, quietly
 from verl.trainer.sft_setup import CrossEntropy, as_trajectory, build_engine, open_data
@@ -78,9 +78,8 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.report.live import LiveReport
-        from verl.tracking.timer import Phases
-        from verl.tracking.watchdog import Watchdog
+        from verl.tracking.run_folder import LiveReport
+        from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.step_record import RefusedSteps
 
         trainer, tracking = self.config.trainer, self.tracking

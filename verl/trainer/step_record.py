@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.algorithms.agreement import first_step_disagreement
-from verl.algorithms.correction import weights_of_the_update
-from verl.algorithms.importance import parse_correction
-from verl.tracking.mfu import step_mfu
-from verl.tracking.profiler import profiled
-from verl.tracking.step_metrics import Counters, StepFacts, step_metrics
-from verl.tracking.timeline import Timeline, step_times
+from verl.algorithms.agreement import first_step_bound, first_step_disagreement
+from verl.algorithms.correction import parse_correction, weights_of_the_update
+from verl.algorithms.value_loss import explained_variance
+from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
+from verl.tracking.timer import Timeline, profiled, step_times
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
 
@@ -76,16 +74,17 @@ class RefusedSteps:
         self._counters = counters
         self._last = ""
 
-    def note(self, step: int, update: UpdateResult) -> None:
-        """Record a step's outcome; `check` then says whether the run may go on."""
-        if not update.refused:
-            if update.updates:
+    def note(self, step: int, *updates: UpdateResult) -> None:
+        """Record a step's outcome, of every role; `check` then says whether the run may go on."""
+        refused = [refusal for update in updates for refusal in update.refused]
+        if not refused:
+            if any(update.updates for update in updates):
                 self._counters.refused_in_a_row = 0
             return
-        self._counters.refused_steps += len(update.refused)
+        self._counters.refused_steps += len(refused)
         self._counters.refused_in_a_row += 1
-        self._last = update.refused[-1].reason
-        self._keep(step, update.refused)
+        self._last = refused[-1].reason
+        self._keep(step, refused)
 
     def _keep(self, step: int, refused: Sequence[Refusal]) -> None:
         """Dump the batches, and say where."""
@@ -118,7 +117,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._config, self._parts, self._schedule = config, parts, schedule
-        self._first = True
+        self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
@@ -148,17 +147,32 @@ class StepRecord:
         ):
             yield
 
-    def of_update(self, step: int, batch: Batch, update: UpdateResult) -> dict[str, Any]:
-        """Metrics of the step's updates; what was refused is dumped and counted."""
+    def of_updates(self, step: int, batch: Batch, updates: Mapping[str, UpdateResult]) -> dict[str, Any]:
+        """Metrics of the updates of a step, by role; what was refused is dumped and counted."""
+        metrics: dict[str, Any] = {}
+        for update in updates.values():
+            self.counters.skipped_updates += update.skipped
+            metrics |= update.metrics
+        self._refused.note(step, *updates.values())
+        if "critic" in updates:
+            rows = [t for t in batch if t.loss_mask is not None and t.loss_mask.any()]
+            returns, values = (
+                np.concatenate([np.zeros(0), *(getattr(t, name)[t.loss_mask] for t in rows)])
+                for name in ("returns", "values")
+            )
+            metrics["critic/vf_explained_var"] = explained_variance(returns, values)
+        if "actor" in updates:
+            metrics |= self._of_policy(batch, updates["actor"])
+        return metrics
+
+    def _of_policy(self, batch: Batch, update: UpdateResult) -> dict[str, Any]:
         metrics: dict[str, Any] = weights_of_the_update(batch.trajectories, self._correction)
-        self.counters.skipped_updates += update.skipped
-        self._refused.note(step, update)
         if update.tokens:
             shared, epochs = update.computed / update.tokens, self._config.actor_rollout_ref.actor.ppo_epochs
             metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)
             timings, cost = self._parts.phases.timings(), self._parts.workers.policy.cost()
             metrics |= step_mfu(cost, batch, timings, epochs=epochs, computed=min(1.0, shared))
-        return metrics | update.metrics
+        return metrics
 
     def facts(self, step: int, batch: Batch) -> dict[str, Any]:
         """What follows from the batch and the clock, as metrics."""
@@ -191,8 +205,8 @@ class StepRecord:
     def check_limits(self, step: int, metrics: dict[str, Any]) -> None:
         """TooManyRefused and DisagreementError at their limits. After the step is logged, so that its record is there."""
         self._refused.check()
-        first, self._first = self._first, False
-        if first and (said := first_step_disagreement(metrics, self._config)):
+        bound, self._bound = self._bound, None  # only the first step is held to it
+        if said := first_step_disagreement(metrics, bound):
             raise DisagreementError(f"step {step}: {said}")
         limit = self._config.trainer.logprob_diff_limit
         worst = metrics.get("training/rollout_logprob_abs_diff/max")

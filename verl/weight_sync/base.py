@@ -1,8 +1,7 @@
-"""What a weight transfer does: after a push both sides hold the same weights under one version."""
+"""What is said of a weight transfer: how it is verified, what it moved, why it failed."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 FULL, SAMPLED, UNVERIFIED = "full", "sampled", ""
@@ -21,21 +20,5 @@ class SyncResult:
 class WeightSyncError(RuntimeError):
     """The two sides hold different weights after a push, or a transfer failed; names the weights, or the side."""
 
-
-class WeightSync(ABC):
-    """Moves weights from a training engine to a sampling engine."""
-
-    _proven = False
-
-    def push(self, version: int, *, verify: bool = False) -> SyncResult:
-        """Make the sampler hold the trainer's current weights. Raises WeightSyncError when it does not.
-
-        verify: compare everything afterwards. The first push compares a sample of every weight without being asked.
-        """
-        result = self._push(version, FULL if verify else UNVERIFIED if self._proven else SAMPLED)
-        self._proven = True
-        return result
-
-    @abstractmethod
-    def _push(self, version: int, verify: str) -> SyncResult:
-        """`push`, verified as `FULL`, `SAMPLED` or `UNVERIFIED` says."""
+    def __init__(self, text: str):
+        super().__init__(f"weight sync: {text.removeprefix('weight sync: ')}")

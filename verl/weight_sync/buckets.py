@@ -15,7 +15,9 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Queue
 
 import torch
 
@@ -28,25 +30,14 @@ ALIGN = 64
 HEADER_BYTES = 1 << 18
 """Most bytes of a bucket's header; a bucket of very many small tensors is closed when its header is full."""
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Names and tensors, maybe gathered as they are asked for."""
+
 _HUGE = 4 << 20  # bytes from which on huge pages are worth asking for
 
-_DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_OTHERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in (*_FLOATS, *_OTHERS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +116,10 @@ class _Filling:
         cut = count < left
         if cut and (count == 0 or (self._entries and left * dtype.itemsize <= self.room.numel())):
             return -1
-        kind = str(dtype).removeprefix("torch.")
-        entry = json.dumps([name, kind, list(shape), start, count, offset])
+        entry = json.dumps([name, _name(dtype), list(shape), start, count, offset])
         if self._header + len(entry) + 1 > HEADER_BYTES:
             if not self._entries:
-                raise WeightSyncError(
-                    f"weight sync: the name of a weight is too long ({len(name)} characters)"
-                )
+                raise WeightSyncError(f"a weight's name is too long ({len(name)} characters)")
             return -1
         self._entries.append(entry)
         self._header += len(entry) + 1
@@ -146,35 +134,59 @@ class _Filling:
         self._sink.publish(f"[{','.join(self._entries)}]".encode("ascii"), self.used)
 
 
-@torch.no_grad()
-def pack(weights: Iterable[tuple[str, torch.Tensor]], sink: Sink, *, dtype: torch.dtype | None = None) -> int:
+def pack(weights: Weights, sink: Sink, *, dtype: torch.dtype | None = None) -> int:
     """Copy weights into the sink's buckets; returns the bytes of all tensors as they travelled.
 
-    dtype: what floating point weights are converted to on the way; None leaves them.
+    dtype: what floating point weights are converted to on the way; None leaves them. `weights` is used up even when the
+    sink fails: gathering them may be a collective in which other ranks wait.
     """
+    stream = iter(weights)
+    try:
+        return _pack(stream, sink, dtype)
+    finally:
+        for _ in stream:
+            continue
+
+
+def pack_while_gathering(weights: Weights, sink: Sink, *, dtype: torch.dtype | None = None) -> int:
+    """`pack` in a thread of its own, while the caller's thread gathers the next tensor. One gathered tensor waits."""
+    gathered: Queue[tuple[str, torch.Tensor] | None] = Queue(maxsize=1)
+    with ThreadPoolExecutor(1, "weight-sync-copy") as thread:
+        packing = thread.submit(pack, iter(gathered.get, None), sink, dtype=dtype)
+        try:
+            for item in weights:
+                gathered.put(item)
+        finally:
+            gathered.put(None)
+    return packing.result()
+
+
+@torch.no_grad()
+def _pack(weights: Weights, sink: Sink, dtype: torch.dtype | None) -> int:
     filling: _Filling | None = None
     moved = 0
     for name, tensor in weights:
         kind = converted(tensor, dtype)
-        if str(kind).removeprefix("torch.") not in _DTYPES:
-            raise WeightSyncError(f"weight sync: {name} has data type {kind}, which does not travel")
+        if _name(kind) not in _DTYPES:
+            raise WeightSyncError(f"{name} has data type {kind}, which does not travel")
         flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
         moved += flat.numel() * kind.itemsize
-        start = 0
-        while True:
-            if filling is None:
-                filling = _Filling(sink)
+        start, done = 0, False
+        while not done:
+            filling = filling or _Filling(sink)
             count = filling.add(name, flat, start, shape, kind)
             start += max(count, 0)
             done = count >= 0 and start == flat.numel()
             if not done or sink.early(filling.used):
                 filling.publish()
                 filling = None
-            if done:
-                break
     if filling is not None:
         filling.publish()
     return moved
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def parse(header: bytes, size: int) -> list[Part]:
@@ -185,14 +197,14 @@ def parse(header: bytes, size: int) -> list[Part]:
             Part(n, _DTYPES[d], tuple(map(int, s)), int(a), int(c), int(o)) for n, d, s, a, c, o in entries
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise WeightSyncError(f"weight sync: a bucket's header cannot be read ({error})") from error
+        raise WeightSyncError(f"a bucket's header cannot be read ({error})") from error
     for part in parts:
         total = math.prod(part.shape)
-        fits = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
-        if not isinstance(part.name, str) or min(part.shape, default=0) < 0 or not fits:
-            raise WeightSyncError(f"weight sync: a bucket's header names bytes outside it ({part})")
-        if not (0 <= part.start <= part.start + part.count <= total and (part.count or not total)):
-            raise WeightSyncError(f"weight sync: a bucket's header names elements that do not exist ({part})")
+        inside = 0 <= part.offset <= part.offset + part.size <= size and part.offset % ALIGN == 0
+        exist = 0 <= part.start <= part.start + part.count <= total and (part.count or not total)
+        if not (inside and exist and min(part.shape, default=0) >= 0):
+            text = "names bytes outside it, or elements that do not exist"
+            raise WeightSyncError(f"a bucket's header {text} ({part})")
     return parts
 
 
@@ -226,7 +238,7 @@ def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str,
                 joined = _whole(part.shape, part.dtype, data.device)
             if (part.name, part.start) != (name, filled) or part.dtype != joined.dtype:
                 raise WeightSyncError(
-                    f"weight sync: after {filled} elements of {name} came element {part.start} of {part.name}"
+                    f"after {filled} elements of {name} came element {part.start} of {part.name}"
                 )
             joined.view(-1)[filled : filled + part.count].copy_(values)
             filled += part.count
@@ -234,6 +246,4 @@ def unpack(buckets: Iterable[tuple[bytes, torch.Tensor]]) -> Iterator[tuple[str,
                 yield name, joined
                 joined = None
     if joined is not None:
-        raise WeightSyncError(
-            f"weight sync: the stream ended after {filled} of {joined.numel()} elements of {name}"
-        )
+        raise WeightSyncError(f"the stream ended after {filled} of {joined.numel()} elements of {name}")

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -25,11 +25,9 @@ import torch.distributed as dist
 
 from verl.platform import platform_of
 from verl.platform.network import address_towards, listen
-from verl.platform.processes import Identity
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.copier import Copier
-from verl.weight_sync.shared_memory import TIMEOUT, SharedMemorySink
+from verl.weight_sync.shared_memory import TIMEOUT, Channel, SharedMemorySink
 
 if TYPE_CHECKING:
     from verl.platform import Platform
@@ -42,68 +40,52 @@ _TEXT = 1024
 class Rendezvous:
     """Where the ranks of one broadcast meet: rank 0's address and a free port on it, and how many they are.
 
-    timeout: `nccl_timeout`, seconds for each collective of the group; None leaves it to those who join.
+    timeout: seconds for the rendezvous and for each collective of the group.
     """
 
     address: str
     port: int
     size: int
-    timeout: float | None = None
+    timeout: float = TIMEOUT
 
-    def join(self, rank: int, backend: str, platform: Platform, timeout: float) -> WeightGroup:
-        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory.
-
-        `timeout` holds if the rendezvous has none.
-        """
-        on_host = backend == "naive" or platform.on_host
-        return WeightGroup(
-            rank,
-            self.size,
-            self.address,
-            self.port,
-            backend="gloo" if on_host else backend,
-            device=None if on_host else platform.device(),
-            timeout=timeout if self.timeout is None else self.timeout,
-        )
+    def join(self, rank: int, backend: str, platform: Platform) -> WeightGroup:
+        """The group as that rank. backend: `checkpoint_engine.backend`; `naive` goes through host memory."""
+        if backend == "naive" or platform.on_host:
+            return WeightGroup(rank, self)
+        return WeightGroup(rank, self, backend, platform.device())
 
 
 class WeightGroup:
     """The ranks between which weights travel: rank 0 sends, the others are relays. No part of the training's groups.
 
-    rank, size: of this process and of all. master_addr, master_port: where they meet; rank 0 listens there only.
-    backend: gloo (host memory), nccl or hccl (device memory; `device` is this rank's). nccl and hccl are written from
-    the libraries' documentation and have never run.
-    timeout: seconds for the rendezvous and for every broadcast. Raises WeightSyncError when the ranks do not meet.
+    rendezvous: where they meet; rank 0 listens there only. backend: gloo (host memory), nccl or hccl (device memory;
+    `device` is this rank's). nccl and hccl are written from the libraries' documentation and have never run.
+    Raises WeightSyncError when the ranks do not meet in time.
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
-        master_addr: str,
-        master_port: int,
-        *,
+        rendezvous: Rendezvous,
         backend: str = "gloo",
-        device: torch.device | None = None,
-        timeout: float = TIMEOUT,
+        device: torch.device = torch.device("cpu"),
     ):
-        self.rank, self.size = rank, size
+        self.rank, self.size = rank, rendezvous.size
         self.device = device or torch.device("cpu")
         self.on_host = platform_of(self.device).on_host
-        limit = timedelta(seconds=timeout)
-        with _named(f"rank {rank} of {size} cannot meet the others at {master_addr}:{master_port}"):
+        self._told = 0
+        limit, where = timedelta(seconds=rendezvous.timeout), (rendezvous.address, rendezvous.port)
+        with _named(f"rank {rank} of {self.size} cannot meet the others at {where[0]}:{where[1]}"):
             self._store = dist.TCPStore(
-                master_addr,
-                master_port,
-                size,
+                *where,
+                self.size,
                 is_master=rank == 0,
                 timeout=limit,
                 wait_for_workers=False,
-                master_listen_fd=listen(master_addr, master_port) if rank == 0 else None,
+                master_listen_fd=listen(*where) if rank == 0 else None,
             )
             store = dist.PrefixStore("weights", self._store)
-            own = address_towards(master_addr, master_port)
-            self._group = _process_group(backend, store, rank, size, limit, own)
+            self._group = _process_group(backend, store, rank, self.size, limit, address_towards(*where))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's contiguous tensor to all ranks, in place. WeightSyncError if a rank is gone or too late."""
@@ -114,26 +96,27 @@ class WeightGroup:
         with _named(f"broadcast to {self.size - 1} relays, seen by rank {self.rank}"):
             self._group.broadcast([tensor], options).wait()
 
-    def announce(self, kind: int, text: bytes = b"", used: int = 0) -> None:
+    def tell(self, kind: int, text: str = "", used: int = 0) -> None:
         """Rank 0 says what comes: a kind, a text, and how many bytes of a bucket follow."""
-        self.broadcast(torch.tensor([kind, len(text), used], dtype=torch.int64, device=self.device))
-        self.broadcast(_text(text, len(text), self.device))
+        self._store.set(f"told/{self._told}", json.dumps([kind, text, used]))
+        self._told += 1
 
-    def hear(self) -> tuple[int, bytes, int]:
-        """What rank 0 announces."""
-        numbers = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self.broadcast(numbers)
-        kind, length, used = map(int, numbers.tolist())
-        text = torch.empty(length, dtype=torch.uint8, device=self.device)
-        self.broadcast(text)
-        return kind, bytes(text.cpu().numpy()), used
+    def hear(self) -> tuple[int, str, int]:
+        """What rank 0 tells next."""
+        with _named(f"the sender is gone, seen by rank {self.rank}"):
+            kind, text, used = json.loads(self._store.get(f"told/{self._told}"))
+        self._told += 1
+        return kind, text, used
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, by rank."""
-        out = [torch.empty_like(tensor) for _ in range(self.size)]
+    def gather(self, text: str) -> list[str]:
+        """The text of every rank, cut to so many bytes, by rank."""
+        own = torch.zeros(_TEXT, dtype=torch.uint8)
+        content = text.encode()[:_TEXT]
+        own[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        out = [torch.empty_like(own, device=self.device) for _ in range(self.size)]
         with _named(f"the end of a transfer, seen by rank {self.rank}"):
-            self._group.allgather([out], [tensor]).wait()
-        return out
+            self._group.allgather([out], [own.to(self.device)]).wait()
+        return [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in out]
 
     def close(self) -> None:
         """Leave."""
@@ -157,7 +140,7 @@ def _process_group(
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
         raise WeightSyncError(
-            f"weight sync: torch here has no collectives named {backend!r}: install the device's torch package, or set "
+            f"torch here has no collectives named {backend!r}: install the device's torch package, or set "
             "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
         )
     common = dist.distributed_c10d._DistributedBackendOptions()
@@ -173,205 +156,155 @@ def _named(what: str) -> Iterator[None]:
     except (RuntimeError, OSError) as error:
         if isinstance(error, WeightSyncError):
             raise
-        raise WeightSyncError(f"weight sync: {what}: {error}") from error
+        raise WeightSyncError(f"{what}: {error}") from error
 
 
 def broadcast(
     group: WeightGroup,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: buckets.Weights,
     version: int,
     *,
     bucket_bytes: int,
     dtype: torch.dtype | None = None,
-    channel: str = "",
-    readers: int = 0,
-    expected: Sequence[Identity] = (),
-    timeout: float = TIMEOUT,
+    channel: Channel | None = None,
 ) -> SyncResult:
-    """Rank 0's side: weights to the relays, and to the `readers` of this host on `channel`, if any.
+    """Rank 0's side: weights to the relays, and to the readers of this host on `channel`, if any.
 
     The other ranks call `relay` meanwhile. As with `BucketSender.send`, `weights` is used up whatever happens, and
     WeightSyncError names the host that failed. Returns when all samplers of all hosts have everything.
     """
     started = time.monotonic()
     size = buckets.bucket_size(bucket_bytes)
-    sink = _Broadcast(group)
+    group.tell(_BEGIN, json.dumps([version, size]))
     try:
-        group.announce(_BEGIN, json.dumps([version, size]).encode())
-        with _local(channel, readers, expected, size, version, timeout) as local:
-            sink.host = _Host(group, size, local)
-            moved = Copier(sink, dtype, size, threaded=group.on_host).run(weights)
-            sink.end(_DONE)
+        with nullcontext() if channel is None else SharedMemorySink(channel, size, version) as local:
+            sink = _Broadcast(group, _place(group, size, local))
+            pack = buckets.pack_while_gathering if group.on_host else buckets.pack
+            moved = pack(weights, sink, dtype=dtype)
+            group.tell(_DONE)
             if local is not None:
                 local.finish()
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(WeightSyncError):  # what came first is raised
-            sink.end(_FAILED, reason)
+            group.tell(_FAILED, reason)
             _agree(group, reason)
         raise
     _agree(group, "")
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
 
-def relay(
-    group: WeightGroup,
-    channel: str,
-    readers: int,
-    *,
-    expected: Sequence[Identity] = (),
-    timeout: float = TIMEOUT,
-) -> SyncResult:
-    """A relay's side of one `broadcast`: what comes goes to the `readers` of this host on `channel`, the processes
-    `expected`.
+def relay(group: WeightGroup, channel: Channel) -> SyncResult:
+    """A relay's side of one `broadcast`: what comes goes to the readers of this host on `channel`.
 
     A reader that fails does not keep the other hosts from getting their buckets; after the last one every rank raises
     WeightSyncError with its name. `bytes` counts the gaps between tensors too.
     """
     started = time.monotonic()
     version, size = json.loads(group.hear()[1])
+    incoming = _Incoming(group)
     error, moved = "", 0
     try:
-        with (
-            _Incoming(group, size) as incoming,
-            _local(channel, readers, expected, size, version, timeout) as local,
-        ):
-            host = _Host(group, size, local)
-            for header, used in incoming.announced():
-                room = host.room()
-                host.reserve(used)
+        with SharedMemorySink(channel, size, version) as local:
+            here = _place(group, size, local)
+            for header, used in incoming:
+                room = here.room()
+                here.reserve(used)
                 incoming.receive(room)
-                host.publish(header, used)
+                here.publish(header, used)
                 moved += used
-            if local is not None:
-                local.finish()
+            local.finish()
     except Exception as caught:  # told to every rank, and raised here by _agree
         error = str(caught) if isinstance(caught, WeightSyncError) else f"{type(caught).__name__}: {caught}"
+        incoming.drain(size)
     _agree(group, error)
     return SyncResult(bytes=moved, seconds=time.monotonic() - started)
 
 
-def _local(
-    channel: str, readers: int, expected: Sequence[Identity], size: int, version: int, timeout: float
-) -> AbstractContextManager[SharedMemorySink | None]:
-    if not readers:
-        return nullcontext()
-    return SharedMemorySink(channel, readers, size, version, timeout=timeout, expected=expected)
+def _place(group: WeightGroup, size: int, local: SharedMemorySink | None) -> buckets.Sink:
+    """Where buckets lie on this host: in the memory that its readers read, or in a buffer that is copied there."""
+    if local is not None and group.on_host:
+        return local
+    return _Buffer(torch.empty(size, dtype=torch.uint8, device=group.device), local)
 
 
-class _Host(buckets.Sink):
-    """Buckets on one host: in the memory that its readers read, or in a buffer of the device that is copied there."""
+class _Buffer(buckets.Sink):
+    """One bucket outside of shared memory: on a device, or on a host without readers."""
 
-    def __init__(self, group: WeightGroup, size: int, local: SharedMemorySink | None):
-        self._local, self._direct = local, local is not None and group.on_host
-        self._buffer = None if self._direct else torch.empty(size, dtype=torch.uint8, device=group.device)
+    def __init__(self, buffer: torch.Tensor, local: SharedMemorySink | None):
+        self._buffer, self._local = buffer, local
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
-        if self._buffer is not None:
-            return self._buffer
-        assert self._local is not None
-        return self._local.room()
-
-    def reserve(self, upto: int) -> None:
-        """See Sink.reserve."""
-        if self._direct and self._local is not None:
-            self._local.reserve(upto)
+        return self._buffer
 
     def publish(self, header: bytes, used: int) -> None:
         """See Sink.publish."""
-        if self._local is None:
-            return
-        if self._buffer is not None:
+        if self._local is not None:
             room = self._local.room()
             self._local.reserve(used)
             room[:used].copy_(self._buffer[:used])
-        self._local.publish(header, used)
+            self._local.publish(header, used)
 
 
 class _Broadcast(buckets.Sink):
-    """Rank 0's side: buckets of this host to the relays, then to its readers."""
+    """Rank 0's side: buckets to the relays, then to the readers of this host."""
 
-    host: _Host
-
-    def __init__(self, group: WeightGroup):
-        self._group = group
-        self._open = True
+    def __init__(self, group: WeightGroup, here: buckets.Sink):
+        self._group, self._here = group, here
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
-        self._room = self.host.room()
+        self._room = self._here.room()
         return self._room
 
     def reserve(self, upto: int) -> None:
         """See Sink.reserve."""
-        self.host.reserve(upto)
+        self._here.reserve(upto)
 
     def publish(self, header: bytes, used: int) -> None:
-        """See Sink.publish. Readers of this host get the bucket when the relays have it."""
-        # An error in the middle leaves the relays with half a bucket: nothing more can be said.
-        self._open = False
-        self._group.announce(_BUCKET, header, used)
+        """See Sink.publish."""
+        self._group.tell(_BUCKET, header.decode("ascii"), used)
         self._group.broadcast(self._room[:used])
-        self._open = True
-        self.host.publish(header, used)
-
-    def end(self, kind: int, reason: str = "") -> None:
-        """No more buckets: all are sent, or something failed because of `reason`."""
-        if self._open:
-            self._open = False
-            self._group.announce(kind, reason.encode()[:_TEXT])
+        self._here.publish(header, used)
 
 
 class _Incoming:
-    """Rank 0's buckets, as a relay receives them. As a context: to the end, even when the host's readers fail on the way."""
+    """Rank 0's buckets, as a relay receives them: (header, bytes) of each; `receive` it before the next."""
 
-    def __init__(self, group: WeightGroup, size: int):
-        self._group, self._size = group, size
-        self._pending, self._ended = 0, False
+    def __init__(self, group: WeightGroup):
+        self._group, self._pending, self._ended = group, 0, False
 
-    def __enter__(self) -> _Incoming:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not self._ended:
-            scratch = torch.empty(self._size, dtype=torch.uint8, device=self._group.device)
-            self.receive(scratch)
-            for _ in self.announced():
-                self.receive(scratch)
-
-    def announced(self) -> Iterator[tuple[bytes, int]]:
-        """(header, bytes) of each bucket that comes next; `receive` it before the next."""
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
         while not self._ended:
             kind, text, self._pending = self._group.hear()
             self._ended = kind != _BUCKET
             if kind == _FAILED:
-                reason = text.decode(errors="replace")
-                raise WeightSyncError(f"weight sync: the sender of the broadcast failed: {reason}")
+                raise WeightSyncError(f"the sender of the broadcast failed: {text}")
             if kind == _BUCKET:
-                yield text, self._pending
+                yield text.encode("ascii"), self._pending
 
     def receive(self, room: torch.Tensor) -> None:
         """The bytes that were announced and have not been received."""
         used, self._pending = self._pending, 0
         self._group.broadcast(room[:used])
 
-
-def _text(text: bytes, size: int, device: torch.device) -> torch.Tensor:
-    padded = torch.zeros(size, dtype=torch.uint8)
-    if text:
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return padded.to(device)
+    def drain(self, size: int) -> None:
+        """To the end, after the readers of this host have failed: the other hosts are to get their buckets."""
+        if not self._ended:
+            scratch = torch.empty(size, dtype=torch.uint8, device=self._group.device)
+            self.receive(scratch)
+            for _ in self:
+                self.receive(scratch)
 
 
 def _agree(group: WeightGroup, error: str) -> None:
     """End of a transfer: every rank says how it went. Raises WeightSyncError with the first failure."""
     try:
-        reports = group.gather(_text(error.encode()[:_TEXT], _TEXT, group.device))
+        reports = group.gather(error)
     except WeightSyncError as broken:
         raise WeightSyncError(error or str(broken)) from broken
-    for rank, report in enumerate(reports):
-        text = bytes(report.cpu().numpy()).rstrip(b"\0").decode(errors="replace")
+    for rank, text in enumerate(reports):
         if text:
             where = "the sender" if rank == 0 else f"the relay of rank {rank}"
-            raise WeightSyncError(text if rank == group.rank else f"weight sync: {where} failed: {text}")
+            raise WeightSyncError(text if rank == group.rank else f"{where} failed: {text}")

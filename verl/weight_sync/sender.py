@@ -1,20 +1,43 @@
-"""From a trainer to a sampler of the same process: nothing moves, or one stream of full tensors."""
+"""What a push of weights is, and the two of one process: nothing moves, or one stream of full tensors.
+
+After a push both sides hold the same weights under one version.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from verl.weight_sync.base import SyncResult, WeightSync
-from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.base import FULL, SAMPLED, UNVERIFIED, SyncResult
 
 if TYPE_CHECKING:
     import torch
 
     from verl.engine.training.base import TrainingEngine
+    from verl.weight_sync.receiver import WeightReceiver
 
 Weights = Iterable[tuple[str, "torch.Tensor"]]
+
+
+class WeightSync(ABC):
+    """Moves weights from a training engine to a sampling engine."""
+
+    _proven = False
+
+    def push(self, version: int, *, verify: bool = False) -> SyncResult:
+        """Make the sampler hold the trainer's current weights. Raises WeightSyncError when it does not.
+
+        verify: compare everything afterwards. The first push compares a sample of every weight without being asked.
+        """
+        result = self._push(version, FULL if verify else UNVERIFIED if self._proven else SAMPLED)
+        self._proven = True
+        return result
+
+    @abstractmethod
+    def _push(self, version: int, verify: str) -> SyncResult:
+        """`push`, verified as `FULL`, `SAMPLED` or `UNVERIFIED` says."""
 
 
 class SharesWeights(Protocol):
@@ -31,19 +54,15 @@ class InProcessSync(WeightSync):
     """The sampler reads the trainer's own tensors, nothing is copied. A push tells it that the values changed (it refreshes
     what it derived from them) and names the version."""
 
-    def __init__(
-        self, trainer: TrainingEngine, sampler: SharesWeights, clock: Callable[[], float] = time.monotonic
-    ):
-        self._trainer = trainer
-        self._sampler = sampler
-        self._clock = clock
+    def __init__(self, trainer: TrainingEngine, sampler: SharesWeights):
+        self._trainer, self._sampler = trainer, sampler
 
     def _push(self, version: int, verify: str) -> SyncResult:
-        started = self._clock()
+        started = time.monotonic()
         self._sampler.weights_updated(version)
         if verify:
             self._sampler.check_shared(self._trainer.module, verify)
-        return SyncResult(bytes=0, seconds=self._clock() - started, verified=bool(verify))
+        return SyncResult(bytes=0, seconds=time.monotonic() - started, verified=bool(verify))
 
 
 class StreamedSync(WeightSync):

@@ -47,9 +47,8 @@ class Control(ctypes.Structure):
     the two buckets; reason: why the sender failed."""
 
     _fields_ = [
-        *_integers(
-            "magic", "pid", "start", "readers", "bucket", "version", "status", "produced", "on_device"
-        ),
+        *_integers("magic", "pid", "start", "readers", "bucket", "version"),
+        *_integers("status", "produced", "on_device"),
         ("header", ctypes.c_int64 * 2),
         ("used", ctypes.c_int64 * 2),
         ("reason", ctypes.c_char * 1024),
@@ -87,19 +86,26 @@ def _prefix() -> str:
 
 def sweep() -> list[str]:
     """Remove segments of this user whose sender is dead (both sides were killed); returns the channels."""
-    prefix = _prefix()
     gone = []
-    for path in folder().glob(f"{prefix}*"):
-        try:
-            segment = SharedMemoryBlock.open(path)
-        except WeightSyncError:
-            continue  # another process is just making it, or it is not ours: the side that needs that channel will say
-        if segment is not None:
-            if not segment.sender_alive():
-                segment.remove()
-                gone.append(path.name.removeprefix(prefix))
-            segment.close()
+    for path in folder().glob(f"{_prefix()}*"):
+        # One that is just being made, or is not ours: the side that needs it will say.
+        with contextlib.suppress(WeightSyncError):
+            if not live_sender(path):
+                gone.append(path.name.removeprefix(_prefix()))
     return gone
+
+
+def live_sender(path: Path) -> int:
+    """The process that sends through the segment at `path`; 0 where there is none, and the segment of a dead one is
+    removed. WeightSyncError as `SharedMemoryBlock.open`."""
+    segment = SharedMemoryBlock.open(path)
+    if segment is None:
+        return 0
+    pid = int(segment.control.pid) if segment.sender_alive() else 0
+    if not pid:
+        segment.remove()
+    segment.close()
+    return pid
 
 
 def _fence() -> None:
@@ -129,14 +135,8 @@ class SharedMemoryBlock:
     ) -> SharedMemoryBlock:
         """A new segment under the channel's name. WeightSyncError if a live process holds it, or for lack of room."""
         path = path_of(channel)
-        old = cls.open(path)
-        if old is not None:
-            pid, lives = old.control.pid, old.sender_alive()
-            if not lives:
-                old.remove()
-            old.close()
-            if lives:
-                raise WeightSyncError(f"weight sync: process {pid} is sending on channel {channel!r} already")
+        if pid := live_sender(path):
+            raise WeightSyncError(f"process {pid} is sending on channel {channel!r} already")
         bucket = bucket_size(bucket_bytes)
         page = -(-(_READERS + ctypes.sizeof(Reader) * readers) // _PAGE) * _PAGE
         hidden = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -152,9 +152,7 @@ class SharedMemoryBlock:
             control.status, control.on_device, control.magic = RUNNING, on_device, _MAGIC
             os.link(hidden, path)
         except FileExistsError:
-            raise WeightSyncError(
-                f"weight sync: {path} exists and is not ours to replace; remove it"
-            ) from None
+            raise WeightSyncError(f"{path} is not ours to replace; remove it") from None
         finally:
             os.unlink(hidden)
         return segment
@@ -167,19 +165,19 @@ class SharedMemoryBlock:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise WeightSyncError(f"weight sync: {path} cannot be opened ({error.strerror})") from error
+            raise WeightSyncError(f"{path} cannot be opened ({error.strerror})") from error
         info = os.fstat(fd)
         private = stat.S_ISREG(info.st_mode) and not info.st_mode & 0o077 and info.st_uid == os.geteuid()
         if not private or info.st_size < _PAGE:
             os.close(fd)
             raise WeightSyncError(
-                f"weight sync: {path} is not a segment that only this user can read; find out who made it, remove it"
+                f"{path} is not a segment that only this user can read; find out who made it, remove it"
             )
         segment = cls(path, fd, info.st_size)
         if segment.control.magic != _MAGIC:
             segment.close()
             raise WeightSyncError(
-                f"weight sync: {path} was written by another version of verl; install the same on both sides, or remove it"
+                f"{path} was written by another version of verl; install the same on both sides, or remove it"
             )
         return segment
 
@@ -188,11 +186,6 @@ class SharedMemoryBlock:
     def sender_alive(self) -> bool:
         """The writing process runs."""
         return alive(self.control.pid, self.control.start)
-
-    def reader_alive(self, number: int) -> bool:
-        """The reader's process runs (or it has not come yet)."""
-        entry = self.readers[number]
-        return entry.status == 0 or alive(entry.pid, entry.start)
 
     def _at(self, number: int) -> int:
         """First byte of the header of bucket `number`."""
@@ -260,8 +253,6 @@ class SharedMemoryBlock:
         """Header and bytes of published bucket `number`, a view until `taken`."""
         _fence()
         at, header, used = self._at(number), self.control.header[number % 2], self.control.used[number % 2]
-        if not (0 <= header <= HEADER_BYTES and 0 <= used <= self.control.bucket):
-            raise WeightSyncError(f"weight sync: {self.path} holds a bucket of impossible size")
         return self._map[at : at + header], self.bytes[at + HEADER_BYTES : at + HEADER_BYTES + used]
 
     def taken(self, reader: int, count: int) -> None:
@@ -287,7 +278,7 @@ def _reserve(fd: int, start: int, size: int) -> None:
         info = os.fstatvfs(fd)
         free = info.f_bavail * info.f_frsize
         raise WeightSyncError(
-            f"weight sync: {folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
+            f"{folder()} has {free >> 20} MiB left, a bucket needs {size >> 20} MiB: lower "
             "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or give the container more shared "
             "memory (docker run --shm-size, an emptyDir of medium Memory)"
         ) from error
@@ -308,6 +299,6 @@ def wait(
             looked = now
             check()
         if now - started > timeout:
-            raise WeightSyncError(f"weight sync: nothing moved for {timeout:g} s; {who()}")
+            raise WeightSyncError(f"nothing moved for {timeout:g} s; {who()}")
         time.sleep(pause)
         pause = min(pause * 1.5, 1e-3)

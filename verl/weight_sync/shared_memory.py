@@ -3,34 +3,25 @@
     sender's caller ── gathers ──▶ queue ── sender's thread ──▶ bucket 0 │ bucket 1 ──▶ readers 0 … n-1
 
 While the caller gathers the next tensor (a collective, when the model is sharded), a thread copies the one before
-into a bucket, and the readers load the bucket before that. In memory are two buckets, at most one bucket's worth of
-gathered tensors, and, for a reader, one tensor that was larger than a bucket.
+into a bucket, and the readers load the bucket before that. In memory are two buckets, at most three gathered tensors,
+and, for a reader, one tensor that was larger than a bucket.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
 from verl.platform import platform_of
 from verl.platform.processes import Identity, alive, namespace
-from verl.weight_sync import buckets
+from verl.weight_sync import buckets, shared_block
 from verl.weight_sync.base import SyncResult, WeightSyncError
-from verl.weight_sync.copier import Copier
-from verl.weight_sync.shared_block import (
-    DONE,
-    FAILED,
-    RUNNING,
-    SharedMemoryBlock,
-    path_of,
-    sweep,
-    wait,
-)
+from verl.weight_sync.shared_block import DONE, FAILED, RUNNING, SharedMemoryBlock, path_of, wait
 
 TIMEOUT = 300.0
 """Seconds without any progress after which a side gives up."""
@@ -39,57 +30,61 @@ HOST_BUCKET = 16 << 20
 """Most bytes of a bucket in host memory, whatever was asked for: sender and reader meet in the processor's cache, where
 buckets of 64 MiB measured half as fast, and two of them fit into a container's smallest /dev/shm."""
 
+DEVICE_BUCKET = 256 << 20
+"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
+trainer's memory and the sampler's just when both are short of it."""
+
+_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
+
 
 def host_bucket(wanted: int) -> int:
     """Bytes that a bucket in host memory gets where `wanted` were asked for."""
     return buckets.bucket_size(min(wanted, HOST_BUCKET))
 
 
-DEVICE_BUCKET = 256 << 20
-"""Most bytes of a bucket on a device, whatever was asked for: two of them, and as much of gathered tensors, lie beside the
-trainer's memory and the sampler's just when both are short of it."""
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What one transfer goes through, on the side that writes.
+
+    name: letters, digits, `_ . -`. readers: how many processes read it. expected: those processes, by reader number: one
+    that dies before it comes is not waited for. timeout: seconds without progress after which the sender gives up.
+    """
+
+    name: str
+    readers: int
+    expected: Sequence[Identity] = ()
+    timeout: float = TIMEOUT
 
 
-def device_bucket(wanted: int) -> int:
-    """Bytes that a bucket on a device gets where `wanted` were asked for."""
-    return buckets.bucket_size(min(wanted, DEVICE_BUCKET))
-
-
-_EARLY = 4 << 20  # bytes from which on a bucket is published as it is when its readers have nothing to do
-
-
+@dataclass
 class BucketSender:
     """Sends weights to `readers` processes of this host that call `receive` with the same channel name.
 
-    channel: letters, digits, `_ . -`. bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device
-        DEVICE_BUCKET); two are in memory.
+    channel, readers, timeout, expected: see `Channel`.
+    bucket_bytes: most bytes of one bucket (at most HOST_BUCKET, on a device DEVICE_BUCKET); two are in memory.
     dtype: what floating point weights are converted to before they are written; None sends them as they are.
-    timeout: seconds without progress after which `send` gives up.
-    expected: the processes that are to come, by reader number: one that dies before it comes is not waited for.
     device: the CUDA device that sender and readers share: buckets then stay on it, and only their handles travel. None:
         through the host's memory.
     """
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        *,
-        dtype: torch.dtype | None = None,
-        timeout: float = TIMEOUT,
-        expected: Sequence[Identity] = (),
-        device: torch.device | None = None,
-    ):
-        if readers < 1:
-            raise ValueError(f"readers={readers}: a channel has at least one reader")
-        path_of(channel)
-        self._channel, self._readers, self._dtype, self._timeout = channel, readers, dtype, timeout
-        self._device, self._expected = device, expected
-        self._bucket_bytes = host_bucket(bucket_bytes) if device is None else device_bucket(bucket_bytes)
-        sweep()
+    channel: str
+    readers: int
+    bucket_bytes: int
+    _: KW_ONLY
+    dtype: torch.dtype | None = None
+    timeout: float = TIMEOUT
+    expected: Sequence[Identity] = ()
+    device: torch.device | None = None
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncResult:
+    def __post_init__(self) -> None:
+        if self.readers < 1:
+            raise ValueError(f"readers={self.readers}: a channel has at least one reader")
+        path_of(self.channel)
+        most = HOST_BUCKET if self.device is None else DEVICE_BUCKET
+        self.bucket_bytes = buckets.bucket_size(min(self.bucket_bytes, most))
+        shared_block.sweep()
+
+    def send(self, weights: buckets.Weights, version: int) -> SyncResult:
         """Make every reader have all weights; returns when they do. `bytes` counts each tensor once.
 
         A tensor may be looked at until the call returns, so what `weights` yields must not be written again by then.
@@ -97,34 +92,24 @@ class BucketSender:
         WeightSyncError says which reader failed, and how.
         """
         started = time.monotonic()
-        with self._sink(version) as sink:
-            moved = Copier(sink, self._dtype, self._bucket_bytes).run(weights)
+        channel = Channel(self.channel, self.readers, self.expected, self.timeout)
+        if self.device is None:
+            sink = SharedMemorySink(channel, self.bucket_bytes, version)
+        else:
+            sink = HandleSink(channel, self.bucket_bytes, version, self.device)
+        with sink:
+            moved = buckets.pack_while_gathering(weights, sink, dtype=self.dtype)
             sink.finish()
         return SyncResult(bytes=moved, seconds=time.monotonic() - started)
-
-    def _sink(self, version: int) -> SharedMemorySink:
-        where = (self._channel, self._readers, self._bucket_bytes, version)
-        if self._device is None:
-            return SharedMemorySink(*where, timeout=self._timeout, expected=self._expected)
-        return HandleSink(*where, device=self._device, timeout=self._timeout, expected=self._expected)
 
 
 class SharedMemorySink(buckets.Sink):
     """The writing side of one transfer. A context: leaving it by an exception tells the readers, and removes the file."""
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        version: int,
-        *,
-        timeout: float = TIMEOUT,
-        expected: Sequence[Identity] = (),
-        on_device: bool = False,
-    ):
-        self._channel, self._timeout, self._expected = channel, timeout, expected
-        self._segment = SharedMemoryBlock.create(channel, readers, bucket_bytes, version, on_device=on_device)
+    def __init__(self, channel: Channel, bucket_bytes: int, version: int, *, on_device: bool = False):
+        self._channel = channel
+        where = (channel.name, channel.readers, bucket_bytes, version)
+        self._segment = SharedMemoryBlock.create(*where, on_device=on_device)
         self._readers = list(self._segment.readers)
         self._number = 0
 
@@ -141,7 +126,7 @@ class SharedMemorySink(buckets.Sink):
     def room(self) -> torch.Tensor:
         """See Sink.room: bucket n is free when every reader has taken bucket n - 2."""
         wanted = self._number - 1
-        wait(lambda: self._least() >= wanted, self._check, self._timeout, lambda: self._waiting(wanted))
+        self._wait(lambda: self._least() >= wanted, wanted)
         return self._segment.room(self._number)
 
     def reserve(self, upto: int) -> None:
@@ -160,28 +145,27 @@ class SharedMemorySink(buckets.Sink):
     def finish(self) -> None:
         """No more buckets: wait until every reader has them all."""
         self._segment.finish()
+        self._wait(lambda: all(reader.status == DONE for reader in self._readers), self._number)
 
-        def all_done() -> bool:
-            return all(reader.status == DONE for reader in self._readers)
-
-        wait(all_done, self._check, self._timeout, lambda: self._waiting(self._number))
+    def _wait(self, until: Callable[[], bool], wanted: int) -> None:
+        wait(until, self._check, self._channel.timeout, lambda: self._waiting(wanted))
 
     def _least(self) -> int:
         return min(reader.taken for reader in self._readers)
 
     def _check(self) -> None:
         for number, reader in enumerate(self._readers):
-            where = f"reader {number} of channel {self._channel!r} (process {reader.pid})"
-            if not reader.status and number < len(self._expected):
-                self._look_for(number, self._expected[number])
+            where = f"reader {number} of channel {self._channel.name!r} (process {reader.pid})"
+            if not reader.status and number < len(self._channel.expected):
+                self._look_for(number, self._channel.expected[number])
             if reader.status == FAILED:
-                raise WeightSyncError(f"weight sync: {where} stopped reading after {reader.taken} buckets")
-            if not self._segment.reader_alive(number) and reader.status == RUNNING:
-                raise WeightSyncError(f"weight sync: {where} died after {reader.taken} buckets")
+                raise WeightSyncError(f"{where} stopped reading after {reader.taken} buckets")
+            if reader.status == RUNNING and not alive(reader.pid, reader.start):
+                raise WeightSyncError(f"{where} died after {reader.taken} buckets")
 
     def _look_for(self, number: int, expected: Identity) -> None:
         pid, start, where = expected
-        text = f"weight sync: process {pid}, reader {number} of channel {self._channel!r},"
+        text = f"process {pid}, reader {number} of channel {self._channel.name!r},"
         if where != namespace():
             raise WeightSyncError(f"{text} runs in another container than the sender: start both in one")
         # It may have come, and gone, since its fields were looked at.
@@ -189,14 +173,13 @@ class SharedMemorySink(buckets.Sink):
             raise WeightSyncError(f"{text} died before it came")
 
     def _waiting(self, wanted: int) -> str:
-        late = [
-            f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)"
-            if reader.status
-            else f"reader {number}, which has not come"
-            for number, reader in enumerate(self._readers)
-            if reader.status == 0 or (reader.status != DONE and reader.taken <= wanted)
-        ]
-        return f"the sender of channel {self._channel!r} waits for {', '.join(late)}"
+        late = []
+        for number, reader in enumerate(self._readers):
+            if not reader.status:
+                late.append(f"reader {number}, which has not come")
+            elif reader.status != DONE and reader.taken <= wanted:
+                late.append(f"reader {number} (process {reader.pid}, {reader.taken} buckets taken)")
+        return f"the sender of channel {self._channel.name!r} waits for {', '.join(late)}"
 
 
 _HANDLES_BYTES = 1 << 16
@@ -206,18 +189,9 @@ class HandleSink(SharedMemorySink):
     """A `SharedMemorySink` whose buckets stay on `device`, for readers of the same device: the segment carries the counters,
     the headers, and in place of a bucket's bytes the handles of the two device buffers, one for each reader."""
 
-    def __init__(
-        self,
-        channel: str,
-        readers: int,
-        bucket_bytes: int,
-        version: int,
-        *,
-        device: torch.device,
-        **options: Any,
-    ):
+    def __init__(self, channel: Channel, bucket_bytes: int, version: int, device: torch.device):
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        super().__init__(channel, readers, _HANDLES_BYTES, version, on_device=True, **options)
+        super().__init__(channel, _HANDLES_BYTES, version, on_device=True)
 
     def room(self) -> torch.Tensor:
         """See Sink.room."""
@@ -234,8 +208,6 @@ class HandleSink(SharedMemorySink):
         platform.synchronize()
         told = [platform.share_memory(buffer) for _ in self._readers] if self._number < 2 else []
         text = json.dumps({"used": used, "kind": platform.name, "handles": told}).encode("ascii")
-        if len(text) > _HANDLES_BYTES:
-            raise WeightSyncError(f"weight sync: {len(self._readers)} readers of one device are too many")
         super().reserve(len(text))
         super().room()[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         super().publish(header, len(text))
@@ -249,8 +221,6 @@ def opened(notes: Iterable[tuple[bytes, torch.Tensor]], reader: int) -> Iterator
         if number < 2:
             buffers.append(platform_of(note["kind"]).open_memory(note["handles"][reader]))
         buffer = buffers[number % 2]
-        if not 0 <= note["used"] <= buffer.numel():
-            raise WeightSyncError("weight sync: a bucket of impossible size on the device")
         yield header, buffer[: note["used"]]
         platform_of(buffer.device).synchronize()
 
@@ -268,14 +238,12 @@ def receive(
     segment = _attach(channel, reader, timeout)
     done = False
     try:
-        if version is not None and segment.control.version != version:
-            raise WeightSyncError(
-                f"weight sync: channel {channel!r} carries version {segment.control.version}, version {version} was expected"
-            )
+        carried = segment.control.version
+        if version is not None and carried != version:
+            text = f"channel {channel!r} carries version {carried}, version {version} was expected"
+            raise WeightSyncError(text)
         stream = _buckets(segment, channel, reader, timeout)
-        if segment.control.on_device:
-            stream = opened(stream, reader)
-        yield from buckets.unpack(stream)
+        yield from buckets.unpack(opened(stream, reader) if segment.control.on_device else stream)
         done = True
     finally:
         segment.leave(reader, done=done)
@@ -304,24 +272,20 @@ def called_off(places: Iterable[tuple[str, int]], version: int, why: str) -> Ite
 
 
 def _attach(channel: str, reader: int, timeout: float) -> SharedMemoryBlock:
-    found: list[SharedMemoryBlock] = []
+    """The segment of a living sender, as soon as there is one that this reader has not read."""
     path = path_of(channel)
+    found: list[SharedMemoryBlock] = []
 
     def come() -> bool:
-        segment = SharedMemoryBlock.open(path)
-        if segment is None:
+        if not shared_block.live_sender(path) or (segment := SharedMemoryBlock.open(path)) is None:
             return False
-        lives, count = segment.sender_alive(), len(segment.readers)
-        if lives and reader < count and segment.attach(reader):
+        count = len(segment.readers)
+        if reader < count and segment.attach(reader):
             found.append(segment)
             return True
-        if not lives:
-            segment.remove()
         segment.close()
-        if lives and reader >= count:
-            raise WeightSyncError(
-                f"weight sync: channel {channel!r} has {count} readers, there is no reader {reader}"
-            )
+        if reader >= count:
+            raise WeightSyncError(f"channel {channel!r} has {count} readers, there is no reader {reader}")
         return False
 
     who = f"reader {reader} of channel {channel!r} waits for a sender to begin"
@@ -337,7 +301,7 @@ def _buckets(
     def look() -> None:
         if control.status == RUNNING and not segment.sender_alive():
             raise WeightSyncError(
-                f"weight sync: the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
+                f"the sender of channel {channel!r} (process {control.pid}) died after {number} buckets"
             )
 
     def who() -> str:
@@ -350,7 +314,7 @@ def _buckets(
         wait(moved, look, timeout, who)
         if control.status == FAILED:
             reason = control.reason.decode(errors="replace")
-            raise WeightSyncError(f"weight sync: the sender of channel {channel!r} failed: {reason}")
+            raise WeightSyncError(f"the sender of channel {channel!r} failed: {reason}")
         if control.produced <= number:
             return
         yield segment.bucket(number)
@@ -362,11 +326,7 @@ _TRIAL = ("trial", torch.arange(256, dtype=torch.uint8))
 
 
 def offer(
-    channel: str,
-    readers: int,
-    device: torch.device | None,
-    timeout: float,
-    expected: Sequence[Identity] = (),
+    channel: str, readers: int, device: torch.device | None, timeout: float, expected: Sequence[Identity] = ()
 ) -> str:
     """The sender's side of a first, small transfer: what went wrong, "" for nothing. Handles of device memory depend on
     drivers, containers and which devices a process sees; a trial finds out before a model's weights are half loaded."""

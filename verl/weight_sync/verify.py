@@ -14,13 +14,13 @@ import torch
 
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 
+Weights = Iterable[tuple[str, torch.Tensor]]
+
 _SAMPLE = 1 << 14  # elements of a tensor
 _NAMED = 3  # tensors of an error message
 
 
-def checksums(
-    weights: Iterable[tuple[str, torch.Tensor]], verify: str = FULL, *, dtype: torch.dtype | None = None
-) -> dict[str, str]:
+def checksums(weights: Weights, verify: str = FULL, *, dtype: torch.dtype | None = None) -> dict[str, str]:
     """Name → BLAKE2b of the tensor's bytes, shape and dtype included. Tensors may live on any device.
 
     verify: `FULL` or `SAMPLED`. dtype: hash floating point weights as they are after conversion to it (what a sampler of
@@ -53,11 +53,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digesting(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    into: dict[str, str],
-    verify: str = FULL,
-    *,
-    dtype: torch.dtype | None = None,
+    weights: Weights, into: dict[str, str], verify: str = FULL, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass weights on and note the digest of each: the checksums of a stream that can be read only once."""
     try:
@@ -83,7 +79,7 @@ def compare(trainer: dict[str, str], sampler: dict[str, str]) -> None:
         ({n for n in trainer if trainer[n] != sampler.get(n)}, "trainer and sampler differ in {}"),
     ):
         if wrong:
-            raise WeightSyncError(f"weight sync: {what.format(named(wrong))}")
+            raise WeightSyncError(f"{what.format(named(wrong))}")
 
 
 def named(names: Iterable[str]) -> str:

@@ -13,62 +13,81 @@ from verl.config.rollout_engines import CAPABILITIES
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
+from verl.errors import UserError
 from verl.platform import Platform
+
+_CRITIC_KEYS = (
+    *("strategy", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "optim"),
+    *("grad_clip", "ulysses_sequence_parallel_size", "checkpoint"),
+)
+_FORWARD_KEYS = ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
 
 
 def longest(config: Any) -> int:
     """Most tokens of prompt and response together."""
-    data = config.data
-    return int(
-        config.actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    )
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    return int(rollout.max_model_len or data.max_prompt_length + data.max_response_length)
 
 
 def actor_engine(
-    config: Any,
-    total_steps: int,
-    *,
-    platform: Platform | None = None,
-    shared: bool = False,
+    config: Any, total_steps: int, platform: Platform, *, shared: bool = False
 ) -> TrainingEngine:
     """The engine of the policy in training, its schedule set, idle. Where there are several ranks they must have joined.
 
     shared: a sampler of this process is to work on its tensors (one rank only).
     """
     arr = config.actor_rollout_ref
-    engine = get_engine(arr.actor.strategy)(
-        arr.model.path,
-        model_cfg=arr.model,
-        role_cfg=arr.actor,
-        log_prob_cfg=arr.rollout,
-        device=platform or config.trainer.device,
-        seed=config.trainer.seed,
-        longest=longest(config),
-        shared=shared,
-    )
+    engine = _engine(config, arr.model.path, arr.actor, platform, log_prob_cfg=arr.rollout, shared=shared)
     engine.schedule(total_steps)
-    engine.offload()
-    engine.release_cached_memory()
     return engine
 
 
-def reference_engine(
-    config: Any, actor: TrainingEngine, *, platform: Platform | None = None
-) -> TrainingEngine:
+def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> TrainingEngine:
     """The engine of the frozen reference. With LoRA the actor's, whose base it is, unless ref.model.path names another."""
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
-    engine = get_engine(arr.ref.strategy)(
-        arr.ref.model.path or arr.model.path,
-        model_cfg=arr.model,
-        role_cfg=arr.ref,
-        device=platform or config.trainer.device,
-        seed=config.trainer.seed,
-        trainable=False,
-        longest=longest(config),
-        role="ref",
+    path = arr.ref.model.path or arr.model.path
+    return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
+
+
+def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
+    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
+    from verl.models.load import load_config
+
+    critic = config.critic
+    settings = {
+        **{name: critic[name] for name in _CRITIC_KEYS},
+        **{f"log_prob_{name}": critic[f"forward_{name}"] for name in _FORWARD_KEYS},
+        "log_prob_use_dynamic_bsz": critic.use_dynamic_bsz,
+        "fsdp_config": critic.model.fsdp_config,
+    }
+    policy = config.actor_rollout_ref.model
+    path = critic.model.path or policy.path
+    theirs, own = (
+        load_config(place, group).get_text_config().vocab_size
+        for place, group in ((policy.path, policy), (path, critic.model))
     )
+    if own != theirs:
+        raise UserError(
+            f"critic.model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's "
+            "tokens, so use a model of the same family"
+        )
+    options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
+    engine = _engine(config, path, settings, platform, **options)
+    engine.schedule(total_steps)
+    return engine
+
+
+def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options: Any) -> TrainingEngine:
+    """An engine of the strategy of a role, idle."""
+    options = {
+        "model_cfg": config.actor_rollout_ref.model,
+        "seed": config.trainer.seed,
+        "longest": longest(config),
+        **options,
+    }
+    engine = get_engine(role_cfg["strategy"])(path, role_cfg=role_cfg, device=platform, **options)
     engine.offload()
     engine.release_cached_memory()
     return engine
@@ -80,7 +99,7 @@ def adapter_moves(config: Any) -> bool:
     False without LoRA, and where the engine cannot add the adapter itself (experts, output layer) or its `engine_kwargs`
     say enable_lora=False: then it is sent merged weights.
     """
-    from verl.engine.training.lora_config import LoraSettings
+    from verl.engine.training.lora import LoraSettings
     from verl.models.load import load_config
 
     arr = config.actor_rollout_ref
@@ -134,7 +153,7 @@ def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
     settings = engine_settings(config, trainer_dtype)
     settings["eos_token_ids"] = end_token_ids(load_config(model.path, model), model.path, tokenizer)
     if adapter_moves(config):
-        from verl.engine.training.lora_config import LoraSettings
+        from verl.engine.training.lora import LoraSettings
 
         lora = LoraSettings.of(model, model.path)
         assert lora is not None
@@ -153,8 +172,7 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
     module = load_model(arr.model.path, arr.model).to(platform.device())
     module.requires_grad_(False)
     if adapter_moves(config):
-        from verl.engine.training.lora import AdapterSource, inject
-        from verl.engine.training.lora_config import LoraSettings
+        from verl.engine.training.lora import AdapterSource, LoraSettings, inject
 
         settings = LoraSettings.of(arr.model, arr.model.path)
         assert settings is not None

@@ -115,11 +115,6 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
             row.put(name, part)
 
 
-def nbytes(payload: Mapping[str, Any]) -> int:
-    """Bytes of the arrays that travel."""
-    return sum(nbytes(v) if isinstance(v, Mapping) else getattr(v, "nbytes", 0) for v in payload.values())
-
-
 # -- sampling ----------------------------------------------------------------------------------------------------
 
 

@@ -3,17 +3,19 @@ and are shown by `verl doctor --cluster`. Imports no torch and no ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from verl.config.rollout_engines import CAPABILITIES
 from verl.versions import HOLES, satisfies
-from verl.workers.node_facts import model_files
+from verl.workers.node_facts import CODE, model_files
 
 GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
 Facts = dict[str, Any]
+_MISSING = "missing"
 _MORE_SHM = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -33,6 +35,14 @@ class Finding:
 def bad(area: str, name: str, text: str, todo: str) -> Finding:
     """A finding that stops a run."""
     return Finding(area, name, text, BAD, todo, base=True)
+
+
+def graded(area: str, name: str, text: str, *faults: tuple[bool, str, str]) -> Finding:
+    """A finding with the level and the advice of the first of `faults` (holds, level, what to do) that holds."""
+    for holds, level, todo in faults:
+        if holds:
+            return Finding(area, name, text, level, todo, base=level == BAD)
+    return Finding(area, name, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,67 +92,53 @@ def compare(nodes: list[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Fin
     a "name"; the driver's own node may be among them."""
     if not nodes:
         return
-    yield from _versions(nodes, driver, needs)
-    for node in nodes:
-        yield _limits(node, needs.files)
-    for node in nodes:
-        yield _shared_memory(node, needs.room)
+    for name in dict.fromkeys(name for node in [driver, *nodes] for name in node["versions"]):
+        yield from _version(name, nodes, driver, needs.packages)
+    yield from (_limits(node, needs.files) for node in nodes)
+    yield from (_shared_memory(node, needs.room) for node in nodes)
     for path in needs.models:
         yield from _model(path, nodes, driver)
 
 
-def _versions(nodes: list[Facts], driver: Facts, needs: NodeNeeds) -> Iterator[Finding]:
-    def python(version: str) -> list[str]:
-        return version.split(".")[:2]
-
-    def release(version: str) -> str:
-        """Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
-        return version.partition("+")[0]
-
-    yield _same("python", nodes, driver, lambda n: n["python"], "use one Python everywhere", stops=python)
-    for name in dict.fromkeys(name for node in [driver, *nodes] for name in node["packages"]):
-
-        def version(node: Facts, name: str = name) -> str:
-            return str(node["packages"].get(name, "missing"))
-
-        todo = f"pip install '{name}=={version(driver)}' on those nodes, as in the driver's environment"
-        if version(driver) == "missing":
-            todo = f"the driver has no {name}: start it from the environment of the nodes, or install it here"
-        yield _same(name, nodes, driver, version, todo, stops=release if name in needs.packages else None)
-        for node in nodes:
-            if name in HOLES and version(node) != "missing" and satisfies(version(node), HOLES[name]):
-                text = f"{version(node)} on {node['name']} has a known security hole; it is refused"
-                yield bad("versions", name, text, f"pip install -U {name} there")
-    todo = "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)"
-    yield _same("this code", nodes, driver, lambda n: n["code"], todo, stops=str, where="code_path")
-    build, todo = (lambda n: n["torch_build"] or "none"), "install one build of torch"
-    yield _same("torch build", nodes, nodes[0], build, todo, whose=nodes[0]["name"])
+def _version(name: str, nodes: list[Facts], driver: Facts, packages: Collection[str]) -> Iterator[Finding]:
+    """One line: all nodes have the driver's version, or which has which."""
+    mine = driver["versions"].get(name, _MISSING)
+    theirs = {node["name"]: node["versions"].get(name, _MISSING) for node in nodes}
+    other = {who: version for who, version in theirs.items() if _same(version) != _same(mine)}
+    if other:
+        text = "; ".join(f"{who} has {version}" for who, version in ({"the driver": mine} | other).items())
+        parts = {_decisive(name, version, packages) for version in (mine, *other.values())}
+        yield graded("versions", name, text, (True, BAD if len(parts) > 1 else WARN, _advice(name, mine)))
+    else:
+        yield Finding("versions", name, f"{mine} everywhere" if len(nodes) > 1 else mine)
+    for who, version in theirs.items():
+        if name in HOLES and version != _MISSING and satisfies(version, HOLES[name]):
+            text = f"{version} on {who} has a known security hole; it is refused"
+            yield bad("versions", name, text, f"pip install -U {name} there")
 
 
-def _same(
-    name: str,
-    nodes: list[Facts],
-    reference: Facts,
-    value: Callable[[Facts], str],
-    todo: str,
-    *,
-    stops: Callable[[str], Any] | None = None,
-    where: str = "",
-    whose: str = "the driver",
-) -> Finding:
-    """One line: all nodes have the reference's value, or who has which. A run stops where stops(value) differs."""
+def _same(version: str) -> str:
+    """What is compared of a version's text: not where it lies."""
+    return version.partition(" in ")[0]
 
-    def shown(node: Facts) -> str:
-        return value(node) + (f" in {node[where]}" if where else "")
 
-    mine = value(reference)
-    other = [n for n in nodes if value(n) != mine]
-    if not other:
-        return Finding("versions", name, f"{mine} everywhere" if len(nodes) > 1 else mine)
-    text = "; ".join([f"{whose} has {shown(reference)}", *(f"{n['name']} has {shown(n)}" for n in other)])
-    if stops is not None and any(stops(value(n)) != stops(mine) for n in other):
-        return bad("versions", name, text, todo)
-    return Finding("versions", name, text, WARN, todo)
+def _decisive(name: str, version: str, packages: Collection[str]) -> str:
+    """What must not differ of a version. Builds of one release may meet ("2.13.0+cpu" on a driver without a device)."""
+    if name == "python":
+        return ".".join(version.split(".")[:2])
+    if name == CODE:
+        return _same(version)
+    return re.split("[+,]", version)[0] if name in packages else ""
+
+
+def _advice(name: str, mine: str) -> str:
+    if name == "python":
+        return "use one Python everywhere"
+    if name == CODE:
+        return "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)"
+    if mine == _MISSING:
+        return f"the driver has no {name}: start it from the environment of the nodes, or install it here"
+    return f"pip install '{name}=={mine.partition(',')[0]}' on those nodes, as in the driver's environment"
 
 
 def _limits(node: Facts, needed: int) -> Finding:
@@ -150,56 +146,51 @@ def _limits(node: Facts, needed: int) -> Finding:
     processes = node["limits"].get("processes", (None, None))[0]
     text = f"open files {count(soft)} (may be raised to {count(hard)}), processes {count(processes)}"
     todo = "ulimit -n 65536 before `ray start` on that node (limits.conf for good)"
-    if hard is not None and hard < needed:
-        return bad("limits", node["name"], f"{text}; the run needs {needed}", todo)
-    if processes is not None and processes < 4096:
-        return Finding("limits", node["name"], text, WARN, "ulimit -u 65536 before `ray start`")
-    if soft is not None and soft < needed:
-        return Finding("limits", node["name"], text, WARN, todo)
-    return Finding("limits", node["name"], text)
+    return graded(
+        "limits",
+        node["name"],
+        f"{text}; the run needs {needed}",
+        (hard is not None and hard < needed, BAD, todo),
+        (processes is not None and processes < 4096, WARN, "ulimit -u 65536 before `ray start`"),
+        (soft is not None and soft < needed, WARN, todo),
+    )
 
 
 def _shared_memory(node: Facts, room: int) -> Finding:
-    shm, store = node["shm"], node.get("object_store")
+    shm, store = node["shm"], node.get("object_store") or 0
     if shm is None:
         return Finding("room", node["name"], "no /dev/shm: weights and batches go through the disk", WARN)
     text = f"/dev/shm: {gib(shm['free'])} free of {gib(shm['total'])}"
     text += f", Ray's object store {gib(store)}" if store else ""
-    if shm["free"] < room:
-        text += f"; a transfer of weights takes {gib(room)}"
-        return bad("room", node["name"], text, f"{_MORE_SHM}, or lower {_BUCKET}")
-    if shm["total"] < 256 << 20 or (store and store > shm["total"]):
-        return Finding("room", node["name"], text, WARN, _MORE_SHM)
-    return Finding("room", node["name"], text)
+    text += f", a transfer of weights takes {gib(room)}" if room else ""
+    return graded(
+        "room",
+        node["name"],
+        text,
+        (shm["free"] < room, BAD, f"{_MORE_SHM}, or lower {_BUCKET}"),
+        (shm["total"] < max(256 << 20, store), WARN, _MORE_SHM),
+    )
 
 
 def _model(path: str, nodes: list[Facts], driver: Facts) -> Iterator[Finding]:
     """Every node's model against the driver's; one that has yet to be fetched from a hub is no difference."""
-    found = {n["name"]: n["models"][path] for n in nodes}
+    found = {node["name"]: node["models"][path] for node in nodes}
     if not any(name.endswith("(driver)") for name in found):
         found = {"the driver": driver["models"][path]} | found
     for name, model in found.items():
         if model.get("to_fetch"):
-            text = f"{model['path']} is not in its cache of models: the run fetches it, and it cannot be compared"
+            text = f"{path} is not in its cache of models: the run fetches it, and it cannot be compared"
             yield Finding("model", name, text, NOTE)
         elif "problem" in model:
             todo = "put the model at the same path on every node, or on a file system that all nodes see"
             yield bad("model", name, model["problem"], todo)
-    have = {name: model for name, model in found.items() if "problem" not in model}
-    if not have:
-        return
-    whose, first = next(iter(have.items()))
-    for name, model in have.items():
-        other = [part for part, text in model["parts"].items() if first["parts"].get(part) != text]
-        if other:
-            text = f"another {other[0]} ({model['parts'][other[0]]}) than {whose} ({first['parts'].get(other[0])})"
-            todo = "copy the same model to every node (a hub's: fetch the same revision)"
-            yield bad("model", name, f"{path}: {text}", todo)
-            return
-    same = sum(n["name"] in have for n in nodes)
-    parts = ", ".join(" ".join(part) for part in first["parts"].items())
-    text = f"{first['path']}, {gib(first['bytes'])}, {parts}"
-    yield Finding("model", "model", f"{text}, the same on {same} nodes" if same > 1 else text)
+    have = {name: model["text"] for name, model in found.items() if "text" in model}
+    text = "; ".join(f"{name} has {text}" for name, text in have.items())
+    if len(set(have.values())) > 1:
+        todo = "copy the same model to every node (a hub's: fetch the same revision)"
+        yield bad("model", "model", f"{path}: {text}", todo)
+    elif have:
+        yield Finding("model", "model", f"{path}: {next(iter(have.values()))}, the same wherever it is")
 
 
 def count(value: int | None) -> str:

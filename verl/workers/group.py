@@ -20,6 +20,8 @@ from verl.workers.plan import UpdatePlan, partition
 from verl.workers.worker import Worker
 
 _FIRST = ("old_log_probs", "ref_log_probs")
+Each = Sequence[Sequence[Any]] | None
+"""The arguments of each worker, in their order; None where all get the same."""
 
 
 class Calls(Protocol):
@@ -28,9 +30,7 @@ class Calls(Protocol):
     shares_rows: bool
     workers: list[Any]
 
-    def call(
-        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, each: Each = None, doing: str = "") -> list[Any]:
         """method(*args) on every worker, or method(*each[i]) on worker i; results in the workers' order."""
         ...
 
@@ -47,9 +47,7 @@ class DirectCalls:
     def __init__(self, worker: Worker):
         self.workers = [worker]
 
-    def call(
-        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, each: Each = None, doing: str = "") -> list[Any]:
         """See `Calls.call`."""
         return [getattr(self.workers[0], method)(*(args if each is None else each[0]))]
 
@@ -103,15 +101,10 @@ class WorkerGroup:
         self._placed: Placed | None = None
 
     def _first(self, dp_rank: int) -> int:
-        return next(
-            i
-            for i, fact in enumerate(self.facts)
-            if int(fact["dp_rank"]) == dp_rank and fact.get("holds_outputs", True)
-        )
+        ranks = [i for i, rank in enumerate(self.dp_ranks) if rank == dp_rank]
+        return next(i for i in ranks if self.facts[i].get("holds_outputs", True))
 
-    def call(
-        self, method: str, *args: Any, doing: str, each: Sequence[Sequence[Any]] | None = None
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, doing: str, each: Each = None) -> list[Any]:
         """A call to every worker under the lock; results in the workers' order."""
         with self.lock:
             return self.calls.call(method, *args, each=each, doing=doing)

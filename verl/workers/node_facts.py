@@ -22,18 +22,19 @@ PACKAGES = (
     *("numpy", "safetensors", "pyarrow"),
 )
 """Distributions whose versions are compared between nodes."""
+CODE = "this code"
+"""Our own files among the versions: their hash, and where they lie."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 def collect(models: Sequence[str] = ()) -> dict[str, Any]:
     """What a run compares between nodes, and what each must have for itself; JSON-like. `models`: directories or hub ids."""
+    versions = {name: found for name in PACKAGES if (found := probe.version(name))}
+    if "torch" in versions:
+        versions["torch"] += f", {probe.torch_build()}"
     return {
-        "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := probe.version(name))},
-        "code": code_hash(),
-        "code_path": str(_ROOT),
-        "torch_build": probe.torch_build(),
+        "versions": {"python": platform.python_version(), **versions, CODE: f"{code_hash()} in {_ROOT}"},
         "limits": probe.limits(),
         "shm": probe.shared_memory(),
         "models": {path: model_files(path) for path in models},
@@ -56,7 +57,6 @@ def surroundings(address: str = "127.0.0.1", temporary: str | None = None) -> di
             "temporary files": probe.disk(temporary or os.environ.get("TMPDIR", "/tmp")),
             "model cache": probe.disk(os.environ.get("HF_HOME", "~/.cache/huggingface")),
         },
-        "interface": interface_of(address),
         "resolves_to": _resolve(socket.gethostname()),
     }
 
@@ -72,16 +72,6 @@ def code_hash(root: Path = _ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-def interface_of(address: str) -> str | None:
-    """Name of the network interface that has an address; None where none has."""
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in entries):
-            return name
-    return None
-
-
 def _resolve(host: str) -> str | None:
     """What a host name means here; None where nothing."""
     try:
@@ -91,23 +81,25 @@ def _resolve(host: str) -> str | None:
 
 
 def model_files(path: str) -> dict[str, Any]:
-    """What tells one model from another: {"path", "bytes", "parts": name → text}, the revision of a hub's model, else
-    hashes of config.json and of the weight files' names and sizes. {"path", "problem", "to_fetch": would a run fetch
-    it} where the model is not on this disk."""
+    """What tells one model from another: {"bytes", "text"}: the revision of a hub's model, else hashes of config.json and
+    of the weight files' names and sizes. {"problem", "to_fetch": would a run fetch it} where it is not on this disk."""
     from verl.config.model_facts import ModelTrouble, find
 
     try:
         folder = find(path)
     except ModelTrouble as trouble:
-        return {"path": path, "problem": str(trouble), "to_fetch": trouble.download}
+        return {"problem": str(trouble), "to_fetch": trouble.download}
     config = folder / "config.json"
     if not config.is_file():
-        return {"path": str(folder), "problem": f"no config.json in {folder}"}
+        return {"problem": f"no config.json in {folder}"}
     sizes = sorted((p.name, p.stat().st_size) for pattern in _WEIGHTS for p in folder.glob(pattern))
     if folder.parent.name == "snapshots":  # of one revision not all files may have been fetched yet
-        parts = {"revision": folder.name}
+        text = f"revision {folder.name}"
     else:
-        listing = "\n".join(f"{name} {size}" for name, size in sizes)
-        hashes = [hashlib.sha256(text).hexdigest()[:16] for text in (config.read_bytes(), listing.encode())]
-        parts = dict(zip(("config.json", "names or sizes of the weight files"), hashes, strict=True))
-    return {"path": str(folder), "bytes": sum(size for _, size in sizes), "parts": parts}
+        listing = "\n".join(f"{name} {size}" for name, size in sizes).encode()
+        text = f"config.json {_hash(config.read_bytes())}, names and sizes of weights {_hash(listing)}"
+    return {"bytes": sum(size for _, size in sizes), "text": text}
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from verl.algorithms.correction import correct
-from verl.algorithms.importance import parse_correction
+from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
+from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
-from verl.algorithms.registry import LOSSES
-from verl.algorithms.settings import setting
+from verl.algorithms.registry import LOSSES, MiniBatchTokens
+from verl.config.settings import setting
 from verl.engine.training.base import StepResult
-from verl.tracking.reduce import merge_metrics
-from verl.trajectory import Batch, Segment, Trajectory, segments_of, split_groups
+from verl.tracking.names import merge_metrics
+from verl.trajectory import Batch, Segment, Trajectory, fill_flat, segments_of, split_groups
 
-_COLUMNS = ("loss_mask", "advantages", "is_weights", "old_log_probs", "ref_log_probs")
+_COLUMNS = ("loss_mask", "advantages", "is_weights", "mini_batch_values", "old_log_probs", "ref_log_probs")
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class UpdatePlan:
 
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
-    `columns`: those that an update reads.
+    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the actor's.
     """
 
     def __init__(
@@ -81,16 +81,17 @@ class UpdatePlan:
         max_response_length: float,
         batch_prompts: int,
         rollout_correction: Any = None,
+        of_critic: bool = False,
     ):
         self._cfg = actor_cfg
         self.max_response_length = max_response_length
         self.correction = parse_correction(rollout_correction)
         loss_mode = setting(setting(actor_cfg, "policy_loss"), "loss_mode", "vanilla")
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
-        self.columns = (
-            *_COLUMNS,
-            *sorted((LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}),
-        )
+        reinforce = self.correction.bypass and self.correction.reinforce
+        self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
+        needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
+        self.columns = ("loss_mask", "returns", "values") if of_critic else (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 
     @property
@@ -101,11 +102,8 @@ class UpdatePlan:
     def mini_batches(self, batch: Batch, step: int) -> list[MiniBatch]:
         """Every optimizer step of a training step, in order. A group is never split between mini-batches."""
         minis = [self._mini_batch(rows) for rows in self.parts(batch)]
-        return [
-            minis[index]
-            for epoch in range(self._cfg.ppo_epochs)
-            for index in self._order(len(minis), step, epoch)
-        ]
+        epochs = range(self._cfg.ppo_epochs)
+        return [minis[index] for epoch in epochs for index in self._order(len(minis), step, epoch)]
 
     def parts(self, batch: Batch) -> list[list[Trajectory]]:
         """The trajectories of each mini-batch, as they are in the first epoch without shuffling."""
@@ -113,31 +111,87 @@ class UpdatePlan:
         return [[row for group in groups for row in group] for groups in split]
 
     def needs_pass(self, mini: MiniBatch) -> bool:
-        """True if something must be known of the whole mini-batch before its update, under its current weights
-        (algorithms.md §7, bypass mode): also a weight per trajectory whose segments may be on several ranks."""
+        """True if something must be known of the whole mini-batch before its update, under its current weights: for the
+        correction in bypass mode, or for the loss (`WholeMiniBatch`)."""
+        of_loss = self._whole is not None and (_split(mini) or not self._whole.only_segments)
+        return of_loss or self._to_correct(mini)
+
+    def _to_correct(self, mini: MiniBatch) -> bool:
+        """algorithms.md §7, bypass mode; also for a weight per trajectory whose segments may be on several ranks."""
         if self.correction.needs_mini_batch_pass:
             return True
         weighting = self.correction.weighting
         sums = self.correction.bypass and self.correction.reinforce and weighting is not None
-        split = any(len(row.segments) > 1 for row in mini.rows)
-        return split and sums and weighting is not None and weighting.kind == "sequence"
+        return _split(mini) and sums and weighting is not None and weighting.kind == "sequence"
 
     def corrected(
-        self, mini: MiniBatch, log_probs: Callable[[list[Segment]], np.ndarray]
+        self,
+        mini: MiniBatch,
+        log_probs: Callable[[list[Segment]], np.ndarray],
+        step: int = 0,
+        number: int = 1,
     ) -> tuple[MiniBatch, dict[str, float]]:
-        """The mini-batch after rejection and with weights, where they need its current log-probs; and metrics.
+        """The mini-batch with what follows from its current log-probs: rejection, weights, `mini_batch_values`; and metrics.
 
-        `log_probs(segments)` computes those, [ΣL], with the weights of this moment.
+        `log_probs(segments)` computes those, [ΣL], with the weights of this moment; `number` is that of the update in the step:
+        before the first, old log-probs are they.
         """
         for row, mask in zip(mini.rows, mini.masks, strict=True):
             row.loss_mask = mask
         rows = [row for row in mini.rows if any(_usable(row.segments))]
         segments = segments_of(rows)
+        current = self._current(segments, log_probs, first=number == 0)
+        metrics: dict[str, float] = {}
+        if self._to_correct(mini):
+            joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
+            metrics = correct(rows, self.correction, joined)
+        corrected = self._mini_batch(mini.rows, mini.masks)
+        if self._whole is not None and corrected.usable:
+            seed = (setting(self._cfg, "data_loader_seed", 0), step, number)
+            # In the order of trajectories, so that what is drawn does not depend on how they are cut into segments.
+            usable = _usable(segment for row in rows for segment in row.segments)
+            values = self._whole.compute(self._tokens(usable, current, seed), self._cfg)
+            fill_flat(usable, "mini_batch_values", values)
+        return corrected, metrics
+
+    def _current(
+        self,
+        segments: list[Segment],
+        log_probs: Callable[[list[Segment]], np.ndarray],
+        first: bool,
+    ) -> dict[int, np.ndarray]:
+        """Log-probs of the weights of this moment by segment (its id). Where they are the old ones, and those are not known
+        yet, any number will do: only the difference, 0, is asked for."""
+        if first and not self.correction.bypass:
+            old = [segment.columns.get("old_log_probs") for segment in segments]
+            return {
+                id(segment): np.zeros(segment.length) if own is None else own
+                for segment, own in zip(segments, old, strict=True)
+            }
         ends = np.cumsum([segment.length for segment in segments])[:-1]
-        current = dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
-        joined = [np.concatenate([current[id(segment)] for segment in row.segments]) for row in rows]
-        metrics = correct(rows, self.correction, joined)
-        return self._mini_batch(mini.rows, mini.masks), metrics
+        return dict(zip(map(id, segments), np.split(log_probs(segments), ends), strict=True))
+
+    def _tokens(
+        self, segments: list[Segment], current: dict[int, np.ndarray], seed: Sequence[int]
+    ) -> MiniBatchTokens:
+        """What a loss may ask of the whole mini-batch."""
+        old = "rollout_log_probs" if self.correction.bypass else "old_log_probs"
+        numbers: dict[int, int] = {}
+        owners = [numbers.setdefault(id(segment.trajectory), len(numbers)) for segment in segments]
+
+        def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+            return np.concatenate([np.asarray(part, np.float64) for part in parts])
+
+        weighted = not self.correction.bypass and all("is_weights" in segment.columns for segment in segments)
+        return MiniBatchTokens(
+            log_probs=joined(current[id(segment)] for segment in segments),
+            old_log_probs=joined(segment.columns.get(old, current[id(segment)]) for segment in segments),
+            advantages=joined(segment.advantages for segment in segments),
+            loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
+            trajectory=np.repeat(owners, [segment.length for segment in segments]),
+            weights=joined(segment.is_weights for segment in segments) if weighted else None,
+            seed=seed,
+        )
 
     def _mini_batch(self, rows: list[Trajectory], masks: list[np.ndarray | None] | None = None) -> MiniBatch:
         usable = _usable(segments_of(rows))
@@ -149,6 +203,10 @@ class UpdatePlan:
             return range(count)
         rng = np.random.default_rng([self._cfg.data_loader_seed, step, epoch])
         return [int(i) for i in rng.permutation(count)]
+
+
+def _split(mini: MiniBatch) -> bool:
+    return any(len(row.segments) > 1 for row in mini.rows)
 
 
 def _usable(rows: Iterable[Segment]) -> list[Segment]:
@@ -185,7 +243,8 @@ def partition(rows: Sequence[Segment], ranks: int, *, balance: bool = True) -> l
     """
     units = _units(rows, ranks)
     if not balance:
-        return _runs(units, ranks)
+        runs = np.array_split(np.arange(len(units)), ranks)
+        return [sorted(i for unit in run for i in units[unit]) for run in runs]
     weights = [len(rows[unit[0]].context_ids) + sum(rows[i].length for i in unit) for unit in units]
     heap = [(0, rank) for rank in range(ranks)]
     out: list[list[int]] = [[] for _ in range(ranks)]
@@ -209,13 +268,3 @@ def _units(rows: Sequence[Segment], ranks: int) -> list[list[int]]:
         unit = units[longest]
         units[longest : longest + 1] = [unit[: len(unit) // 2], unit[len(unit) // 2 :]]
     return units
-
-
-def _runs(units: Sequence[list[int]], ranks: int) -> list[list[int]]:
-    size, extra = divmod(len(units), ranks)
-    out, start = [], 0
-    for rank in range(ranks):
-        end = start + size + (rank < extra)
-        out.append(sorted(i for unit in units[start:end] for i in unit))
-        start = end
-    return out

@@ -25,7 +25,7 @@ class ResourceRequest:
 
 
 def resource_requests(config: Any, given: Collection[str] | None = None) -> tuple[ResourceRequest, ...]:
-    """The pools of a run. `given`: keys that the user set, where devices that nobody asked for count as one."""
+    """The pools of a run. `given`: keys that the user set, where devices that were not asked for count as one."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     ours, theirs = "trainer", "actor_rollout_ref.rollout"
     named = {f"{group}.n_gpus_per_node" for group in (ours, theirs)}
@@ -43,19 +43,16 @@ def resource_requests(config: Any, given: Collection[str] | None = None) -> tupl
 
 def placeable(devices: Iterable[int], pools: Sequence[ResourceRequest]) -> bool:
     """True if nodes with so many devices can hold all of at most two pools."""
-    left = list(devices)
-    for place, pool in enumerate(pools):
-        later = pools[place + 1 :]
+    free, sizes = list(devices), [pool.devices for pool in pools]
 
-        def spoils(node: int, pool: ResourceRequest = pool, later: Sequence[ResourceRequest] = later) -> bool:
-            return any(left[node] >= other.devices > left[node] - pool.devices for other in later)
+    def nodes_with(size: int) -> int:
+        return sum(devices >= size for devices in free)
 
-        fit = sorted((node for node, free in enumerate(left) if free >= pool.devices), key=spoils)
-        if len(fit) < pool.nodes:
-            return False
-        for node in fit[: pool.nodes]:
-            left[node] -= pool.devices
-    return True
+    if any(pool.nodes > nodes_with(pool.devices) for pool in pools):
+        return False
+    # Two pools share as many nodes as have room for both.
+    shared = nodes_with(sum(sizes))
+    return len(pools) < 2 or sum(pool.nodes for pool in pools) <= nodes_with(min(sizes)) + shared
 
 
 def no_cluster(address: str, error: Exception) -> UserError:

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.algorithms.objective import trajectory_tokens
 from verl.engine.training.base import StepResult
-from verl.tracking.mfu import ModelCost
+from verl.models.layers import ModelCost
 from verl.trajectory import Batch, Segment
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
@@ -19,7 +19,7 @@ from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
     from verl.tracking.profiler import Profiler
-    from verl.weight_sync.base import WeightSync
+    from verl.weight_sync.sender import WeightSync
 
 Outcome = tuple[MiniBatch, StepResult | None]
 
@@ -37,6 +37,14 @@ class Role:
         placed = self.group.place(batch, phase)
         self.group.fill(placed, self.group.call("forward", phase, self.name, dict(outputs), doing=phase))
 
+    def onload(self, *, optimizer: bool) -> None:
+        """Bring to the device what is in host memory while the role is idle: weights, and for an update the optimizer's state."""
+        self.group.call("onload", self.name, optimizer, doing="onload")
+
+    def offload(self) -> None:
+        """Back to host memory."""
+        self.group.call("offload", self.name, doing="offload")
+
     def save(self, part: str, directory: Path) -> None:
         """Write the `weights` (a Hugging Face directory) or the `optimizer`; ranks write in parallel, to a folder that all
         nodes see."""
@@ -47,45 +55,32 @@ class Role:
         self.group.call("load", self.name, part, str(directory.absolute()), doing="load_checkpoint")
 
 
-class Policy(Role):
-    """The policy in training. Advantages, masks and old log-probs arrive on the batch."""
+class TrainedRole(Role):
+    """A model in training. `plan`: its mini-batches. Advantages, returns and masks arrive on the batch."""
 
     trained = True
+
+    def __init__(self, name: str, group: WorkerGroup, plan: UpdatePlan):
+        super().__init__(name, group)
+        self.plan, self.phase = plan, f"update_{name}"
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer steps a full batch leads to."""
-        return self.group.plan.updates_per_step
+        return self.plan.updates_per_step
 
     def update(self, batch: Batch, *, step: int) -> UpdateResult:
-        """Mini-batches × epochs of optimizer steps. A group is never split between mini-batches.
-
-        Fills `old_log_probs` and `entropy` of rows that have none: a step's only update is its own old policy. One call for
-        the whole step, unless each mini-batch has to be corrected by itself.
-        """
-        group, plan = self.group, self.group.plan
-        placed = group.place(batch, "update_actor")
-        minis = plan.mini_batches(batch, step)
-        with group.lock:
-            if any(plan.needs_pass(mini) for mini in minis):
-                outcomes = [self._corrected(mini, placed) for mini in minis]
-            else:
-                outcomes = self._execute(minis, placed)
-            rate = group.call("advance", doing="update_actor")[0]
-            group.moved = True
+        """Mini-batches × epochs of optimizer steps. A group is never split between mini-batches."""
+        placed = self.group.place(batch, self.phase)
+        with self.group.lock:
+            outcomes = self._outcomes(self.plan.mini_batches(batch, step), placed, step)
+            rate = self.group.call("advance", self.name, doing=self.phase)[0]
         out = summarise(outcomes)
-        out.metrics["actor/lr"] = rate
+        out.metrics[f"{self.name}/lr"] = rate
         return out
 
-    def _corrected(self, mini: MiniBatch, placed: Placed) -> Outcome:
-        if not mini.usable:
-            return mini, None
-        mini, found = self.group.plan.corrected(mini, lambda rows: self._log_probs(rows, placed))
-        placed.known -= {"loss_mask", "is_weights"}
-        outcome = self._execute([mini], placed)[0]
-        if outcome[1] is not None:
-            outcome[1].metrics |= found
-        return outcome
+    def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
+        return self._execute(minis, placed)
 
     def _execute(self, minis: Sequence[MiniBatch], placed: Placed) -> list[Outcome]:
         """Optimizer steps on all ranks, those without a token left out."""
@@ -93,10 +88,10 @@ class Policy(Role):
         work = [mini for mini in minis if mini.usable]
         if not work:
             return [(mini, None) for mini in minis]
-        news = group.news(placed, group.plan.columns)
+        news = group.news(placed, self.plan.columns)
         orders = self._orders(work, placed)
-        each = [(*new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
-        done = group.call("update", each=each, doing="update_actor")
+        each = [(self.name, *new, orders[rank]) for new, rank in zip(news, group.dp_ranks, strict=True)]
+        done = group.call("update", each=each, doing=self.phase)
         group.fill(placed, [one["columns"] for one in done])
         results = iter(StepResult(**result) for result in group.by_dp_rank(done)[0]["results"])
         return [(mini, next(results) if mini.usable else None) for mini in minis]
@@ -113,6 +108,27 @@ class Policy(Role):
                 shares = {"denominators": asdict(mini.denominators), "trajectory_tokens": own}
                 out[rank].append({"rows": np.array(rows, np.int64), **shares})
         return out
+
+
+class Policy(TrainedRole):
+    """The policy. An update fills `old_log_probs` and `entropy` of rows that have none: a step's only update is its own old
+    policy. One call for the whole step, unless each mini-batch has to be corrected by itself."""
+
+    def _outcomes(self, minis: Sequence[MiniBatch], placed: Placed, step: int) -> list[Outcome]:
+        self.group.moved = True
+        if any(self.plan.needs_pass(mini) for mini in minis):
+            return [self._corrected(mini, placed, step, number) for number, mini in enumerate(minis)]
+        return self._execute(minis, placed)
+
+    def _corrected(self, mini: MiniBatch, placed: Placed, step: int, number: int) -> Outcome:
+        if not mini.usable:
+            return mini, None
+        mini, found = self.plan.corrected(mini, lambda rows: self._log_probs(rows, placed), step, number)
+        placed.known -= {"loss_mask", "is_weights", "mini_batch_values"}
+        outcome = self._execute([mini], placed)[0]
+        if outcome[1] is not None:
+            outcome[1].metrics |= found
+        return outcome
 
     def _log_probs(self, rows: list[Segment], placed: Placed) -> np.ndarray:
         """Log-probs of some of the batch's rows with the weights of this moment, float32 [ΣL]."""
@@ -142,7 +158,7 @@ class Policy(Role):
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference if a pass of it is needed
+    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
     release  gives the workers back at the end of a run
@@ -164,6 +180,13 @@ class WorkerSet:
         assert isinstance(policy, Policy)
         return policy
 
+    def trained(self, *, policy: bool) -> list[TrainedRole]:
+        """The roles that a step updates, the critic first; without the policy while the critic warms up."""
+        found = [role for role in self.roles.values() if isinstance(role, TrainedRole)]
+        return sorted(
+            (r for r in found if policy or r is not self.policy), key=lambda role: role is self.policy
+        )
+
     def close(self) -> None:
         """Write what there is of a profile, stop sampling, then give everything back."""
         if self.profiler is not None:
@@ -173,17 +196,29 @@ class WorkerSet:
             self.release()
 
 
-def roles_of(group: WorkerGroup) -> dict[str, Role]:
-    """The roles that the ranks of a group play."""
-    return {name: (Policy if name == "actor" else Role)(name, group) for name in group.facts[0]["roles"]}
+def roles_of(group: WorkerGroup, config: Any = None) -> dict[str, Role]:
+    """The roles that the ranks of a group play. `config`: needed where one of them is a critic."""
+    roles: dict[str, Role] = {name: Role(name, group) for name in group.facts[0]["roles"]}
+    if "actor" in roles:
+        roles["actor"] = Policy("actor", group, group.plan)
+    if "critic" in roles:
+        roles["critic"] = TrainedRole("critic", group, critic_plan(config))
+    return roles
 
 
 def update_plan(config: Any) -> UpdatePlan:
-    """The plan of a run's updates."""
-    actor = config.actor_rollout_ref.actor
-    return UpdatePlan(
-        actor,
-        max_response_length=float(actor.loss_scale_factor or config.data.max_response_length),
-        batch_prompts=config.data.train_batch_size,
-        rollout_correction=config.algorithm.rollout_correction,
+    """The plan of the policy's updates."""
+    return _plan(
+        config, config.actor_rollout_ref.actor, rollout_correction=config.algorithm.rollout_correction
     )
+
+
+def critic_plan(config: Any) -> UpdatePlan:
+    """The plan of the critic's updates."""
+    return _plan(config, config.critic, of_critic=True)
+
+
+def _plan(config: Any, role_cfg: Any, **options: Any) -> UpdatePlan:
+    longest = float(role_cfg.loss_scale_factor or config.data.max_response_length)
+    prompts = config.data.train_batch_size
+    return UpdatePlan(role_cfg, max_response_length=longest, batch_prompts=prompts, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,8 +19,8 @@ from verl.config import Map
 from verl.engine.rollout.base import Completion, EngineDead
 from verl.platform import processes, stacks
 from verl.platform.processes import Identity
-from verl.plugins import import_modules
-from verl.tracking.profiler import Profiled, open_profiler
+from verl.tracking.profiler import open_profiler
+from verl.tracking.timer import Profiled
 from verl.workers import codec
 from verl.workers.codec import Payload
 
@@ -34,7 +35,7 @@ class RolloutWorker(Profiled):
     def __init__(self, config: dict[str, Any], number: int):
         self.config = Map.of(config)
         self.number = number
-        self._engine: Any = None
+        self.engine: Any = None  # a `RolloutEngine` and a `WeightReceiver`, from `start` on
         self._decode: Callable[[np.ndarray], str] | None = None
         self._done: list[codec.GenerateResult] = []
         self._death = ""
@@ -52,15 +53,13 @@ class RolloutWorker(Profiled):
 
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
-        from verl.data.tokenizer import load_tokenizer, text_of
+        from verl.data.rows import text_of
+        from verl.data.tokenizer import load_tokenizer
         from verl.platform import detect
-        from verl.platform.host import tune_allocator
         from verl.workers import build
-        from verl.workers.worker import quiet_libraries
+        from verl.workers.worker import prepare_process
 
-        tune_allocator()
-        quiet_libraries()
-        import_modules(self.config.actor_rollout_ref.model.external_lib)
+        prepare_process(self.config)
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(
             model.path,
@@ -69,57 +68,50 @@ class RolloutWorker(Profiled):
             chat_template=model.custom_chat_template,
         )
         platform = detect(self.config.trainer.device)
-        self._engine = build.own_sampler(self.config, tokenizer, platform)
+        self.engine = build.own_sampler(self.config, tokenizer, platform)
         self._decode = partial(text_of, tokenizer)
         self.profiler = open_profiler(self.config, roles=("rollout",), rank=self.number, device=platform.name)
-        dtype = self._engine.weights_dtype
+        dtype = self.engine.weights_dtype
         return {
             "pid": os.getpid(),
             "device": platform.describe(),
-            "readers": [processes.identity()] * len(self._engine.readers),
-            "devices": self._engine.readers,
+            "readers": [processes.identity()] * len(self.engine.readers),
+            "devices": self.engine.readers,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
-
-    @property
-    def engine(self) -> Any:
-        """The engine, a `RolloutEngine` and a `WeightReceiver`; RuntimeError before `start`."""
-        if self._engine is None:
-            raise RuntimeError(f"sampler {self.number}: start() comes before any other call")
-        return self._engine
 
     async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
         """Begin requests; returns at once. A request id that is under way already is left as it is."""
         known = {task.get_name() for task in self._running}
-        for ask in codec.decode_requests(payload):
-            if ask.id not in known:
-                task = asyncio.create_task(self._serve(ask), name=ask.id)
+        for request in codec.decode_requests(payload):
+            if request.id not in known:
+                task = asyncio.create_task(self._serve(request), name=request.id)
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
 
-    async def _serve(self, ask: codec.GenerateRequest) -> None:
+    async def _serve(self, request: codec.GenerateRequest) -> None:
         try:
             done = await self.engine.generate(
-                ask.prompt_ids, ask.sampling, request_id=ask.id, group=ask.group
+                request.prompt_ids, request.sampling, request_id=request.id, group=request.group
             )
-            done.text = self._text(ask, done)
-            self._done.append(codec.GenerateResult(ask.id, done))
+            done.text = self._text(request, done)
+            self._done.append(codec.GenerateResult(request.id, done))
         except Exception as error:  # it is the response: the driver raises it where the request was made
             if self.engine.dead:
                 self._note_death(error)
             else:
-                self._done.append(codec.GenerateResult(ask.id, error=(type(error).__name__, str(error))))
+                self._done.append(codec.GenerateResult(request.id, error=(type(error).__name__, str(error))))
         self._wakeup.set()
 
-    def _text(self, ask: codec.GenerateRequest, done: Completion) -> str | None:
+    def _text(self, request: codec.GenerateRequest, done: Completion) -> str | None:
         """See `Completion.text`. None for a response that was stopped: mostly it goes on, and is decoded at its end."""
         if done.finish_reason == "abort" or self._decode is None:
             return None
-        begun = ask.prompt_ids[len(ask.prompt_ids) - ask.sampling.start :]
+        begun = request.prompt_ids[len(request.prompt_ids) - request.sampling.start :]
         return self._decode(np.concatenate([begun, done.token_ids]))
 
     def _note_death(self, error: Exception) -> EngineDead:
-        """The engine is dead: no request gets its error as a response, the host is to be replaced."""
+        """The engine is dead: no request gets its error as a response, the worker is to be replaced."""
         kind = "" if isinstance(error, EngineDead) else f"{type(error).__name__}: "
         self._death = self._death or f"its engine died ({kind}{error})"
         return EngineDead(self._death)
@@ -135,14 +127,10 @@ class RolloutWorker(Profiled):
 
     async def results(self, timeout: float) -> Payload:
         """Finished responses, soon after the first of them; none after `timeout` seconds. EngineDead after the last."""
-        if not self._done:
-            if self._death:
-                raise EngineDead(self._death)
+        if not self._done and not self._death:
             self._wakeup.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._wakeup.wait(), timeout)
-            except TimeoutError:
-                return codec.encode_results([])
         # Each of these calls costs the driver as much as many responses. Where many are under way none is waited for alone;
         # where few are, only those that end in the same pass of the model leave together.
         await asyncio.sleep(min(len(self._running) * _GATHER_S, _GATHER_MOST_S))
@@ -152,7 +140,7 @@ class RolloutWorker(Profiled):
         return codec.encode_results(done)
 
     async def alive(self) -> None:
-        """GenerateResult; EngineDead if the engine can answer nothing any more."""
+        """Returns; EngineDead if the engine can answer nothing any more."""
         if self.engine.dead:
             raise self._note_death(RuntimeError("found before a transfer of weights"))
 
@@ -165,7 +153,7 @@ class RolloutWorker(Profiled):
     ) -> dict[str, str]:
         """See `WeightReceiver.receive_weights`. EngineDead if the engine does not survive a load that failed.
 
-        An earlier transfer that still waits for its sender is over: it was given up before this host came.
+        An earlier transfer that still waits for its sender is over: it was given up before this call came.
         """
 
         def load() -> dict[str, str]:
@@ -189,19 +177,16 @@ class RolloutWorker(Profiled):
     async def relay_weights(
         self, rendezvous: dict[str, Any], rank: int, channel: str, readers: list[Identity], timeout: float
     ) -> None:
-        """Take part in a broadcast for this node, and hand it on to the node's readers, this host's among them."""
+        """Take part in a broadcast for this node, and hand it on to the node's readers, this worker's among them."""
         from verl.platform import detect
-        from verl.weight_sync.collective import Rendezvous, relay
+        from verl.weight_sync.collective import Channel, Rendezvous, relay
 
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         platform = detect(self.config.trainer.device)
 
         def work() -> None:
-            group = Rendezvous(**rendezvous).join(rank, backend, platform, timeout)
-            try:
-                relay(group, channel, len(readers), expected=readers, timeout=timeout)
-            finally:
-                group.close()
+            with closing(Rendezvous(**rendezvous).join(rank, backend, platform)) as group:
+                relay(group, Channel(channel, len(readers), readers, timeout))
 
         await asyncio.to_thread(work)
 
@@ -219,5 +204,5 @@ class RolloutWorker(Profiled):
 
     async def close(self) -> None:
         """Release everything."""
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()

@@ -16,7 +16,7 @@ from verl.errors import UserError
 from verl.platform.network import check_reachable
 from verl.tracking.hooks import RunHooks
 from verl.tracking.profiler import open_profiler
-from verl.weight_sync.sender import InProcessSync, StreamedSync
+from verl.weight_sync.sender import InProcessSync, StreamedSync, WeightSync
 from verl.workers import build
 from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.resources import no_cluster
@@ -25,7 +25,6 @@ from verl.workers.worker import Worker
 
 if TYPE_CHECKING:
     from verl.config import Config
-    from verl.weight_sync.base import WeightSync
 
 
 def wants_ray(config: Any) -> bool:
@@ -73,6 +72,6 @@ def start_here(config: Config, tokenizer: Any, total_steps: int) -> WorkerSet:
     else:
         sampler = build.own_sampler(config, tokenizer, worker.platform)
         sync = StreamedSync(engine, sampler, adapter=build.adapter_moves(config))
-    roles = roles_of(group)
+    roles = roles_of(group, config)
     profiler = open_profiler(config, roles=(*roles, "rollout"), rank=0, device=worker.platform.name)
     return WorkerSet(roles, sampler, sync, facts["device"], profiler=profiler)

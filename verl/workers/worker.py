@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepRes
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
-from verl.tracking.profiler import Profiled, spanned
+from verl.tracking.timer import Profiled, spanned
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.base import SyncResult
 from verl.workers import build, codec
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     import torch
 
     from verl.algorithms.objective import ActorObjective
+    from verl.weight_sync.shared_memory import Channel
+
+
+_OPEN_FILES = 65536
 
 
 class Worker(Profiled):
@@ -37,27 +42,20 @@ class Worker(Profiled):
         self.config = config
         self.rank, self.world = rank, world
         self.engines: dict[str, TrainingEngine] = {}
-        self._platform: Platform | None = None
         self._rows: list[Segment] = []
         self._remote = False
         self._temperature = float(config.actor_rollout_ref.rollout.temperature)
 
-    @property
+    @cached_property
     def platform(self) -> Platform:
         """The kind of device that it computes on."""
-        if self._platform is None:
-            self._platform = detect(self.config.trainer.device)
-        return self._platform
+        return detect(self.config.trainer.device)
 
-    def prepare(self) -> dict[str, Any]:
-        """Make a fresh process ready: stacks for the watchdog, allocator, quiet libraries, plug-ins. Returns its id."""
-        from verl.platform.host import tune_allocator
-
+    def prepare(self) -> int:
+        """Make a fresh process ready, see `prepare_process`. Returns its id."""
         stacks.register()
-        tune_allocator()
-        quiet_libraries()
-        import_modules(self.config.actor_rollout_ref.model.external_lib)
-        return {"pid": os.getpid()}
+        prepare_process(self.config)
+        return os.getpid()
 
     def free_port(self, address: str) -> int:
         """A port at this address of this machine, kept free for rank 0 to meet the others at."""
@@ -78,13 +76,15 @@ class Worker(Profiled):
 
         shared: a sampler of this process works on the policy's tensors.
         """
-        from verl.algorithms.needs import needs_reference
+        from verl.algorithms.needs import needs_critic, needs_reference
 
         config, platform = self.config, self.platform
-        actor = build.actor_engine(config, total_steps, platform=platform, shared=shared)
+        actor = build.actor_engine(config, total_steps, platform, shared=shared)
         self.engines["actor"] = actor
         if needs_reference(config):
-            self.engines["ref"] = build.reference_engine(config, actor, platform=platform)
+            self.engines["ref"] = build.reference_engine(config, actor, platform)
+        if needs_critic(config):
+            self.engines["critic"] = build.critic_engine(config, total_steps, platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
@@ -113,58 +113,66 @@ class Worker(Profiled):
         """A forward pass over the rows: fill and return the columns of `outputs` (output of the engine → column)."""
         engine = self.engine(role)
         base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
-        with self.span(phase), engine.on_device(), base:
+        with self.span(phase), base:
             found = engine.forward(self._rows, tuple(outputs), temperature=self._temperature)
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
             fill_flat(self._rows, name, values)
         return columns
 
-    @spanned("update_actor")
-    def update(self, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One optimizer step of the policy for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
+    def update(
+        self, role: str, columns: Mapping[str, np.ndarray], minis: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """One optimizer step of a role for each of `minis`: {"rows": positions, "denominators": counts of all ranks,
         "trajectory_tokens": T_i of the rows or None}.
 
         `columns` are those that came into being since the rows did. Returns {"results": one mapping for each,
         "columns": old_log_probs and entropy, each if rows were without}.
         """
-        engine = self.engine()
-        codec.fill(self._rows, columns)
-        fresh = [
-            n for n in ("old_log_probs", "entropy") if any(getattr(row, n) is None for row in self._rows)
-        ]
-        with engine.on_device(optimizer=True):
-            results = [self._update(engine, mini) for mini in minis]
+        engine = self.engine(role)
+        if columns:
+            codec.fill(self._rows, columns)
+        columns_of_update = ("old_log_probs", "entropy") if role == "actor" else ()
+        fresh = [n for n in columns_of_update if any(getattr(row, n) is None for row in self._rows)]
+        with self.span(f"update_{role}"):
+            results = [self._update(role, engine, mini) for mini in minis]
         return {
             "results": [asdict(result) for result in results],
             "columns": codec.collect(self._rows, fresh) if self._remote else {},
         }
 
-    def _update(self, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
+    def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
         from verl.algorithms.objective import ActorObjective, LossDenominators
+        from verl.algorithms.value_loss import ValueObjective
 
         rows = [self._rows[i] for i in mini["rows"]]
         counts = mini["trajectory_tokens"]
         tokens_of = None if counts is None else dict(zip(map(id, rows), counts, strict=True))
-        config = self.config
-        objective = ActorObjective(
-            config.actor_rollout_ref.actor,
-            LossDenominators(**mini["denominators"]),
-            config.algorithm.rollout_correction,
-            tokens_of,
-        )
+        denominators = LossDenominators(**mini["denominators"])
+        if role == "critic":
+            values = ValueObjective(self.config.critic, denominators, tokens_of)
+            return engine.step(rows, values, ("values",), temperature=self._temperature)
+        actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
+        objective = ActorObjective(actor, denominators, correction, tokens_of)
         recording = RecordOldLogProbs(objective)
         return engine.step(rows, recording, LOG_PROBS_AND_ENTROPY, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
         rows, engine = [self._rows[i] for i in positions], self.engine()
-        with engine.on_device():
-            return engine.forward(rows, temperature=self._temperature)["log_probs"]
+        return engine.forward(rows, temperature=self._temperature)["log_probs"]
 
-    def advance(self) -> float:
-        """End of a training step: the learning-rate schedule moves on; returns the rate that was used."""
-        return self.engine().advance()
+    def onload(self, role: str, optimizer: bool) -> None:
+        """`TrainingEngine.onload` of a role."""
+        self.engine(role).onload(optimizer=optimizer)
+
+    def offload(self, role: str) -> None:
+        """`TrainingEngine.offload` of a role."""
+        self.engine(role).offload()
+
+    def advance(self, role: str = "actor") -> float:
+        """End of a role's training step: its learning-rate schedule moves on; returns the rate that was used."""
+        return self.engine(role).advance()
 
     # -- weights and state ------------------------------------------------------------------------------------
 
@@ -186,6 +194,7 @@ class Worker(Profiled):
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
         """
         from verl.engine.training.settings import named_dtype
+        from verl.weight_sync.shared_memory import Channel
         from verl.weight_sync.verify import digesting
 
         engine, sums = self.engine(), dict[str, str]()
@@ -196,10 +205,10 @@ class Worker(Profiled):
         try:
             if channel is not None or rendezvous is not None:
                 stream = digesting(weights, sums, verify, dtype=kind) if verify else weights
-                where = self.platform.device() if on_device else None
-                result = self._deliver(stream, version, kind, channel or "", readers, where, rendezvous)
+                target = None if channel is None else Channel(channel, len(readers), readers)
+                result = self._deliver(stream, version, kind, target, on_device, rendezvous)
         finally:
-            # The other ranks gather all of it, whatever befell this one.
+            # The other ranks gather all of it, whatever happened to this one.
             for _ in weights:
                 continue
         self._release_cached_memory()
@@ -214,34 +223,27 @@ class Worker(Profiled):
         self,
         weights: Any,
         version: int,
-        dtype: torch.dtype | None,
-        channel: str,
-        readers: Sequence[Identity],
-        device: torch.device | None,
-        rendezvous: dict[str, Any] | None,
+        dtype: Any,
+        channel: Channel | None,
+        on_device: bool,
+        rendezvous: Any,
     ) -> SyncResult:
+        """Write weights to the readers of this node, or broadcast them to those of other nodes, too."""
         from verl.weight_sync.collective import Rendezvous, broadcast
-        from verl.weight_sync.shared_memory import TIMEOUT, BucketSender
+        from verl.weight_sync.shared_memory import BucketSender
 
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
         bucket = int(settings.update_weights_bucket_megabytes) << 20
         if rendezvous is None:
-            sender = BucketSender(channel, len(readers), bucket, dtype=dtype, expected=readers, device=device)
-            return sender.send(weights, version)
-        group = Rendezvous(**rendezvous).join(0, settings.backend, self.platform, TIMEOUT)
-        try:
-            return broadcast(
-                group,
-                weights,
-                version,
-                bucket_bytes=bucket,
-                dtype=dtype,
-                channel=channel,
-                readers=len(readers),
-                expected=readers,
+            assert channel is not None
+            device = self.platform.device() if on_device else None
+            readers, expected = channel.readers, channel.expected
+            sender = BucketSender(
+                channel.name, readers, bucket, dtype=dtype, expected=expected, device=device
             )
-        finally:
-            group.close()
+            return sender.send(weights, version)
+        with closing(Rendezvous(**rendezvous).join(0, settings.backend, self.platform)) as group:
+            return broadcast(group, weights, version, bucket_bytes=bucket, dtype=dtype, channel=channel)
 
     def try_channel(
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
@@ -298,8 +300,13 @@ class RecordOldLogProbs:
         return result
 
 
-def quiet_libraries() -> None:
-    """No progress bars from a worker."""
+def prepare_process(config: Any) -> None:
+    """What every worker process needs before it loads anything: allocator, open files, no progress bars, plug-ins."""
     from transformers.utils import logging
 
+    from verl.platform.host import raise_open_files, tune_allocator
+
+    tune_allocator()
+    raise_open_files(_OPEN_FILES)
     logging.disable_progress_bar()
+    import_modules(config.actor_rollout_ref.model.external_lib)

@@ -92,7 +92,7 @@ REFUSED = [
     (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"], ["at most", "max_resp_len=512"]),
     (["reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:513}"], ["513"]),
     # 18
-    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=1"]),
+    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes and"]),
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
@@ -112,10 +112,11 @@ REFUSED = [
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
     (["critic.strategy=torchtitan"], ["TorchTitan"]),
     # not in this release
-    (["algorithm.adv_estimator=rloo"], ["rloo is not in this release; set algorithm.adv_estimator=grpo"]),
-    ([f"{ARR}.actor.policy_loss.loss_mode=cispo"], ["cispo is not in this release", "vanilla"]),
+    (
+        ["algorithm.adv_estimator=remax"],
+        ["remax is not in this release; set algorithm.adv_estimator=", "grpo"],
+    ),
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
-    (["algorithm.filter_groups.enable=True"], ["dynamic sampling"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
     (["critic.enable=True"], ["the critic"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),

@@ -23,8 +23,8 @@ def check(c: Check) -> None:
 def _kl(c: Check) -> None:
     algorithm, actor = c.cfg.algorithm, c.cfg.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        message = "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)"
-        c.refuse(f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True", message)
+        both = f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True"
+        c.refuse(both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)")
     control = algorithm.kl_ctrl
     if control.type == "adaptive" and (control.horizon <= 0 or control.target_kl <= 0):
         keys = c.at("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
@@ -39,38 +39,43 @@ def _estimator(c: Check) -> None:
     algorithm, n = c.cfg.algorithm, c.rollout.n
     name = algorithm.adv_estimator
     if name == "gae" and c.cfg.critic.enable is False:
-        message = "algorithm.adv_estimator=gae needs values; enable the critic or use grpo"
-        c.refuse("critic.enable=False", message)
+        c.refuse("critic.enable", "algorithm.adv_estimator=gae needs values; enable the critic or use grpo")
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
     if n < 2 and (name == "grpo_passk" or algorithm.filter_groups.enable):
         what = "grpo_passk" if name == "grpo_passk" else "filter_groups"
-        message = f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more"
-        c.refuse(f"{ROLLOUT}.n={n}", message)
+        c.refuse(f"{ROLLOUT}.n", f"{what} compares responses to one prompt; set {ROLLOUT}.n=2 or more")
     elif n == 1 and name in GROUP_ESTIMATORS:
         c.notice(f"{ROLLOUT}.n=1 with {name}: a group of one has no baseline, the score is the advantage")
+    if (
+        algorithm.filter_groups.enable
+        and algorithm.use_kl_in_reward
+        and algorithm.filter_groups.metric == "seq_final_reward"
+    ):
+        message = "the KL penalty is not known while groups are sampled; use metric=reward"
+        c.refuse("algorithm.filter_groups.metric=seq_final_reward", message)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if name == "gdpo" and not keys:
-        message = "gdpo needs the keys the reward function returns, [accuracy,format]"
-        c.refuse("algorithm.gdpo_reward_keys", message)
+        c.refuse("algorithm.gdpo_reward_keys", "gdpo needs the keys the reward function returns, [a,b]")
     if keys and weights and len(keys) != len(weights):
-        message = f"{len(weights)} weights for {len(keys)} keys; give one each"
-        c.refuse("algorithm.gdpo_reward_weights", message)
+        c.refuse("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys")
+    if name == "gdpo" and algorithm.use_kl_in_reward:
+        c.notice(
+            "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
+        )
 
 
 def _sampling(c: Check) -> None:
     rollout = c.rollout
     val = rollout.val_kwargs
     if rollout.temperature <= 0:
-        message = "training samples; set 1.0 (validation has its own: val_kwargs.temperature)"
-        c.refuse(c.at(f"{ROLLOUT}.temperature"), message)
+        c.refuse(f"{ROLLOUT}.temperature", "training samples; set 1.0 (validation: val_kwargs.temperature)")
     if not rollout.do_sample:
-        message = "training samples; set True (validation has its own: val_kwargs.do_sample)"
-        c.refuse(f"{ROLLOUT}.do_sample=False", message)
+        c.refuse(f"{ROLLOUT}.do_sample", "training samples; set True (validation: val_kwargs.do_sample)")
     if val.do_sample is True and val.temperature == 0:
-        message = "temperature 0 is greedy; set val_kwargs.temperature=1.0, or do_sample=False"
-        c.refuse(f"{ROLLOUT}.val_kwargs.do_sample=True, val_kwargs.temperature=0", message)
+        both = f"{ROLLOUT}.val_kwargs.do_sample=True, val_kwargs.temperature=0"
+        c.refuse(both, "temperature 0 is greedy; set val_kwargs.temperature=1.0, or do_sample=False")
     elif val.n > 1 and (val.do_sample is False or val.temperature == 0):
         c.notice(f"{c.at(f'{ROLLOUT}.val_kwargs.n')} and greedy: all responses to a prompt will be the same")
     if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
@@ -86,12 +91,10 @@ def _loss(c: Check) -> None:
     if mode == "dro" and not (beta and beta > 0):
         c.refuse(f"{ACTOR}.policy_loss.dro_beta={beta}", "dro needs a value above 0")
     if mode == "gspo" and max(actor.clip_ratio_low, actor.clip_ratio_high) > 0.01:
-        usual = "its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4"
-        c.notice(f"gspo with clip_ratio={actor.clip_ratio}: {usual}")
+        c.notice("gspo: its paper has clip_ratio_low=3e-4, clip_ratio_high=4e-4, far below these")
     unset = not (c.was_set(f"{ACTOR}.clip_ratio_low") and c.was_set(f"{ACTOR}.clip_ratio_high"))
     if mode.startswith("dppo_") and unset:
-        bounds = "clip_ratio_low and clip_ratio_high bound a divergence here"
-        c.notice(f"{mode}: {bounds}; set both (dppo_kl's paper: 0.05)")
+        c.notice(f"{mode}: clip_ratio_low and clip_ratio_high bound a divergence; set both (paper: 0.05)")
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and c.cfg.algorithm.norm_adv_by_std_in_grpo:
         c.notice("seq-mean-token-sum-norm with norm_adv_by_std_in_grpo=True: Dr. GRPO sets it to False")
 
@@ -107,20 +110,15 @@ def _correction(c: Check) -> None:
     if weights or correction.rollout_rs:
         _thresholds(c, correction)
     if reinforce and correction.bypass_mode and not weights:
-        c.notice(
-            f"{key}.loss_type=reinforce without rollout_is: responses of an older policy are trained on uncorrected "
-            f"({key}.rollout_is=token weighs them)"
-        )
+        c.notice(f"{key}.loss_type=reinforce without rollout_is: older responses are trained on uncorrected")
     if correction.bypass_mode and not reinforce and weights:
-        c.notice(
-            f"no effect: {key}.rollout_is={weights} with bypass_mode and loss_type=ppo_clip, whose ratio is to the "
-            "sampler already"
-        )
+        why = "bypass_mode with loss_type=ppo_clip, whose ratio is to the sampler already"
+        c.notice(f"no effect: {key}.rollout_is={weights}: {why}")
 
 
 def _thresholds(c: Check, correction: Any) -> None:
     """Weights and rejection rules have thresholds that parse, one for each rule or one for all."""
-    from verl.algorithms.importance import parse_rule, parse_rules, parse_weighting
+    from verl.algorithms.correction import parse_rule, parse_rules, parse_weighting
 
     if correction.rollout_is in ("token", "sequence"):
         _attempt(c, parse_weighting, correction.rollout_is, correction.rollout_is_threshold)
@@ -169,13 +167,10 @@ def _staleness(c: Check) -> None:
 def _notices(c: Check) -> None:
     actor = c.cfg.actor_rollout_ref.actor
     if c.trainer.critic_warmup > 0 and not c.cfg.critic.enable:
-        text = "there is no critic to warm up; the actor is trained from the first step"
-        c.notice(f"{c.at('trainer.critic_warmup')}: {text}")
+        c.notice(f"no effect: {c.at('trainer.critic_warmup')}: there is no critic to warm up")
     if not c.model.use_remove_padding:
-        text = "sequences are packed without padding; results are the same"
-        c.notice(f"no effect: {c.model_key}.use_remove_padding=False: {text}")
+        c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
     if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
         c.notice(f"{ACTOR}.freeze_vision_tower=True: this model has no vision tower")
     if "hf_model" in actor.checkpoint.save_contents:
-        text = "weights are written as Hugging Face files always"
-        c.notice(f"checkpoint.save_contents: hf_model has no effect, {text}")
+        c.notice("checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always")

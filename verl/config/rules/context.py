@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from verl.config import devices
+from verl.config.fields import leaves
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.problems import Problem, Report
 from verl.config.schema.base import Root
@@ -24,6 +25,7 @@ class Check:
         self.ppo = cfg.entry == "ppo"
         self.model_key = "actor_rollout_ref.model" if self.ppo else "model"
         self.rollout_key = ROLLOUT if self.ppo else "rollout"
+        self.keys = leaves(type(cfg))
         self.rows: dict[str, int] = {}
         self._look_at(cfg)
 
@@ -47,12 +49,12 @@ class Check:
         return ", ".join(f"{s}={self.cfg.select(path)}" for s, path in zip(shown, paths, strict=True))
 
     def refuse(self, key: str, message: str) -> None:
-        """The configuration is wrong."""
-        self._add(Problem(key, message))
+        """The configuration is wrong. One key alone in `key` is shown with its value."""
+        self._add(Problem(self._shown(key), message))
 
     def lacks(self, key: str, message: str, download: bool = False) -> None:
         """This machine lacks something; `download` if a run could fetch it."""
-        problem = Problem(key, message, "machine")
+        problem = Problem(self._shown(key), message, "machine")
         if self._add(problem) and download:
             self.report.downloads.append(problem)
 
@@ -61,6 +63,10 @@ class Check:
         notices = self.report.check_only if run_says else self.report.notices
         if text not in notices:
             notices.append(text)
+
+    def _shown(self, key: str) -> str:
+        value = self.cfg.select(key)
+        return f"{key}={value}" if isinstance(value, (bool, int, float, str)) else key
 
     def _add(self, problem: Problem) -> bool:
         if problem in self.report.problems:

@@ -126,10 +126,11 @@ def _filled(file: Any, column: str) -> bool:
 def _enough_rows(c: Check) -> None:
     rows, size = c.rows.get("data.train_files"), c.cfg.data.train_batch_size
     limit = c.cfg.data.train_max_samples
-    usable = min(rows, limit) if rows and limit > 0 else rows
-    if usable is not None and usable < size:
-        message = f"more than the {usable} rows of data.train_files; lower it to {usable} or less"
-        c.refuse(f"data.train_batch_size={size}", message)
+    most = min(rows, limit) if rows and limit > 0 else rows
+    if most is not None and most < size:
+        c.refuse(
+            "data.train_batch_size", f"more than the {most} rows of data.train_files; lower it to {most}"
+        )
 
 
 def _sft_file(c: Check, key: str, file: Any) -> set[str]:
@@ -157,8 +158,7 @@ def _table(c: Check) -> None:
     scored = ("response_key", "data_source_key", "reward_model_key")
     for key in ("prompt_key",) if c.cfg.entry == "generation" else scored:
         if data[key] not in file.columns:
-            message = f"{data.path} has no such column{_absent(data[key], file)}"
-            c.refuse(f"data.{key}={data[key]}", message)
+            c.refuse(f"data.{key}", f"{data.path} has no such column{_absent(data[key], file)}")
 
 
 # ---- code of the user's own ----
@@ -179,8 +179,7 @@ def _user_code(c: Check) -> None:
         if c.cfg.select(path):
             _object(c, path, name)
         else:
-            message = f"needs {path}=FILE.py, which defines the class {c.cfg.select(name)}"
-            c.refuse("reward_manager.source=importlib", message)
+            c.refuse("reward_manager.source", f"needs {path}=FILE.py with the class {c.cfg.select(name)}")
 
 
 def _object(c: Check, path_key: str, name_key: str) -> None:
@@ -191,7 +190,7 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     except (OSError, SyntaxError, ValueError) as error:
-        c.refuse(c.at(path_key), f"cannot be read as Python: {error}")
+        c.refuse(path_key, f"cannot be read as Python: {error}")
         return
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
@@ -199,9 +198,9 @@ def _object(c: Check, path_key: str, name_key: str) -> None:
     if not name:
         c.refuse(name_key, f"is required with {path_key} (found there: {listed})")
     elif name not in defined and not _bound_otherwise(tree, name):
-        c.refuse(c.at(name_key), f"{source} defines no such name{nearest(name, defined)} ({listed})")
+        c.refuse(name_key, f"{source} defines no such name{nearest(name, defined)} ({listed})")
     elif name_key == "custom_reward_function.name" and isinstance(defined.get(name), functions):
-        _takes(c, c.at(name_key), defined[name])
+        _takes(c, name_key, defined[name])
 
 
 def _source(c: Check, key: str) -> Path | None:
@@ -212,7 +211,7 @@ def _source(c: Check, key: str) -> Path | None:
         if file.is_file():
             return file
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        c.refuse(c.at(key), f"no such file (looked at {file.absolute()}){nearest(file.name, beside)}")
+        c.refuse(key, f"no such file (looked at {file.absolute()}){nearest(file.name, beside)}")
         return None
     module = path.removeprefix("pkg://").strip("/").removesuffix(".py").replace("/", ".")
     try:
@@ -220,21 +219,17 @@ def _source(c: Check, key: str) -> Path | None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        c.refuse(c.at(key), f"no module {module} can be imported here")
+        c.refuse(key, f"no module {module} can be imported here")
         return None
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def _bound_otherwise(tree: ast.Module, name: str) -> bool:
     """True if the module may bind the name by an assignment, an import or a nested statement."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
-            return True
-        if getattr(node, "name", None) == name:  # a function or a class
-            return True
-    return False
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    named = {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
+    return name in stored or bool({name, "*"} & named)
 
 
 def _takes(c: Check, key: str, function: Any) -> None:

@@ -23,7 +23,7 @@ def check(c: Check) -> None:
         _without(c)
         return
     if importlib.util.find_spec("peft") is None:
-        at = c.at(f"{key}.lora_rank" if rank > 0 else f"{key}.lora_adapter_path")
+        at = f"{key}.lora_rank" if rank > 0 else f"{key}.lora_adapter_path"
         c.lacks(at, "LoRA needs peft, which is not installed: pip install 'verl[lora]'")
     if c.model.lora_adapter_path:
         rank = _adapter(c) or rank
@@ -31,8 +31,7 @@ def check(c: Check) -> None:
         _patterns(c)
     parallel = f"{ACTOR}.fsdp_config" if c.ppo else "engine"
     if (c.cfg.select(f"{parallel}.tensor_parallel_size") or 1) > 1:
-        message = "adapters are not cut so; with LoRA set it to 1"
-        c.refuse(c.at(f"{parallel}.tensor_parallel_size"), message)
+        c.refuse(f"{parallel}.tensor_parallel_size", "adapters are not cut so; with LoRA set it to 1")
     if c.rollout is not None:
         _sampler(c, rank)
     if c.ppo:
@@ -65,8 +64,7 @@ def _adapter(c: Check) -> int | None:
         c.refuse(f"{key}={given}", f"{ADAPTER_CONFIG} there is not that of a LoRA adapter")
         return None
     if c.model.lora_rank > 0 and c.model.lora_rank != rank:
-        message = f"the adapter of {key} has rank {rank}; set {rank}, or leave it out"
-        c.refuse(c.at(f"{c.model_key}.lora_rank"), message)
+        c.refuse(f"{c.model_key}.lora_rank", f"the adapter has rank {rank}; set {rank}, or leave it out")
     own = [f"{c.model_key}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
     if ignored := [name for name in own if c.was_set(name)]:
         c.notice(f"no effect: {', '.join(ignored)}: the adapter of lora_adapter_path has its own")

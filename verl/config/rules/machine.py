@@ -40,15 +40,13 @@ def _devices(c: Check) -> None:
     if kind == "cuda" and here and not found.cuda_build:
         c.lacks("trainer.device=cuda", "torch is built without CUDA here; install a CUDA build, or set cpu")
     elif wanted in ("cuda", "npu") and not here and not cluster:
-        message = f"no {wanted} device is found here; set trainer.device=cpu or auto"
-        c.lacks(f"trainer.device={wanted}", message)
+        c.lacks("trainer.device", f"no {wanted} device is found here; set trainer.device=cpu or auto")
     if c.cfg.entry == "sft":
         _processes(c, sizes, kind, here)
         return
     if not c.ppo:
         if c.world > 1:
-            message = f"{c.world} devices; this command runs on 1, and here is {here} {kind}; set both to 1"
-            c.lacks(sizes, message)
+            c.lacks(sizes, f"this command runs on one device, and here is {here} {kind}; set both to 1")
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)
@@ -59,24 +57,19 @@ def _devices(c: Check) -> None:
         _open_files(c, sizes)
     folder = Path(c.trainer.default_local_dir).expanduser()
     if not folder.is_absolute() and "working_dir_files" in Path.cwd().parts:
-        c.notice(
-            f"trainer.default_local_dir={folder} is inside Ray's temporary copy of the job's directory and is lost with it: give "
-            "an absolute path on a disk that stays"
-        )
+        lost = "is inside Ray's temporary copy of the job's directory, lost with it: give an absolute path"
+        c.notice(f"trainer.default_local_dir={folder} {lost}")
 
 
 def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
     """Supervised training runs in the processes that torchrun started."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if kind != "cpu" and local > here > 0:
-        message = f"started {local} processes on this machine, which has {here} {kind}; start {here}"
-        c.lacks("torchrun", message)
+        c.lacks("torchrun", f"started {local} processes on a machine with {here} {kind}; start {here}")
     nodes, each = c.trainer.nnodes, c.trainer.n_gpus_per_node
     if nodes * each != c.world and (c.was_set("trainer.nnodes") or c.was_set("trainer.n_gpus_per_node")):
-        c.notice(
-            f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; torchrun --nnodes={nodes} "
-            f"--nproc_per_node={each} -m verl.trainer.sft_trainer … starts as many"
-        )
+        how = f"torchrun --nnodes={nodes} --nproc_per_node={each} starts as many"
+        c.notice(f"no effect: {sizes}: torchrun decides how many processes train, here {c.world}; {how}")
 
 
 def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
@@ -117,8 +110,7 @@ def _engine(c: Check) -> None:
     elif name in _ARGUMENT_CHECKS:
         _ARGUMENT_CHECKS[name](c)
     elif c.rollout.engine_kwargs.vllm or c.rollout.engine_kwargs.sglang:
-        belong = f"{c.rollout_key}.engine_kwargs.* belong to vllm and sglang"
-        c.notice(f"no effect: {belong}, the engine is {name}")
+        c.notice(f"no effect: {c.rollout_key}.engine_kwargs.* belong to vllm and sglang, this is {name}")
 
 
 def _vllm(c: Check) -> None:
@@ -139,19 +131,20 @@ def _vllm(c: Check) -> None:
     for text in translated.notices:
         c.notice(text)
     if c.rollout.data_parallel_size > 1:
-        message = "one vllm engine is one copy of the model here; set 1: more devices make more engines"
-        c.refuse(c.at(f"{key}.data_parallel_size"), message)
+        c.refuse(
+            f"{key}.data_parallel_size", "one engine is one copy here; set 1: more devices make more engines"
+        )
 
 
 def _model(c: Check) -> None:
-    facts, at = c.facts, c.at(f"{c.model_key}.path")
+    facts, at = c.facts, f"{c.model_key}.path"
     if facts is None:
         return
     if trouble := facts.missing_weights():
         c.refuse(at, trouble)
     if facts.remote_code and not c.model.trust_remote_code:
-        code = f"the model ({facts.name}) is built by code shipped with it"
-        c.refuse(f"{c.model_key}.trust_remote_code=False", f"{code}; set True to run its author's code")
+        why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
+        c.refuse(f"{c.model_key}.trust_remote_code", why)
     if facts.vision:
         c.lacks(at, f"vision models ({facts.name}) are not in this release; use a text model")
     if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:

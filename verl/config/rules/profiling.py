@@ -34,8 +34,8 @@ def check(c: Check) -> None:
         without = [f"{path}.enable=True" for path, group in roles.items() if group.enable]
         without += [c.at("global_profiler.steps")] if profiler.steps else []
         if without:
-            reason = "nothing is profiled without global_profiler.tool=torch"
-            c.notice(f"no effect: {', '.join(without)}: {reason}")
+            keys = ", ".join(without)
+            c.notice(f"no effect: {keys}: nothing is profiled without global_profiler.tool=torch")
         return
     tool = f"global_profiler.tool={profiler.tool}"
     if not profiler.steps:

@@ -38,14 +38,12 @@ def _lengths(c: Check) -> None:
     if facts is not None and facts.context is not None and longest > facts.context:
         c.refuse(text, f"= {longest} tokens, the model's context is {facts.context}; lower one of them")
     if longest > rollout.max_model_len:
-        limit = c.at(f"{key}.max_model_len")
-        c.refuse(text, f"= {longest} tokens, {limit}; raise it or leave it null")
+        c.refuse(text, f"= {longest} tokens, {c.at(f'{key}.max_model_len')}; raise it or leave it null")
     if c.ppo and rollout.prompt_length < c.cfg.data.max_prompt_length:
-        message = f"prompts may have {c.at('data.max_prompt_length')} tokens; leave it unset"
-        c.refuse(c.at(f"{key}.prompt_length"), message)
+        c.refuse(f"{key}.prompt_length", f"prompts may have {c.at('data.max_prompt_length')}; leave it unset")
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.max_model_len:
         message = f"without enable_chunked_prefill a prompt is not cut; raise it to {rollout.max_model_len}"
-        c.refuse(c.at(f"{key}.max_num_batched_tokens"), f"{message}, or leave it unset")
+        c.refuse(f"{key}.max_num_batched_tokens", f"{message}, or leave it unset")
 
 
 def _engine_layout(c: Check) -> None:
@@ -71,13 +69,12 @@ def _engine_layout(c: Check) -> None:
         c.refuse(product, f"{message}; use one of {divisors(per_node)}")
     expert, spread = rollout.expert_parallel_size, tensor * rollout.data_parallel_size
     if expert > 1 and facts is not None and not facts.experts:
-        c.refuse(f"{key}.expert_parallel_size={expert}", "the model has no experts; set 1")
+        c.refuse(f"{key}.expert_parallel_size", "the model has no experts; set 1")
     elif expert > 1 and expert != spread:
-        message = f"must be tensor × data parallel = {spread}, or 1"
-        c.refuse(f"{key}.expert_parallel_size={expert}", message)
+        c.refuse(f"{key}.expert_parallel_size", f"must be tensor × data parallel = {spread}, or 1")
     if rollout.pipeline_model_parallel_size > 1 and engine.tensor_parallel:
         message = f"{rollout.name} is not run in pipeline; set 1 and raise tensor_model_parallel_size"
-        c.refuse(c.at(f"{key}.pipeline_model_parallel_size"), message)
+        c.refuse(f"{key}.pipeline_model_parallel_size", message)
 
 
 def _batches(c: Check) -> None:
@@ -97,8 +94,7 @@ def _batches(c: Check) -> None:
         above = f"the longest sequence ({longest} tokens) is above the token budget ({budget})"
         c.notice(f"{above}; it goes alone")
     if not data.val_files and c.trainer.val_only:
-        message = "there is nothing to validate on; name the files"
-        c.refuse("trainer.val_only=True, data.val_files", message)
+        c.refuse("trainer.val_only=True, data.val_files", "there is nothing to validate on; name the files")
     if not data.val_files and c.trainer.test_freq > 0:
         c.notice(f"{c.at('trainer.test_freq')} without data.val_files: there is nothing to validate on")
 
@@ -110,7 +106,7 @@ def _overlong(c: Check) -> None:
         return
     most = c.at(f"{key}.max_resp_len")
     if not 0 < buffer.len <= kwargs.max_resp_len:
-        c.refuse(c.at(f"{key}.overlong_buffer_cfg.len"), f"must be above 0 and at most {most}")
+        c.refuse(f"{key}.overlong_buffer_cfg.len", f"must be above 0 and at most {most}")
     if kwargs.max_resp_len != limit:
         c.notice(f"{most} is not data.max_response_length={limit}")
 
@@ -118,11 +114,10 @@ def _overlong(c: Check) -> None:
 def _pools(c: Check) -> None:
     reward = c.cfg.reward_model
     if reward.enable_resource_pool and (reward.nnodes < 1 or reward.n_gpus_per_node < 1):
-        message = "needs its size: reward_model.nnodes=1 and reward_model.n_gpus_per_node"
-        c.refuse("reward_model.enable_resource_pool=True", message)
+        c.refuse("reward_model.enable_resource_pool", "needs reward_model.nnodes and n_gpus_per_node above 0")
     if not c.cfg.actor_rollout_ref.hybrid_engine and c.rollout.nnodes == 0:
-        message = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
-        c.refuse("actor_rollout_ref.hybrid_engine=False", message)
+        needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
+        c.refuse("actor_rollout_ref.hybrid_engine", needed)
 
 
 def _policy_layout(c: Check) -> None:
@@ -170,19 +165,18 @@ def _megatron(c: Check, key: str, m: Any) -> None:
         equation = f"tensor × pipeline × context = {model}"
         c.refuse(f"{key}: {equation}", f"does not divide the {c.world} ranks")
     if virtual and pipeline == 1:
-        at = c.at(f"{key}.virtual_pipeline_model_parallel_size")
-        c.refuse(at, "needs pipeline_model_parallel_size > 1")
+        c.refuse(f"{key}.virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size > 1")
     layers = c.facts.layers if c.facts is not None else None
     chunks = pipeline * (virtual or 1)
     uneven = any(name.startswith(("num_layers_in", "account_for")) for name in m.override_transformer_config)
     if layers and layers % chunks and not uneven:
         message = f"{layers} layers over {chunks} chunks; set num_layers_in_first_pipeline_stage or …_last_…"
-        c.refuse(c.at(f"{key}.pipeline_model_parallel_size"), message)
+        c.refuse(f"{key}.pipeline_model_parallel_size", message)
     experts = m.expert_model_parallel_size
     if experts > 1 and c.facts is not None and (not c.facts.experts or c.facts.experts % experts):
         divides = f"does not divide the model's {c.facts.experts} experts"
         message = divides if c.facts.experts else "the model has no experts; set 1"
-        c.refuse(f"{key}.expert_model_parallel_size={experts}", message)
+        c.refuse(f"{key}.expert_model_parallel_size", message)
     if m.sequence_parallel and m.tensor_model_parallel_size == 1:
         c.notice(f"{key}.sequence_parallel is off with tensor_model_parallel_size=1")
 
@@ -209,9 +203,7 @@ def plan(c: Check) -> list[str]:
         f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
     if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train):
-        rows = c.rows.get("data.val_files")
-        if rows and data.val_max_samples >= 0:
-            rows = min(rows, data.val_max_samples)
+        rows = _rows(c, "val")
         prompts = f"{rows} prompts" if rows else "validation prompts"
         lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
     return lines
@@ -221,14 +213,14 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _train_rows(c: Check) -> int | None:
-    """Rows of the training files that a run uses, as far as they are known."""
-    rows, most = c.rows.get("data.train_files"), c.cfg.data.train_max_samples
+def _rows(c: Check, kind: str) -> int | None:
+    """Rows of the training ("train") or validation ("val") files that a run uses, as far as they are known."""
+    rows, most = c.rows.get(f"data.{kind}_files"), c.cfg.data[f"{kind}_max_samples"]
     return min(rows, most) if rows and most >= 0 else rows
 
 
 def _steps(c: Check) -> str:
-    rows, size = _train_rows(c), c.cfg.data.train_batch_size
+    rows, size = _rows(c, "train"), c.cfg.data.train_batch_size
     total, epochs = c.trainer.total_training_steps, c.trainer.total_epochs
     if total is not None:
         return f"{total} steps" + (f" over {rows} rows" if rows else "")
@@ -250,7 +242,7 @@ def _micro(actor: Any, responses: int, ranks: int) -> str:
 def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
-        rows, size = _train_rows(c), data.train_batch_size
+        rows, size = _rows(c, "train"), data.train_batch_size
         steps = f"{rows} rows, {rows // size} steps an epoch" if rows else f"{size} rows a step"
         return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
     if c.cfg.entry == "generation":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
-from verl.config.fields import Field, leaves
+from verl.config.fields import Field
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
+from verl.errors import UserError
 
 REGISTRIES = {
     "algorithm.adv_estimator": "ESTIMATORS",
@@ -24,7 +23,7 @@ REGISTRIES = {
 def check(c: Check) -> None:
     """Bounds and names of every key, then the features that are not in this release."""
     mended: dict[str, Any] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if "same_as" in known.about and not c.was_set(path):
             if not isinstance(value, list) and _outside(value, known):
@@ -47,8 +46,7 @@ def check(c: Check) -> None:
         c.mend(mended)
     _unread(c)
     for path, (what, instead) in names.FEATURES.items():
-        default = path == "critic.enable" and not c.was_set(path)
-        if c.cfg.select(path) and not default:
+        if c.cfg.select(path):
             c.refuse(c.at(path), f"not in this release ({what}); {instead}")
 
 
@@ -67,9 +65,10 @@ def _unread(c: Check) -> None:
     alone = (
         () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
     )
-    rows = [row for row in names.UNREAD if row.when in ("", engine, *alone)]
+    tables = [table for when, table in names.UNREAD.items() if when in ("", engine, *alone)]
+    rows = [row for table in tables for row in table.items()]
     found: dict[str, list[str]] = {}
-    for path, known in leaves(type(c.cfg)).items():
+    for path, known in c.keys.items():
         value = c.cfg.select(path)
         if not c.was_set(path) or value == known.default():
             continue
@@ -79,7 +78,7 @@ def _unread(c: Check) -> None:
             continue
         if path.endswith(".checkpoint_engine.backend") and c.ppo and c.rollout.nnodes > 0:
             continue
-        reason = next((row.reason for row in rows if names.compiled(row.keys).match(path)), None)
+        reason = next((reason for glob, reason in rows if names.compiled(glob).match(path)), None)
         if reason:
             found.setdefault(reason, []).append(c.at(path))
     for reason, keys in found.items():
@@ -127,9 +126,8 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         return
     if name in options:
         default = "" if c.was_set(path) else " (it is the default)"
-        needs = ", which needs a critic," if name == "gae" else ""
         use = f"set {path}={' or '.join(here)}"
-        c.refuse(f"{path}={name}", f"{name}{needs} is not in this release{default}; {use}")
+        c.refuse(f"{path}={name}", f"{name} is not in this release{default}; {use}")
     elif foreign:
         c.refuse(f"{path}={name}", f"{foreign.what} is not in this release; closest: {foreign.instead}")
     else:
@@ -142,14 +140,12 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
 
 def _plugins(c: Check, registry: str) -> set[str]:
     """Names that plug-in modules register; they are imported only when a name is not one of ours."""
-    modules = list(c.model.external_lib or ()) if c.model is not None else []
-    modules += [m.strip() for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m.strip()]
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            trouble = f"importing {module} failed: {type(error).__name__}: {error}"
-            c.refuse(f"{c.model_key}.external_lib", trouble)
     from verl.algorithms import registry as registries
+    from verl.plugins import import_modules
 
-    return set(getattr(registries, registry).functions)
+    try:
+        import_modules(c.model.external_lib if c.model is not None else None)
+    except UserError as error:
+        c.refuse(f"{c.model_key}.external_lib", str(error))
+    functions = getattr(registries, registry).functions
+    return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}

@@ -7,6 +7,7 @@ from verl.config.schema.training import (
     CheckpointConfig,
     CriticOptimConfig,
     FSDPConfig,
+    LogProbConfig,
     MegatronConfig,
     OptimConfig,
     RefMegatronConfig,
@@ -15,167 +16,160 @@ from verl.config.schema.training import (
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 AGG_MODES: tuple[str, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
 AGG_MODES += ("seq-mean-token-sum-norm",)
-POLICY_LOSSES: tuple[str, ...] = (
-    "vanilla",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "cispo",
-    "dppo_tv",
-)
-POLICY_LOSSES += ("dppo_kl", "dro", "bypass_mode")
+POLICY_LOSSES: tuple[str, ...] = ("vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo")
+POLICY_LOSSES += ("dppo_tv", "dppo_kl", "dro", "bypass_mode")
 KL_NAMES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_OPTIONS = KL_NAMES + tuple(f"{name}+" for name in KL_NAMES)
 
 
 class PolicyLossConfig(Group):
-    """Which policy loss, and the constants of each."""
+    """Which policy loss, and the constants of each.
+
+    Attributes:
+        loss_mode: The policy loss, or the name of a registered one.
+        clip_cov_ratio: clip_cov: share of tokens whose gradient is cut.
+        clip_cov_lb: clip_cov: smallest covariance of a candidate.
+        clip_cov_ub: clip_cov: largest covariance of a candidate.
+        kl_cov_ratio: kl_cov: share of tokens that get the penalty.
+        ppo_kl_coef: kl_cov: the penalty's weight.
+        dro_beta: dro: β, required by it.
+        tau_pos: sapo: temperature for positive advantages.
+        tau_neg: sapo: temperature for negative advantages.
+    """
 
     loss_mode: str = choice(
         "vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss"
     )
-    """The policy loss, or the name of a registered one."""
     clip_cov_ratio: float = key(2e-4, low=0)
-    """clip_cov: share of tokens whose gradient is cut."""
     clip_cov_lb: float = 1.0
-    """clip_cov: smallest covariance of a candidate."""
     clip_cov_ub: float = 5.0
-    """clip_cov: largest covariance of a candidate."""
     kl_cov_ratio: float = key(2e-4, low=0)
-    """kl_cov: share of tokens that get the penalty."""
     ppo_kl_coef: float = key(0.1, low=0)
-    """kl_cov: the penalty's weight."""
     dro_beta: float | None = None
-    """dro: β, required by it."""
     tau_pos: float = 1.0
-    """sapo: temperature for positive advantages."""
     tau_neg: float = 1.05
-    """sapo: temperature for negative advantages."""
 
 
-class ActorConfig(Group):
-    """The policy update."""
+class TrainedRoleConfig(Group):
+    """What the policy's update and the value model's have in common.
+
+    Attributes:
+        strategy: `fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`.
+        ppo_micro_batch_size_per_gpu: Responses per forward of the update on one device; null = by token budget.
+        data_loader_seed: Seed of the order of mini-batches with `shuffle`.
+        grad_clip: Largest global gradient norm.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+    """
 
     strategy: str = choice("fsdp", *STRATEGIES)
-    """`fsdp` and `fsdp2` (both: torch FSDP2; one device: no sharding), `megatron`."""
-    ppo_mini_batch_size: int = key(256, low=1)
-    """Prompts per optimizer step, global; × `rollout.n` responses."""
-    ppo_epochs: int = key(1, low=1)
-    """Passes over the step's batch."""
-    shuffle: bool = False
-    """Mini-batches in random order."""
-    data_loader_seed: int = 42
-    """Seed of that order."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward on one device; null = by token budget."""
-    use_dynamic_bsz: bool | None = key(None, ours=True)
-    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
-    ppo_max_token_len_per_gpu: int = key(16384, low=1)
-    """Token budget of a micro-batch on one device, × sequence-parallel size; lowered to what memory allows unless set."""
-    clip_ratio: float = key(0.2, low=0)
-    """ε of the clipped ratio."""
-    clip_ratio_low: float = same_as(".clip_ratio", low=0, ours=True)
-    """ε below 1."""
-    clip_ratio_high: float = same_as(".clip_ratio", low=0, ours=True)
-    """ε above 1."""
-    clip_ratio_c: float = key(3.0, above=1)
-    """Dual clip; 20 for `dppo_*` unless set."""
-    loss_agg_mode: str = choice("token-mean", *AGG_MODES)
-    """How per-token losses become one number; if not set, `gspo` and `sapo` use `seq-mean-token-mean`."""
-    loss_scale_factor: float = same_as("data.max_response_length", above=0)
-    """H of `seq-mean-token-sum-norm`."""
-    policy_loss: PolicyLossConfig = sub(PolicyLossConfig)
-    entropy_coeff: float = 0.0
-    """loss −= coeff · entropy."""
-    use_kl_loss: bool = False
-    """KL to the reference in the loss."""
-    kl_loss_coef: float = 0.001
-    """Weight of that KL."""
-    kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
-    """Estimator: `kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`, each also with `+` (straight-through gradient)."""
+    data_loader_seed: int = 42
     grad_clip: float = key(1.0, above=0)
-    """Largest global gradient norm."""
     ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""
-    use_prefix_grouper: bool | None = key(None, ours=True)
-    """Compute the shared prompt once per group; null = when it pays."""
-    freeze_vision_tower: bool = False
-    """No gradient to the vision encoder."""
-    use_torch_compile: bool = True
-    """Compile the log-prob and entropy kernels where the platform can."""
-    calculate_sum_pi_squared: bool = False
-    """Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`."""
-    optim: OptimConfig = sub(OptimConfig)
-    fsdp_config: FSDPConfig = sub(FSDPConfig)
     megatron: MegatronConfig = sub(MegatronConfig)
     checkpoint: CheckpointConfig = sub(CheckpointConfig)
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
+
+
+class ActorConfig(TrainedRoleConfig):
+    """The policy update.
+
+    Attributes:
+        ppo_mini_batch_size: Prompts per optimizer step, global; × `rollout.n` responses.
+        ppo_epochs: Passes over the step's batch.
+        shuffle: Mini-batches in random order.
+        use_dynamic_bsz: True: token budget even if a micro-batch size is given; null: budget only if none is.
+        ppo_max_token_len_per_gpu: Token budget of a micro-batch on one device, × sequence-parallel size; lowered to what
+            memory allows unless set.
+        clip_ratio: ε of the clipped ratio.
+        clip_ratio_low: ε below 1.
+        clip_ratio_high: ε above 1.
+        clip_ratio_c: Dual clip; 20 for `dppo_*` unless set.
+        loss_agg_mode: How per-token losses become one number; if not set, `gspo` and `sapo` use `seq-mean-token-mean`.
+        loss_scale_factor: H of `seq-mean-token-sum-norm`.
+        entropy_coeff: loss −= coeff · entropy.
+        use_kl_loss: KL to the reference in the loss.
+        kl_loss_coef: Weight of that KL.
+        kl_loss_type: Estimator: `kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`, each also with `+` (straight-through
+            gradient).
+        use_prefix_grouper: Compute the shared prompt once per group; null = when it pays.
+        freeze_vision_tower: No gradient to the vision encoder.
+        use_torch_compile: Compile the log-prob and entropy kernels where the platform can.
+        calculate_sum_pi_squared: Σπ² per token (variance metrics); on by itself for `optimal_token_baseline`.
+    """
+
+    ppo_mini_batch_size: int = key(256, low=1)
+    ppo_epochs: int = key(1, low=1)
+    shuffle: bool = False
+    use_dynamic_bsz: bool | None = key(None, ours=True)
+    ppo_max_token_len_per_gpu: int = key(16384, low=1)
+    clip_ratio: float = key(0.2, low=0)
+    clip_ratio_low: float = same_as(".clip_ratio", low=0, ours=True)
+    clip_ratio_high: float = same_as(".clip_ratio", low=0, ours=True)
+    clip_ratio_c: float = key(3.0, above=1)
+    loss_agg_mode: str = choice("token-mean", *AGG_MODES)
+    loss_scale_factor: float = same_as("data.max_response_length", above=0)
+    policy_loss: PolicyLossConfig = sub(PolicyLossConfig)
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
+    use_prefix_grouper: bool | None = key(None, ours=True)
+    freeze_vision_tower: bool = False
+    use_torch_compile: bool = True
+    calculate_sum_pi_squared: bool = False
+    optim: OptimConfig = sub(OptimConfig)
+    fsdp_config: FSDPConfig = sub(FSDPConfig)
 
 
 _ACTOR = "actor_rollout_ref.actor."
 
 
-class RefConfig(Group):
-    """The reference policy; built only when `use_kl_loss` or `use_kl_in_reward` asks for it."""
+class RefConfig(LogProbConfig):
+    """The reference policy; built only when `use_kl_loss` or `use_kl_in_reward` asks for it.
+
+    Attributes:
+        strategy: As `actor.strategy`.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+        use_torch_compile: Compile the log-prob kernel where the platform can.
+    """
 
     strategy: str = same_as(_ACTOR + "strategy", options=STRATEGIES)
-    """As `actor.strategy`."""
     model: RefModelConfig = sub(RefModelConfig)
     fsdp_config: FSDPConfig = sub(FSDPConfig)
     megatron: RefMegatronConfig = sub(RefMegatronConfig)
     ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1)
-    """Devices a sequence is split over."""
     use_torch_compile: bool = same_as(_ACTOR + "use_torch_compile")
-    """Compile the log-prob kernel where the platform can."""
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward on one device; null = by token budget."""
-    log_prob_use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
-    """True: token budget even if a micro-batch size is given; null: budget only if none is."""
-    log_prob_max_token_len_per_gpu: int = same_as(_ACTOR + "ppo_max_token_len_per_gpu", low=1)
-    """Token budget of a forward."""
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
-class CriticConfig(Group):
-    """The value model."""
+class CriticConfig(TrainedRoleConfig):
+    """The value model.
+
+    Attributes:
+        enable: null = only if the estimator needs values (`gae`).
+        ppo_mini_batch_size: Prompts per optimizer step.
+        ppo_epochs: Passes over the step's batch.
+        shuffle: Mini-batches in random order.
+        use_dynamic_bsz: As the actor's.
+        ppo_max_token_len_per_gpu: Token budget of the update.
+        forward_micro_batch_size_per_gpu: Responses per forward when values are computed.
+        forward_max_token_len_per_gpu: Token budget when values are computed.
+        loss_agg_mode: As the actor's.
+        loss_scale_factor: As the actor's.
+        cliprange_value: How far a value may move from the old one.
+    """
 
     enable: bool = key(None, nullable=True)
-    """null = only if the estimator needs values (`gae`)."""
-    strategy: str = choice("fsdp", *STRATEGIES)
-    """As `actor.strategy`."""
     model: CriticModelConfig = sub(CriticModelConfig)
     optim: CriticOptimConfig = sub(CriticOptimConfig)
-    megatron: MegatronConfig = sub(MegatronConfig)
-    checkpoint: CheckpointConfig = sub(CheckpointConfig)
-    profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
     ppo_mini_batch_size: int = same_as(_ACTOR + "ppo_mini_batch_size", low=1)
-    """Prompts per optimizer step."""
     ppo_epochs: int = same_as(_ACTOR + "ppo_epochs", low=1)
-    """Passes over the step's batch."""
     shuffle: bool = same_as(_ACTOR + "shuffle")
-    """Mini-batches in random order."""
-    data_loader_seed: int = 42
-    """Seed of that order."""
-    ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Responses per forward of the update; null = by token budget."""
     use_dynamic_bsz: bool | None = same_as(_ACTOR + "use_dynamic_bsz")
-    """As the actor's."""
     ppo_max_token_len_per_gpu: int = key(32768, low=1)
-    """Token budget of the update."""
     forward_micro_batch_size_per_gpu: int | None = same_as(".ppo_micro_batch_size_per_gpu", low=1)
-    """Responses per forward when values are computed."""
     forward_max_token_len_per_gpu: int = same_as(".ppo_max_token_len_per_gpu", low=1)
-    """Token budget when values are computed."""
     loss_agg_mode: str = same_as(_ACTOR + "loss_agg_mode", options=AGG_MODES)
-    """As the actor's."""
     loss_scale_factor: float = same_as(_ACTOR + "loss_scale_factor", above=0)
-    """As the actor's."""
     cliprange_value: float = key(0.5, low=0)
-    """How far a value may move from the old one."""
-    grad_clip: float = key(1.0, above=0)
-    """Largest global gradient norm."""
-    ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""

@@ -1,7 +1,7 @@
 """What every group of keys is made of: typed dataclasses with dictionary access, and how a field is declared.
 
-A field's annotation is its type, its default the key's default, the string under it its help (read from the
-source by `verl.config.reference`, only when asked for). No torch, no omegaconf: this is imported at start-up.
+A field's annotation is its type, its default the key's default; its help stands under `Attributes:` in the docstring of
+its class (`verl.config.reference` reads it when asked). No torch, no omegaconf: this is imported at start-up.
 """
 
 from collections.abc import Iterator, Mapping

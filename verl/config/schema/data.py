@@ -3,162 +3,149 @@
 from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 
 
-class CustomClassConfig(Group):
-    """The user's own dataset class."""
+class UserClassConfig(Group):
+    """A class of the user's own.
+
+    Attributes:
+        path: `file.py` or `pkg://module`.
+        name: Name of the class in it.
+    """
 
     path: FilePath | None = None
-    """`file.py` or `pkg://module`."""
     name: str | None = None
-    """Name of the class in it."""
 
 
 class SamplerConfig(Group):
-    """The user's own order of rows."""
+    """The user's own order of rows.
+
+    Attributes:
+        class_path: `file.py` or `pkg://module`.
+        class_name: Name of the class in it.
+    """
 
     class_path: FilePath | None = None
-    """`file.py` or `pkg://module`."""
     class_name: str | None = None
-    """Name of the class in it."""
 
 
-class DatagenConfig(Group):
-    """The user's own generator of rows."""
+class FilesConfig(Group):
+    """Files of rows: which of them, their media, their order.
 
-    path: FilePath | None = None
-    """`file.py` or `pkg://module`."""
-    name: str | None = None
-    """Name of the class in it."""
-
-
-class DataConfig(Group):
-    """Prompts: files, columns, lengths, order."""
-
-    train_files: list[FilePath] = items("~/data/gsm8k/train.parquet", ours=True)
-    """One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to `cache_dir`)."""
-    val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
-    """The same for validation; null = no validation."""
-    train_batch_size: int = key(1024, low=1)
-    """Prompts per step; responses per step = this × `rollout.n`."""
-    gen_batch_size: int | None = key(None, low=1)
-    """Prompts drawn at a time when groups are refilled; null = what is missing."""
-    max_prompt_length: int = key(512, low=1)
-    """Tokens of a prompt after templating (images counted)."""
-    max_response_length: int = key(512, low=1)
-    """All tokens after the prompt, tool output included."""
-    filter_overlong_prompts: bool = False
-    """Drop prompts longer than `max_prompt_length`; counted and shown."""
-    filter_overlong_prompts_workers: int = key(1, low=1)
-    """Processes of the length scan."""
-    truncation: str = choice("error", "error", "left", "right", "middle")
-    """Prompts that are too long and not filtered: `error`, `left`, `right`, `middle`."""
-    prompt_key: str = "prompt"
-    """Column of the prompt."""
-    image_key: str = "images"
-    """Column of the images."""
-    video_key: str = "videos"
-    """Column of the videos."""
-    audio_key: str = "audios"
-    """Column of the audio."""
-    reward_fn_key: str = "data_source"
-    """Column that selects the reward function."""
-    shuffle: bool = True
-    """New order each epoch; order = f(seed, epoch)."""
-    validation_shuffle: bool = False
-    """Shuffle the validation rows."""
-    seed: int = same_as("trainer.seed")
-    """Seed of the order."""
-    train_max_samples: int = -1
-    """Use at most this many rows (random with `shuffle`, else the first); -1 = all."""
-    val_max_samples: int = -1
-    """The same for validation."""
-    apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template (`enable_thinking`, …); same for training, validation, filtering."""
-    mm_processor_kwargs: Map = open_map()
-    """Passed to the processor (`min_pixels`, …)."""
-    image_patch_size: int | None = key(None, low=1, ours=True)
-    """null = the processor's own."""
-    tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
-    """Tokenizer of the data; null = the model's."""
-    trust_remote_code: bool = False
-    """Run code that is shipped with the tokenizer."""
-    tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
-    """Tools counted in the prompt length."""
-    function_tool_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.function_tool_path")
-    """Function tools counted in the prompt length."""
-    custom_cls: CustomClassConfig = sub(CustomClassConfig)
-    sampler: SamplerConfig = sub(SamplerConfig)
-    datagen: DatagenConfig = sub(DatagenConfig)
-    dataloader_num_workers: int = key(8, low=0)
-    """At most this many loading processes."""
-    use_shm: bool = False
-    """Copy files to shared memory first."""
-    cache_dir: FilePath = "~/.cache/verl/rlhf"
-    """Where remote files are kept."""
-    max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
-    """More unusable rows than this refuse the run."""
-
-
-class SFTDataConfig(Group):
-    """Rows to learn from."""
+    Attributes:
+        train_files: One or several parquet, json or jsonl files; local, `hdfs://`, `s3://` (copied once to `cache_dir`).
+        val_files: The same for validation; null = no validation.
+        image_key: Column of the images.
+        video_key: Column of the videos.
+        shuffle: New order each epoch; order = f(seed, epoch).
+        seed: Seed of the order.
+        train_max_samples: Use at most this many rows (random with `shuffle`, else the first); -1 = all.
+        val_max_samples: The same for validation.
+        apply_chat_template_kwargs: Passed to the chat template (`enable_thinking`, …); same for training, validation,
+            filtering.
+        mm_processor_kwargs: Passed to the processor (`min_pixels`, …).
+        use_shm: Copy files to shared memory first.
+        cache_dir: Where remote files are kept.
+        max_bad_row_ratio: More unusable rows than this refuse the run.
+    """
 
     train_files: list[FilePath] = items("~/data/gsm8k/train.parquet", ours=True)
-    """One or several parquet, json or jsonl files."""
     val_files: list[FilePath] | None = None
-    """The same for validation; null = no validation."""
-    train_batch_size: int = key(256, low=1)
-    """Sequences per optimizer step, global."""
-    micro_batch_size_per_gpu: int | None = key(None, low=1)
-    """Sequences per forward on one device; null = by token budget."""
-    use_dynamic_bsz: bool = True
-    """Token budget even if a micro-batch size is given."""
-    max_token_len_per_gpu: int = key(8192, low=1)
-    """Token budget of a micro-batch on one device."""
-    max_length: int = key(1024, low=1)
-    """Tokens of a sequence."""
-    truncation: str = choice("error", "error", "left", "right")
-    """Sequences that are too long: `error`, `left`, `right`."""
-    messages_key: str = "messages"
-    """Column of the dialogue."""
-    tools_key: str = "tools"
-    """Column of the tools."""
-    enable_thinking_key: str = "enable_thinking"
-    """Column that switches thinking per row."""
-    enable_thinking_default: bool | None = None
-    """Rows without that column; null = the template's default."""
     image_key: str = "images"
-    """Column of the images."""
     video_key: str = "videos"
-    """Column of the videos."""
-    prompt_key: str | None = None
-    """Column of the question; set it for question/answer rows."""
-    response_key: str | None = None
-    """Column of the response."""
-    prompt_dict_keys: list[str] | None = None
-    """Keys inside a struct column."""
-    response_dict_keys: list[str] | None = None
-    """Keys inside a struct column."""
-    ignore_input_ids_mismatch: bool = False
-    """Accept a template that renders turns differently alone and together."""
-    apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template."""
-    mm_processor_kwargs: Map = open_map()
-    """Passed to the processor."""
     shuffle: bool = True
-    """New order each epoch."""
     seed: int = same_as("trainer.seed")
-    """Seed of the order."""
     train_max_samples: int = -1
-    """Use at most this many rows; -1 = all."""
     val_max_samples: int = -1
-    """The same for validation."""
-    tokenizer: FilePath | None = same_as("model.tokenizer_path")
-    """Tokenizer of the data; null = the model's."""
-    custom_cls: CustomClassConfig = sub(CustomClassConfig)
-    num_workers: int = key(8, low=0)
-    """At most this many loading processes."""
+    apply_chat_template_kwargs: Map = open_map()
+    mm_processor_kwargs: Map = open_map()
+    custom_cls: UserClassConfig = sub(UserClassConfig)
     use_shm: bool = False
-    """Copy files to shared memory first."""
-    cache_dir: FilePath = "~/.cache/verl/sft"
-    """Where remote files are kept."""
+    cache_dir: FilePath = "~/.cache/verl/rlhf"
     max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
-    """More unusable rows than this refuse the run."""
+
+
+class DataConfig(FilesConfig):
+    """Prompts: files, columns, lengths, order.
+
+    Attributes:
+        train_batch_size: Prompts per step; responses per step = this × `rollout.n`.
+        gen_batch_size: Prompts drawn at a time when groups are refilled; null = what is missing.
+        max_prompt_length: Tokens of a prompt after templating (images counted).
+        max_response_length: All tokens after the prompt, tool output included.
+        filter_overlong_prompts: Drop prompts longer than `max_prompt_length`; counted and shown.
+        filter_overlong_prompts_workers: Processes of the length scan.
+        truncation: Prompts that are too long and not filtered: `error`, `left`, `right`, `middle`.
+        prompt_key: Column of the prompt.
+        audio_key: Column of the audio.
+        reward_fn_key: Column that selects the reward function.
+        validation_shuffle: Shuffle the validation rows.
+        image_patch_size: null = the processor's own.
+        tokenizer: Tokenizer of the data; null = the model's.
+        trust_remote_code: Run code that is shipped with the tokenizer.
+        tool_config_path: Tools counted in the prompt length.
+        function_tool_path: Function tools counted in the prompt length.
+        dataloader_num_workers: At most this many loading processes.
+    """
+
+    val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
+    train_batch_size: int = key(1024, low=1)
+    gen_batch_size: int | None = key(None, low=1)
+    max_prompt_length: int = key(512, low=1)
+    max_response_length: int = key(512, low=1)
+    filter_overlong_prompts: bool = False
+    filter_overlong_prompts_workers: int = key(1, low=1)
+    truncation: str = choice("error", "error", "left", "right", "middle")
+    prompt_key: str = "prompt"
+    audio_key: str = "audios"
+    reward_fn_key: str = "data_source"
+    validation_shuffle: bool = False
+    image_patch_size: int | None = key(None, low=1, ours=True)
+    tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
+    trust_remote_code: bool = False
+    tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
+    function_tool_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.function_tool_path")
+    sampler: SamplerConfig = sub(SamplerConfig)
+    datagen: UserClassConfig = sub(UserClassConfig)
+    dataloader_num_workers: int = key(8, low=0)
+
+
+class SFTDataConfig(FilesConfig):
+    """Rows to learn from.
+
+    Attributes:
+        train_batch_size: Sequences per optimizer step, global.
+        micro_batch_size_per_gpu: Sequences per forward on one device; null = by token budget.
+        use_dynamic_bsz: Token budget even if a micro-batch size is given.
+        max_token_len_per_gpu: Token budget of a micro-batch on one device.
+        max_length: Tokens of a sequence.
+        truncation: Sequences that are too long: `error`, `left`, `right`.
+        messages_key: Column of the dialogue.
+        tools_key: Column of the tools.
+        enable_thinking_key: Column that switches thinking per row.
+        enable_thinking_default: Rows without that column; null = the template's default.
+        prompt_key: Column of the question; set it for question/answer rows.
+        response_key: Column of the response.
+        prompt_dict_keys: Keys inside a struct column.
+        response_dict_keys: Keys inside a struct column.
+        ignore_input_ids_mismatch: Accept a template that renders turns differently alone and together.
+        tokenizer: Tokenizer of the data; null = the model's.
+        num_workers: At most this many loading processes.
+    """
+
+    train_batch_size: int = key(256, low=1)
+    micro_batch_size_per_gpu: int | None = key(None, low=1)
+    use_dynamic_bsz: bool = True
+    max_token_len_per_gpu: int = key(8192, low=1)
+    max_length: int = key(1024, low=1)
+    truncation: str = choice("error", "error", "left", "right")
+    messages_key: str = "messages"
+    tools_key: str = "tools"
+    enable_thinking_key: str = "enable_thinking"
+    enable_thinking_default: bool | None = None
+    prompt_key: str | None = None
+    response_key: str | None = None
+    prompt_dict_keys: list[str] | None = None
+    response_dict_keys: list[str] | None = None
+    ignore_input_ids_mismatch: bool = False
+    tokenizer: FilePath | None = same_as("model.tokenizer_path")
+    num_workers: int = key(8, low=0)
+    cache_dir: FilePath = "~/.cache/verl/sft"

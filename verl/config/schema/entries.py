@@ -15,16 +15,19 @@ from verl.config.schema.training import CheckpointConfig, FSDPConfig, MegatronCo
 
 
 class ActorRolloutRefConfig(Group):
-    """The policy: its model, its update, its sampler, its reference."""
+    """The policy: its model, its update, its sampler, its reference.
+
+    Attributes:
+        hybrid_engine: Sampler and trainer share devices; False needs `rollout.nnodes` > 0.
+        nccl_timeout: Seconds a collective may take; honoured by every process group.
+    """
 
     model: ModelConfig = sub(ModelConfig)
     actor: ActorConfig = sub(ActorConfig)
     ref: RefConfig = sub(RefConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
     hybrid_engine: bool = True
-    """Sampler and trainer share devices; False needs `rollout.nnodes` > 0."""
     nccl_timeout: float = key(600.0, above=0)
-    """Seconds a collective may take; honoured by every process group."""
 
 
 class Config(Root):
@@ -45,14 +48,17 @@ class Config(Root):
 
 
 class EngineConfig(FSDPConfig, MegatronConfig):
-    """Placement, precision and parallel layout; the Megatron keys count with `strategy=megatron`."""
+    """Placement, precision and parallel layout; the Megatron keys count with `strategy=megatron`.
+
+    Attributes:
+        strategy: `fsdp` and `fsdp2` (both: torch FSDP2), `megatron`.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+        use_torch_compile: Compile the log-prob kernel where the platform can.
+    """
 
     strategy: str = choice("fsdp", *STRATEGIES)
-    """`fsdp` and `fsdp2` (both: torch FSDP2), `megatron`."""
     ulysses_sequence_parallel_size: int = key(1, low=1)
-    """Devices a sequence is split over."""
     use_torch_compile: bool = True
-    """Compile the log-prob kernel where the platform can."""
 
 
 class SFTConfig(Root):
@@ -70,19 +76,30 @@ class SFTConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class EvalDataConfig(Group):
-    """Responses to score."""
+class TableConfig(Group):
+    """A file of rows.
+
+    Attributes:
+        path: Parquet file with the rows; required.
+        prompt_key: Column of the prompt.
+    """
 
     path: FilePath | None = key(None, required=True)
-    """Parquet file with responses; required."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
+
+
+class EvalDataConfig(TableConfig):
+    """Responses to score.
+
+    Attributes:
+        response_key: Column of the responses.
+        data_source_key: Column that selects the reward function.
+        reward_model_key: Column of the ground truth.
+    """
+
     response_key: str = "responses"
-    """Column of the responses."""
     data_source_key: str = "data_source"
-    """Column that selects the reward function."""
     reward_model_key: str = "reward_model"
-    """Column of the ground truth."""
 
 
 class EvalConfig(Root):
@@ -94,23 +111,22 @@ class EvalConfig(Root):
     ray_kwargs: RayConfig = sub(RayConfig)
 
 
-class GenerationDataConfig(Group):
-    """Prompts to sample responses for."""
+class GenerationDataConfig(TableConfig):
+    """Prompts to sample responses for.
 
-    path: FilePath | None = key(None, required=True)
-    """Parquet file with prompts; required."""
-    prompt_key: str = "prompt"
-    """Column of the prompt."""
+    Attributes:
+        n_samples: Responses per prompt.
+        batch_size: Prompts at a time.
+        output_path: Parquet file written: the input rows plus `responses`; required.
+        apply_chat_template_kwargs: Passed to the chat template.
+        trust_remote_code: Run code that is shipped with the tokenizer.
+    """
+
     n_samples: int = key(5, low=1)
-    """Responses per prompt."""
     batch_size: int = key(128, low=1)
-    """Prompts at a time."""
     output_path: FilePath | None = key(None, required=True)
-    """Parquet file written: the input rows plus `responses`; required."""
     apply_chat_template_kwargs: Map = open_map()
-    """Passed to the chat template."""
     trust_remote_code: bool = False
-    """Run code that is shipped with the tokenizer."""
 
 
 class GenerationConfig(Root):
@@ -122,3 +138,9 @@ class GenerationConfig(Root):
     rollout: GenerationRolloutConfig = sub(GenerationRolloutConfig)
     trainer: GenerationTrainerConfig = sub(GenerationTrainerConfig)
     ray_kwargs: RayConfig = sub(RayConfig)
+
+
+ROOTS: dict[str, type[Root]] = {
+    root.entry: root for root in (Config, SFTConfig, EvalConfig, GenerationConfig)
+}
+"""The whole configuration by entry point."""

@@ -6,69 +6,87 @@ PROFILERS = ("torch", "torch_memory", "nsys", "npu")
 
 
 class RoleProfilerConfig(Group):
-    """Profiling of one role."""
+    """Profiling of one role.
+
+    Attributes:
+        enable: Profile this role.
+        all_ranks: On every rank.
+        ranks: On these ranks.
+        tool_config: Arguments of the tool, by the tool's name.
+    """
 
     enable: bool = False
-    """Profile this role."""
     all_ranks: bool = False
-    """On every rank."""
     ranks: list[int] = items()
-    """On these ranks."""
     tool_config: Map = open_map()
-    """Arguments of the tool, by the tool's name."""
 
 
 class TorchMemoryConfig(Group):
-    """Memory snapshots."""
+    """Memory snapshots.
+
+    Attributes:
+        trace_alloc_max_entries: Allocations kept.
+        stack_depth: Frames kept per allocation.
+    """
 
     trace_alloc_max_entries: int = key(100000, low=1)
-    """Allocations kept."""
     stack_depth: int = key(32, low=1)
-    """Frames kept per allocation."""
 
 
 class GlobalToolConfig(Group):
-    """Arguments of the profiling tools."""
+    """Arguments of the profiling tools.
+
+    Attributes:
+        nsys: Arguments of nsys.
+    """
 
     torch_memory: TorchMemoryConfig = sub(TorchMemoryConfig)
     nsys: Map = open_map()
-    """Arguments of nsys."""
 
 
 class GlobalProfilerConfig(Group):
-    """Which tool profiles which steps."""
+    """Which tool profiles which steps.
+
+    Attributes:
+        tool: `torch`, `torch_memory`, `nsys`, `npu`.
+        steps: Steps to profile.
+        profile_continuous_steps: One profile over neighbouring steps.
+        save_path: Folder of the profiles.
+    """
 
     tool: str | None = choice(None, *PROFILERS)
-    """`torch`, `torch_memory`, `nsys`, `npu`."""
     steps: list[int] | None = None
-    """Steps to profile."""
     profile_continuous_steps: bool = False
-    """One profile over neighbouring steps."""
     save_path: FilePath = "outputs/profile"
-    """Folder of the profiles."""
     global_tool_config: GlobalToolConfig = sub(GlobalToolConfig)
 
 
 class RayConfig(Group):
-    """Ray; started only for more than one device or when an address is given."""
+    """Ray; started only for more than one device or when an address is given.
+
+    Attributes:
+        ray_init: Passed to `ray.init`.
+        timeline_json_file: Where Ray's timeline is written at the end.
+    """
 
     ray_init: Map = open_map(num_cpus=None)
-    """Passed to `ray.init`."""
     timeline_json_file: FilePath | None = None
-    """Where Ray's timeline is written at the end."""
 
 
 class SkipRolloutConfig(Group):
-    """Record sampled batches and replay them."""
+    """Record sampled batches and replay them.
+
+    Attributes:
+        enable: Record, and replay what is recorded.
+        dump_dir: Where batches are kept.
+        steps: Only these steps; empty = all.
+        action: `cache`: use a recorded batch if there is one.
+    """
 
     enable: bool = False
-    """Record, and replay what is recorded."""
     dump_dir: FilePath = "~/.verl/rollout_dump"
-    """Where batches are kept."""
     steps: list[int] = items()
-    """Only these steps; empty = all."""
     action: str = "cache"
-    """`cache`: use a recorded batch if there is one."""
 
 
 class SkipConfig(Group):

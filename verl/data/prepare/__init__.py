@@ -17,15 +17,9 @@ NAMES = {
     "arithmetic": "synthetic arithmetic in the GSM8K format, no download",
 }
 LATER = (
-    "geo3k",
-    "gsm8k_multiturn_w_tool",
-    "gsm8k_tool_agent_loop",
-    "geo3k_multiturn_w_tool",
-    "aime2024_multiturn_w_tool",
-    "dapo_multiturn_w_tool",
-    "preprocess_search_r1_dataset",
-    "full_hh_rlhf",
-    "hellaswag",
+    *("geo3k", "gsm8k_multiturn_w_tool", "gsm8k_tool_agent_loop", "geo3k_multiturn_w_tool"),
+    *("aime2024_multiturn_w_tool", "dapo_multiturn_w_tool", "preprocess_search_r1_dataset"),
+    *("full_hh_rlhf", "hellaswag"),
 )
 
 

@@ -108,20 +108,15 @@ def make(
         chains.setdefault(draw_chain(rng, level))
         misses = 0 if len(chains) > before else misses + 1
         if misses > 2000:
-            raise DataError(
-                f"level {level} has only about {len(chains)} different problems; ask for fewer, or raise --level"
-            )
+            found = f"level {level} has only about {len(chains)} different problems"
+            raise DataError(f"{found}; ask for fewer, or raise --level")
     drawn = list(chains)
-    splits = {"test": drawn[:test], "train": drawn[test:]}
-    made = {
-        name: [row(chain, rng, name, i, stories=stories) for i, chain in enumerate(splits[name])]
-        for name in ("train", "test")
-    }
+    made = {}
+    for name, part in (("train", drawn[test:]), ("test", drawn[:test])):
+        made[name] = [row(chain, rng, name, i, stories=stories) for i, chain in enumerate(part)]
     if careless > 0:
-        made["warm_up"] = [
-            mixed_quality(line, chain, careless, rng)
-            for line, chain in zip(made["train"], splits["train"], strict=True)
-        ]
+        pairs = zip(made["train"], drawn[test:], strict=True)
+        made["warm_up"] = [mixed_quality(line, chain, careless, rng) for line, chain in pairs]
     return made
 
 
@@ -129,10 +124,8 @@ def mixed_quality(line: dict[str, Any], chain: Chain, careless: float, rng: rand
     """A row for the warm-up: with probability `careless` its worked answer forgets an operation."""
     forgets = len(chain) > 1 and rng.random() < careless
     answer = worked_answer(forget_one(chain, rng)) if forgets else line["extra_info"]["answer"]
-    return {
-        **line,
-        "extra_info": {**line["extra_info"], "split": "warm_up", "answer": answer, "careless": forgets},
-    }
+    about = {**line["extra_info"], "split": "warm_up", "answer": answer, "careless": forgets}
+    return {**line, "extra_info": about}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

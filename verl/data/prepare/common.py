@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.data.files import DataError, open_file, written_whole
 
+Rows = Callable[[str | None, str], list[dict[str, Any]]]
 RAW_SUFFIXES = (".jsonl", ".parquet", ".json")
 
 
@@ -25,20 +26,17 @@ class Target:
     limit: int | None = None
 
 
-def parser(
-    name: str, description: str, *, folder: str | None = None, local_raw: bool = True
-) -> argparse.ArgumentParser:
+def parser(name: str, about: str, *, folder: str = "", local_raw: bool = True) -> argparse.ArgumentParser:
     """The flags that every script has; `folder` is the default under ~/data."""
-    folder = folder or name
-    out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=description)
+    out = argparse.ArgumentParser(prog=f"verl prepare {name}", description=about)
+    out.set_defaults(default_folder=folder or name)
     add = out.add_argument
-    add("--local_save_dir", help=f"where to write (default ~/data/{folder})")
+    add("--local_save_dir", help=f"where to write (default ~/data/{folder or name})")
     add("--local_dir", help="old name of --local_save_dir")
     if local_raw:
         add("--local_dataset_path", help="raw data on disk; without it, the hub is asked")
     add("--hdfs_dir", help="copy the result there (any fsspec URL)")
     add("--limit", type=int, help="at most so many rows per split")
-    out.set_defaults(default_folder=folder)
     return out
 
 
@@ -60,12 +58,9 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
     `config` is the hub configuration's folder. Raises DataError naming what was looked for and what is there.
     """
     base = Path(os.path.expandvars(root)).expanduser()
-    if base.is_file():
-        raise DataError(
-            f"{root}: --local_dataset_path names the directory that holds the raw files, this is a file"
-        )
     if not base.is_dir():
-        raise DataError(f"{root}: no such directory (--local_dataset_path)")
+        what = "a file, name the directory it is in" if base.is_file() else "no such directory"
+        raise DataError(f"{root}: {what} (--local_dataset_path)")
     folders = [base, base / "data"] + ([base / config, base / config / "data"] if config else [])
     for folder in folders:
         for suffix in RAW_SUFFIXES:
@@ -73,9 +68,7 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
             found = [exact] if exact.is_file() else sorted(folder.glob(f"{split}-*{suffix}"))
             if found:
                 return found
-    present = sorted(
-        str(p.relative_to(base)) for p in base.rglob("*") if p.is_file() and p.suffix in RAW_SUFFIXES
-    )
+    present = sorted(str(p.relative_to(base)) for p in base.rglob("*.*") if p.suffix in RAW_SUFFIXES)
     raise DataError(
         f"{root}: no file of split {split!r} (looked for {split}.jsonl, {split}.parquet, {split}-*.parquet, also in "
         f"{config or 'data'}/); it holds {', '.join(present[:8]) or 'no data file'}"
@@ -85,9 +78,8 @@ def find_split(root: str, split: str, *, config: str | None = None) -> list[Path
 def raw_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file line n", row) of every row of the files."""
     for path in paths:
-        file = open_file(str(path))
+        file, unit = open_file(str(path)), "row" if path.suffix == ".parquet" else "line"
         for number in range(len(file)):
-            unit = "row" if path.suffix == ".parquet" else "line"
             yield f"{path} {unit} {number + 1}", file.row(number)
 
 
@@ -112,9 +104,8 @@ def from_hub(repo: str, split: str, *, config: str | None = None) -> list[Path]:
         names = HfApi().list_repo_files(repo, repo_type="dataset")
         wanted = [n for n in sorted(names) if fnmatch(n, f"{folder}/{split}-*.parquet")]
         if not wanted:
-            raise DataError(
-                f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {', '.join(names[:8])}"
-            )
+            found = ", ".join(names[:8])
+            raise DataError(f"{repo}: the hub holds no {folder}/{split}-*.parquet; found {found}")
         return [Path(hf_hub_download(repo, name, repo_type="dataset")) for name in wanted]
     except DataError:
         raise
@@ -151,15 +142,9 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int
     return 0
 
 
-def two_splits(
-    name: str,
-    description: str,
-    rows: Callable[[str | None, str], list[dict[str, Any]]],
-    argv: Sequence[str] | None,
-    folder: str | None = None,
-) -> int:
+def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:
     """The script of a data set with the splits train and test; `rows(local raw directory or None, split)` makes one."""
-    args = parser(name, description, folder=folder).parse_args(argv)
+    args = parser(name, about, folder=folder).parse_args(argv)
     where = target(args)
     return finish({split: rows(args.local_dataset_path, split) for split in ("train", "test")}, where)
 

@@ -20,6 +20,5 @@ def rows(local: str | None, split: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script."""
-    return common.two_splits(
-        "gsm8k_multiturn_sft", "GSM8K as dialogues for sft_trainer", rows, argv, "gsm8k_sft"
-    )
+    about = "GSM8K as dialogues for sft_trainer"
+    return common.two_splits("gsm8k_multiturn_sft", about, rows, argv, "gsm8k_sft")

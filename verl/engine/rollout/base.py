@@ -48,7 +48,7 @@ class Completion:
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
     `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
     tokens that the prompt ends with, then token_ids), where the engine has decoded it as
-    `verl.data.tokenizer.text_of` does.
+    `verl.data.rows.text_of` does.
     """
 
     token_ids: np.ndarray
@@ -60,6 +60,32 @@ class Completion:
     finished: float = 0.0
     parts: int = 1
     text: str | None = None
+
+
+def check_request(request_id: str, prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> None:
+    """ValueError for a request that no engine can sample, naming the numbers."""
+    s, problem = sampling, ""
+    budgets = s.max_tokens >= 1 and s.temperature >= 0 and s.repetition_penalty > 0
+    if prompt_tokens == 0:
+        problem = "the prompt must be a non-empty list of token ids"
+    elif prompt_tokens + 1 > max_model_len:
+        problem = (
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response in max_model_len={max_model_len}: "
+            "shorten the prompt or raise max_model_len"
+        )
+    elif not (budgets and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
+        problem = f"{s} must have max_tokens ≥ 1, temperature ≥ 0, repetition_penalty > 0, top_p in (0, 1] and min_p in [0, 1]"
+    if problem:
+        raise ValueError(f"request {request_id!r}: {problem}")
+
+
+def not_finite(tokens: int, version: int) -> FloatingPointError:
+    """The error for a response of which only the first `tokens` have a log-prob. version: of the weights."""
+    return FloatingPointError(
+        f"the model's logits are not finite after {tokens} tokens of a response, with the weights of version {version}: "
+        "training has blown them up (a lower learning rate, an earlier checkpoint), or the model cannot be computed in "
+        "this precision (rollout.dtype=float32)"
+    )
 
 
 class EngineDead(RuntimeError):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+from verl.errors import UserError
+
+_FSDP = ("verl.engine.training.fsdp_engine", "FSDPEngine")
+STRATEGIES = {"fsdp": _FSDP, "fsdp2": _FSDP}
+"""Strategy → module and class, a `verl.engine.training.base.TrainingEngine`."""
 
 
 def get_engine(strategy: str) -> Any:
-    """The class of training engines with that name; see `verl.engine.training.base.TrainingEngine`.
-
-    UserError for a strategy that is not here (megatron).
-    """
-    from verl.engine.training import fsdp_engine  # noqa: F401, registers itself
-    from verl.engine.training.base import registered_strategy
-
-    return registered_strategy(strategy)
+    """The class of training engines with that name. UserError for a strategy that is not here (megatron)."""
+    if strategy not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise UserError(f"strategy={strategy}: there is no such training engine here; choose one of {known}")
+    module, name = STRATEGIES[strategy]
+    return getattr(import_module(module), name)

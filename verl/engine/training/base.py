@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.errors import UserError
-
 if TYPE_CHECKING:
     import torch
 
+    from verl.models.layers import ModelCost
     from verl.platform import Platform
-    from verl.tracking.mfu import ModelCost
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
@@ -36,7 +34,7 @@ class MicroBatch:
     """
 
     rows: Sequence[Segment]
-    log_probs: torch.Tensor
+    log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -162,33 +160,6 @@ class TrainingEngine(ABC):
     def release_cached_memory(self) -> None:  # noqa: B027
         """Memory of a device that is kept for reuse goes back to it: a sampler in another process is about to take it."""
 
-    @contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """A phase of the role: `onload`, the block, `offload`."""
-        self.onload(optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self.offload()
-
-
-_STRATEGIES: dict[str, type[TrainingEngine]] = {}
-
-
-def register_strategy(*names: str) -> Callable[[type[TrainingEngine]], type[TrainingEngine]]:
-    """Make a class the training engine of the roles whose `strategy` is one of these names."""
-
-    def register(engine: type[TrainingEngine]) -> type[TrainingEngine]:
-        _STRATEGIES.update(dict.fromkeys(names, engine))
-        return engine
-
-    return register
-
-
-def registered_strategy(name: str) -> type[TrainingEngine]:
-    """The class registered under a name. UserError for a name without one."""
-    if name not in _STRATEGIES:
-        raise UserError(
-            f"strategy={name}: there is no such training engine here; choose one of {', '.join(_STRATEGIES)}"
-        )
-    return _STRATEGIES[name]
+        return nullcontext()

@@ -23,45 +23,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from verl.engine.training import weight_files
-from verl.engine.training.base import (
-    LOG_PROBS,
-    MicroBatch,
-    MicroLoss,
-    StepResult,
-    TrainingEngine,
-    register_strategy,
-)
-from verl.engine.training.layout import layout
+from verl.config.settings import setting
+from verl.engine.training import lora, weight_files
+from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
-    OptimizerSettings,
     Schedule,
     build_optimizer,
     clip_gradients,
     global_norm,
     move_state,
+    optim_config,
+    sum_of_squares,
 )
-from verl.engine.training.optimizer_state import load_state, save_state
 from verl.engine.training.packing import MicroBatching, Pack, pack, split_rows
-from verl.engine.training.process_group import all_gather_json, waiting
-from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens, read
-from verl.engine.training.sharding import local, sharded_modules, whole
+from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
+from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
+from verl.engine.training.sharding import layout, local, sharded_modules, whole
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models import load as models
-from verl.models.inputs import model_inputs
-from verl.models.layers import is_recurrent, model_cost
-from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.models.layers import activation_bytes, is_recurrent, model_cost
+from verl.models.packed_attention import TokenSpan
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedModel
 
-    from verl.tracking.mfu import ModelCost
+    from verl.models.layers import ModelCost
     from verl.trajectory import Segment
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
@@ -92,7 +84,6 @@ class StepAccumulator:
         return {n: total / weight if weight else total for n, (total, weight) in self.sums.items()}
 
 
-@register_strategy("fsdp", "fsdp2")
 class FSDPEngine(TrainingEngine):
     """See the module. Many ranks where a process group has been joined (`process_group.init_process_group`): then
     every method is collective.
@@ -135,21 +126,20 @@ class FSDPEngine(TrainingEngine):
         self._sharded = sharded_modules(self._model.head)
         self._serving_dtype = models.serving_dtype(model_path, model_cfg)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
-        if read(model_cfg, "use_fused_kernels") is not False:
+        self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
+        if setting(model_cfg, "use_fused_kernels") is not False:
             self._find_layer()
+        own = self.module.named_parameters() if trainable else ()
+        self._names = {name: parameter for name, parameter in own if parameter.requires_grad}
+        self._parameters = list(self._names.values())
         self._optimizer: torch.optim.Optimizer | None = None
         if trainable:
             self._prepare_training(role_cfg)
 
-    @classmethod
-    def from_module(cls, module: PreTrainedModel, **options: Any) -> FSDPEngine:
-        """Around a model that is already built; its tensors and their requires_grad are used as they are."""
-        return cls(module=module, **options)
-
     def _place(self, device: str | Platform, index: int, role_cfg: Any, seed: int) -> None:
         self.platform = detect(device) if isinstance(device, str) else device
         self.platform.prepare()
-        if read(role_cfg, "fsdp_config.full_determinism", False):
+        if setting(role_cfg, "fsdp_config.full_determinism", False):
             self.platform.be_deterministic()
         self.device, self._index = self.platform.device(index), index
         self.platform.select(index)
@@ -157,34 +147,35 @@ class FSDPEngine(TrainingEngine):
         self.compute_dtype = compute_dtype(role_cfg, self.platform)
         self.layout = layout(
             self.device.type,
-            int(read(role_cfg, "fsdp_config.fsdp_size", -1)),
-            int(read(role_cfg, "ulysses_sequence_parallel_size", 1)),
-            int(read(role_cfg, "fsdp_config.tensor_parallel_size", 1)),
+            int(setting(role_cfg, "fsdp_config.fsdp_size", -1)),
+            int(setting(role_cfg, "ulysses_sequence_parallel_size", 1)),
+            int(setting(role_cfg, "fsdp_config.tensor_parallel_size", 1)),
         )
-        self.dp_rank, self.dp_size = self.layout.dp_rank, self.layout.dp_size
+        together = self.layout.together
+        self.dp_rank, self.dp_size = self.layout.rank // together, self.layout.size // together
 
     def _read_settings(self, model_cfg: Any, role_cfg: Any, log_prob_cfg: Any, shared: bool) -> None:
         """Everything the configuration says about passes, steps and who has the device's memory when."""
-        if log_prob_cfg is None and read(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
+        if log_prob_cfg is None and setting(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
             log_prob_cfg = role_cfg
+        self._token_bytes = activation_bytes(self.module.config)
         self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
         self.forward_batching = self.update_batching
         if log_prob_cfg is not None:
             self.forward_batching = self._micro_batching(role_cfg, log_prob_cfg, "log_prob")
-        self._heads = int(self.config.get_text_config().num_attention_heads)
-        self._checkpointing: bool | None = read(model_cfg, "enable_gradient_checkpointing")
-        self._adapter_only = bool(read(role_cfg, "checkpoint.save_lora_only", False))
-        self._grad_clip = read(role_cfg, "grad_clip", 1.0)
+        self._heads = int(self.module.config.get_text_config().num_attention_heads)
+        self._checkpointing: bool | None = setting(model_cfg, "enable_gradient_checkpointing")
+        self._adapter_only = bool(setting(role_cfg, "checkpoint.save_lora_only", False))
+        self._grad_clip = setting(role_cfg, "grad_clip", 1.0)
+        cfg = setting(role_cfg, "fsdp_config")
         # With `offload_policy` the state of a sharded engine is in host memory at all times.
-        moves = not (self._sharded and read(role_cfg, "fsdp_config.offload_policy", False))
-        self._weights_leave = (
-            moves and bool(read(role_cfg, "fsdp_config.param_offload", False)) and not shared
-        )
-        self._state_leaves = moves and bool(read(role_cfg, "fsdp_config.optimizer_offload", False))
+        moves = not (self._sharded and setting(cfg, "offload_policy", False))
+        self._weights_leave = moves and not shared and bool(setting(cfg, "param_offload", False))
+        self._state_leaves = moves and bool(setting(cfg, "optimizer_offload", False))
 
     def _micro_batching(self, role_cfg: Any, group: Any, prefix: str) -> MicroBatching:
-        preferred = preferred_tokens(self.platform, models.activation_bytes(self.config, 1))
-        share = read(role_cfg, "use_prefix_grouper")
+        preferred = preferred_tokens(self.platform, self._token_bytes)
+        share = setting(role_cfg, "use_prefix_grouper")
         how = micro_batching(group, prefix, share_prompt=share, preferred=preferred)
         # A sequence lies on all devices that share it.
         tokens = how.tokens * self.layout.sequence_size
@@ -204,10 +195,8 @@ class FSDPEngine(TrainingEngine):
             self.platform.empty_cache()
 
     def _prepare_training(self, role_cfg: Any) -> None:
-        self._names = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self._parameters = list(self._names.values())
-        self._settings = OptimizerSettings.of(read(role_cfg, "optim"))
-        self._optimizer = build_optimizer(self._parameters, self._settings)
+        self._optim = optim_config(setting(role_cfg, "optim"))
+        self._optimizer = build_optimizer(self._parameters, self._optim)
         self._layers = models.checkpoint_layers(self.module)
         if not self.module.supports_gradient_checkpointing:
             if self._checkpointing:
@@ -223,14 +212,9 @@ class FSDPEngine(TrainingEngine):
         self.schedule(1)
         self._clear_gradients()
 
-    @property
-    def config(self) -> Any:
-        """The Hugging Face configuration of the model."""
-        return self.module.config
-
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
-        return model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
+        return self._cost
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -239,27 +223,29 @@ class FSDPEngine(TrainingEngine):
         self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> dict[str, np.ndarray]:
         """See `TrainingEngine.forward`."""
-        found: list[dict[str, torch.Tensor]] = []
         with self._model.fused.active():
-            for batch, _ in self._packs(rows, self.forward_batching):
-                found.append(self._outputs(batch, outputs, temperature))
+            packs = self._packs(rows, self.forward_batching)
+            found = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
         self._after_passes()
-
-        def join(name: str) -> np.ndarray:
-            return torch.cat([f[name] for f in found]).cpu().numpy() if found else np.zeros(0, np.float32)
-
-        return {name: join(name) for name in outputs}
+        nothing = torch.zeros(0)
+        return {name: torch.cat([f[name] for f in found] or [nothing]).cpu().numpy() for name in outputs}
 
     def _packs(self, rows: Sequence[Segment], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
         chunks = split_rows(rows, how)
-        said = all_gather_json([len(chunks), self.platform.room(self._index)])
+        said = self._said_by_all([len(chunks), self.platform.room(self._index)])
         count = max(number for number, _ in said)
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free in said)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
             yield pack(chunk, how, self.device), number + 1 == count
+
+    def _said_by_all(self, value: Any) -> list[Any]:
+        return all_gather_json(value) if self._sharded else [value]
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return waiting(what, self.layout.groups) if self._sharded else nullcontext()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.compute_dtype == torch.float32:
@@ -269,22 +255,20 @@ class FSDPEngine(TrainingEngine):
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Outputs of the pack's response tokens, float32 [R]."""
         counts = bool(batch.targets.numel())
-        with waiting("a forward pass", self.layout.groups):
+        with self._waiting("a forward pass"):
             found = self._computed(batch if counts else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
         return found if counts else {name: column[:0] for name, column in found.items()}
 
     def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         head, sequence = self._model.head, self._model.sequence
-        part = None if sequence is None else sequence.share(batch)
-        given = batch if part is None else part
-        plan = PackedPlan(batch.segments, batch.positions, self._heads) if part is None else part.plan
-        inputs = model_inputs(given.input_ids, given.positions)
+        if sequence is None:
+            with self._autocast(), attention.use(batch.plan(self._heads)):
+                return head(head.compute, batch, outputs, temperature)
+        part, mine, plan = sequence.share(batch)
         with self._autocast(), attention.use(plan):
-            found = head(head.compute, inputs, given.source, given.targets, outputs, temperature=temperature)
-            if sequence is None or part is None:
-                return found
-            return sequence.whole(found, part.mine, int(batch.targets.numel()))
+            found = head(head.compute, part, outputs, temperature)
+        return sequence.whole(found, mine, batch.targets.numel())
 
     def _after_passes(self) -> None:
         # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
@@ -306,13 +290,13 @@ class FSDPEngine(TrainingEngine):
         done, norm = self._scaled_gradients(rows, loss, outputs, temperature)
         if not done.refused and not math.isfinite(norm):
             done.refused = f"the gradient norm is {norm}"
-        logged = {f"{self.role}/grad_norm": norm}
+        metrics = {} if done.refused else done.metrics()
         if done.refused:
             self._clear_gradients()
-            return StepResult(logged, norm, done.refused, done.tokens)
-        clip_gradients(self._gradients(), norm, self._grad_clip)
-        optimizer.step()
-        return StepResult(done.metrics() | logged, norm, "", done.tokens)
+        else:
+            clip_gradients(self._gradients(), norm, self._grad_clip)
+            optimizer.step()
+        return StepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)
 
     def _scaled_gradients(
         self, rows: Sequence[Segment], loss: MicroLoss, outputs: Collection[str], temperature: float
@@ -344,8 +328,7 @@ class FSDPEngine(TrainingEngine):
                 self._model.head.set_requires_all_reduce(last or not self.layout.hybrid)  # type: ignore[operator]
             done.tokens += batch.size
             recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
-            passes = waiting("the passes of a step", self.layout.groups)
-            with self._model.fused.active(), recomputing, passes:
+            with self._model.fused.active(), recomputing, self._waiting("the passes of a step"):
                 found = self._outputs(batch, outputs, temperature)
                 value, metrics = _backward(found, batch.rows, loss, scale)
             if not math.isfinite(value):
@@ -368,10 +351,10 @@ class FSDPEngine(TrainingEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if tensor is not None:
-            with waiting("adding up gradients", self.layout.groups):
+            with self._waiting("adding up gradients"):
                 tensor.complete(self._names)
         counted = [p for p in self._parameters if self.layout.counts and (tensor is None or tensor.own(p))]
-        squares = _squares([local(p.grad) for p in counted if p.grad is not None])
+        squares = sum_of_squares([local(p.grad) for p in counted if p.grad is not None])
         said = all_gather_json(
             [own.sums if speaks else {}, own.tokens if speaks else 0, own.refused, squares]
         )
@@ -383,18 +366,17 @@ class FSDPEngine(TrainingEngine):
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients, this rank's share."""
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+        found = [p.grad for p in self._parameters if p.grad is not None]
+        return [local(grad) for grad in found] if self._sharded else found
 
     def _clear_gradients(self) -> None:
         """Make all gradients zero: in place where products are added straight into them; FSDP makes its own."""
-        if self._sharded:
-            for parameter in self._parameters:
-                parameter.grad = None
-            return
-        if kept := self._gradients():
+        if not self._sharded and (kept := self._gradients()):
             torch._foreach_zero_(kept)
         for parameter in self._parameters:
-            if parameter.grad is None:
+            if self._sharded:
+                parameter.grad = None
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     @contextmanager
@@ -406,7 +388,7 @@ class FSDPEngine(TrainingEngine):
         """
         wanted = self._checkpointing
         if wanted is None:
-            wanted = models.activation_bytes(self.config, tokens) > _ACTIVATION_SHARE * self._free
+            wanted = tokens * self._token_bytes > _ACTIVATION_SHARE * self._free
         layers = self._layers if wanted else []
         try:
             for layer in layers:
@@ -423,7 +405,7 @@ class FSDPEngine(TrainingEngine):
 
     def schedule(self, total_steps: int) -> None:
         """See `TrainingEngine.schedule`."""
-        self._schedule = Schedule(self._require_optimizer(), self._settings, total_steps)
+        self._schedule = Schedule(self._require_optimizer(), self._optim, total_steps)
 
     def advance(self) -> float:
         """See `TrainingEngine.advance`."""
@@ -436,7 +418,7 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.offload`; gradients are let go, not kept."""
         if not (self._weights_leave or self._state_leaves):
             return
-        for parameter in self._parameters if self._optimizer is not None else ():
+        for parameter in self._parameters:
             parameter.grad = None
         self._move(torch.device("cpu"), optimizer=True)
         self.platform.empty_cache()
@@ -444,6 +426,15 @@ class FSDPEngine(TrainingEngine):
     def onload(self, *, optimizer: bool = False) -> None:
         """See `TrainingEngine.onload`."""
         self._move(self.device, optimizer=optimizer)
+
+    @contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """See `TrainingEngine.on_device`."""
+        self.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.offload()
 
     def _move(self, device: torch.device, *, optimizer: bool) -> None:
         # Parameters stay the same objects, so that the optimizer and what names them hold on to them.
@@ -477,14 +468,14 @@ class FSDPEngine(TrainingEngine):
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.adapter_weights`; float32, every rank gets every tensor."""
         if self._model.adapter is not None:
-            yield from self._model.adapter.tensors(whole)
+            yield from self._model.adapter.tensors()
 
     def save_weights(self, directory: Path) -> None:
         """See `TrainingEngine.save_weights`; float32, each rank writes its share of the safetensors files."""
         directory, adapter = Path(directory), self._model.adapter
         weight_files.refuse_non_finite(self.module)
         if adapter is not None:
-            weight_files.save_adapter(adapter, directory)
+            adapter.save(directory)
         if adapter is None or not self._adapter_only:
             weight_files.save_weights(self.module, directory, self._serving_dtype)
 
@@ -492,16 +483,21 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.load_weights`; whatever the number of ranks that wrote it. In place: tensors that are
         shared with a sampler stay shared."""
         if self._model.adapter is not None:
-            weight_files.load_adapter(self._model.adapter, self.module, Path(directory))
+            self._model.adapter.load(Path(directory))
         else:
+            on_all_ranks(lambda: lora.refuse_adapter_checkpoint(Path(directory)))
             weight_files.load_weights(self.module, Path(directory))
 
     def save_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.save_optimizer`; each rank writes its share."""
+        from verl.engine.training.optimizer_state import save_state
+
         save_state(Path(directory), self._require_optimizer(), self._names, self._schedule.step)
 
     def load_optimizer(self, directory: Path) -> None:
         """See `TrainingEngine.load_optimizer`; whatever the number of ranks that wrote it."""
+        from verl.engine.training.optimizer_state import load_state
+
         self._schedule.restore(load_state(Path(directory), self._require_optimizer(), self._names))
 
 
@@ -522,13 +518,6 @@ def _backward(
     root = scalar if scalar.requires_grad else tied
     root.backward(torch.full_like(root, scale))
     return float(scalar.detach()), metrics
-
-
-def _squares(gradients: list[torch.Tensor]) -> float:
-    """Σ of squares, float64 over float32 norms."""
-    norms = torch._foreach_norm(gradients, 2.0, torch.float32) if gradients else []
-    values = torch.stack([n.to(norms[0].device) for n in norms]).double() if norms else torch.zeros(1)
-    return float(np.square(values.cpu().numpy()).sum())
 
 
 def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -58,14 +58,9 @@ class FusedForwards:
 
 def _norm_for(module: nn.Module) -> Callable[..., Any] | None:
     weight = getattr(module, "weight", None)
-    if (
-        not type(module).__name__.endswith("RMSNorm")
-        or not isinstance(weight, torch.Tensor)
-        or weight.ndim != 1
-    ):
-        return None
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(eps, float):
+    named = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
+    if not named or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
     for offset in (0.0, 1.0):
 
@@ -149,9 +144,7 @@ class _GatedMLP(torch.autograd.Function):
         dg = torch.ops.aten.silu_backward(dh.mul_(u), g)
         d_gate = _add_gradient(gate, dg, rows) if needs[1] else None
         d_up = _add_gradient(up, du, rows) if needs[2] else None
-        dx = None
-        if needs[0]:
-            dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape)
+        dx = (dg @ gate_c).to(ctx.kind).add_(du @ up_c).view(ctx.shape) if needs[0] else None
         return dx, d_gate, d_up, d_down, None
 
 
@@ -160,13 +153,9 @@ class _GatedMLP(torch.autograd.Function):
 
 def _adapted_for(module: Any) -> Callable[..., Any] | None:
     """The replacement for an adapted torch.nn.Linear; None for anything else."""
-    if (
-        not is_adapted(module)
-        or type(module.base_layer) is not nn.Linear
-        or hasattr(module, "parameter_name")
-    ):
+    if not is_adapted(module) or type(module.base_layer) is not nn.Linear or list(module.lora_A) != [NAME]:
         return None
-    if list(module.lora_A) != [NAME] or getattr(module, "lora_variant", None):
+    if hasattr(module, "parameter_name") or getattr(module, "lora_variant", None):
         return None
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -203,9 +192,7 @@ class _Adapted(torch.autograd.Function):
         d_bias = grad.sum(0).to(bias.dtype) if needs[2] else None
         d_a = _add_gradient(a, outer, rows) if needs[3] else None
         d_b = _add_gradient(b, grad, inner.mul(ctx.scale)) if needs[4] else None
-        dx = None
-        if needs[0]:
-            dx = (grad @ weight_c).addmm_(outer, a_c).to(ctx.kind).view(ctx.shape)
+        dx = (grad @ weight_c).addmm_(outer, a_c).to(ctx.kind).view(ctx.shape) if needs[0] else None
         return dx, d_weight, d_bias, d_a, d_b, None, None
 
 
@@ -240,7 +227,7 @@ def _same(module: nn.Module, forward: Callable[..., Any], x: torch.Tensor) -> bo
     try:
         theirs = module(x)
     except (TypeError, ValueError, RuntimeError):
-        return False
+        theirs = None
     if not isinstance(theirs, torch.Tensor):
         return False
     # Measured by the output: beside a fixed number small weights hide which function it is, and zeros say nothing.

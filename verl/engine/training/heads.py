@@ -7,16 +7,18 @@ That is what sharding hooks on: while this module's forward runs, the weights th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from verl.engine.training.log_prob import LogitLayer, outputs_of_logits, token_outputs
+from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits, token_outputs
+from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.inputs import model_inputs
+from verl.models.load import value_layer
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 if TYPE_CHECKING:
@@ -26,10 +28,12 @@ _T = TypeVar("_T")
 
 
 class OutputHead(torch.nn.Module, ABC):
-    """A model, and what makes outputs of its hidden states. Use: `head(head.compute, inputs, …)`."""
+    """A model, and what makes outputs of its hidden states. Use: `head(head.compute, pack, …)`."""
 
     #: Names of what `compute` can give.
     outputs: tuple[str, ...] = ()
+    #: The model's own head as a formula, None to go through its logits (or not to use it).
+    layer: LogitLayer | None = None
 
     def __init__(self, module: PreTrainedModel):
         super().__init__()
@@ -40,48 +44,31 @@ class OutputHead(torch.nn.Module, ABC):
         return work(*args, **options)
 
     @abstractmethod
-    def compute(
-        self,
-        inputs: Mapping[str, Any],
-        source: torch.Tensor,
-        targets: torch.Tensor,
-        outputs: Collection[str],
-        *,
-        temperature: float,
-    ) -> dict[str, torch.Tensor]:
-        """The model's inputs, and int64 [R], [R] → the outputs asked for, float32 [R] each.
+    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """The outputs asked for, float32 [R] each, of the pack's response tokens: what the hidden state `source` of a
+        token says of its `targets`. The attention plan must be in force."""
 
-        source: index of the token whose hidden state predicts the target. The attention plan must be in force.
-        """
-
-    def prepare(self) -> None:
-        """Called once, on every rank, when the weights have their values."""
+    def find_layer(self) -> LogitLayer | None:
+        """The `layer` that fits. Called once, on every rank, when the weights have their values."""
+        return None
 
 
 class LogProbHead(OutputHead):
-    """The language model's own head. `layer` is it as a formula, None to go through the model's own logits."""
+    """The language model's own head."""
 
-    outputs = ("log_probs", "entropy", "sum_pi_squared")
-    layer: LogitLayer | None = None
+    outputs = OUTPUTS
 
-    def compute(
-        self,
-        inputs: Mapping[str, Any],
-        source: torch.Tensor,
-        targets: torch.Tensor,
-        outputs: Collection[str],
-        *,
-        temperature: float,
-    ) -> dict[str, torch.Tensor]:
+    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
+        inputs = model_inputs(batch.input_ids, batch.positions)
         if self.layer is None:
-            logits = self.module(**inputs).logits[0][source].float() / temperature
-            return outputs_of_logits(logits, targets, outputs)
-        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, source)
+            logits = self.module(**inputs).logits[0][batch.source].float() / temperature
+            return outputs_of_logits(logits, batch.targets, outputs)
+        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         own = self.module.get_output_embeddings()
         layer = replace(self.layer, weight=own.weight, bias=getattr(own, "bias", None))
-        return token_outputs(hidden, targets, layer, outputs, temperature=temperature)
+        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature)
 
     def find_layer(self) -> LogitLayer | None:
         """The head as a formula, or None if the model's own logits say otherwise on a probe."""
@@ -109,7 +96,21 @@ class LogProbHead(OutputHead):
         return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
 
 
-HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead}
+class ValueHead(OutputHead):
+    """A linear layer from hidden state to one number, in float32: the value before the token that the state predicts."""
+
+    outputs = ("values",)
+
+    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """See `OutputHead.compute`; the temperature plays no part."""
+        inputs = model_inputs(batch.input_ids, batch.positions)
+        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        layer = value_layer(self.module)
+        values = (hidden.float() * layer.weight.float()).sum(-1)
+        return {"values": values if layer.bias is None else values + layer.bias.float()}
+
+
+HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead}
 
 
 def head_class(name: str) -> type[OutputHead]:

@@ -20,6 +20,7 @@ import torch
 from verl.models.attention import product_dtype
 from verl.platform import platform_of
 
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
 # An accelerator is done with such a block before the next one's operations are launched; these are 128 MiB of float32.
@@ -59,13 +60,11 @@ def token_outputs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    dtype = product_dtype(hidden)
-    shape = _Shape(layer.scale, layer.softcap, temperature)
-    wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
+    asked = ("entropy" in outputs, "sum_pi_squared" in outputs)
+    how = _How(layer.scale, layer.softcap, temperature, product_dtype(hidden), *asked)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, targets, shape, dtype, wanted)
-    names = ("log_probs", "entropy", "sum_pi_squared")
-    return {name: column for name, column in zip(names, found, strict=True) if name in outputs}
+        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, targets, how)
+    return {name: column for name, column in zip(OUTPUTS, found, strict=True) if name in outputs}
 
 
 def outputs_of_logits(
@@ -94,13 +93,16 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-@dataclass(slots=True)
-class _Shape:
-    """The scalars of one call, and how a block of scaled logits is made."""
+@dataclass(frozen=True, slots=True)
+class _How:
+    """The scalars of one call, the type of its products, what is asked for; and how a block of scaled logits is made."""
 
     scale: float
     softcap: float | None
     temperature: float
+    dtype: torch.dtype
+    entropy: bool
+    squares: bool
 
     def z(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -124,53 +126,48 @@ class _Shape:
 
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, shape, dtype, wanted):  # type: ignore[no-untyped-def]
-        h, w = hidden.to(dtype), weight.to(dtype)
-        rows, columns = h.shape[0], w.shape[0]
-        stats = h.new_zeros((4, rows), dtype=torch.float32)  # logp, lse, entropy, q
-        height, width = _blocks(rows, columns, h.device)
-        for r in _ranges(rows, height):
-            _forward_rows(stats[:, r], h[r], w, bias, targets[r], shape, width, wanted)
+    def forward(ctx, hidden, weight, bias, targets, how):  # type: ignore[no-untyped-def]
+        h, w = hidden.to(how.dtype), weight.to(how.dtype)
+        stats = h.new_zeros((4, h.shape[0]), dtype=torch.float32)  # logp, lse, entropy, q
+        height, width = _blocks(h.shape[0], w.shape[0], h.device)
+        for r in _ranges(h.shape[0], height):
+            _forward_rows(stats[:, r], h[r], w, bias, targets[r], how, width)
         ctx.save_for_backward(hidden, weight, bias, targets, stats)
-        ctx.shape, ctx.dtype, ctx.wanted = shape, dtype, wanted
+        ctx.how = how
         ctx.set_materialize_grads(False)
         # Copies: the saved statistics must not be views of what the caller may change in place.
         logp, h_out, q_out = stats[0].clone(), stats[2].clone(), stats[3].clone()
-        ctx.mark_non_differentiable(*([] if wanted[0] else [h_out]), *([] if wanted[1] else [q_out]))
+        ctx.mark_non_differentiable(*([] if how.entropy else [h_out]), *([] if how.squares else [q_out]))
         return logp, h_out, q_out
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy, g_squares):  # type: ignore[no-untyped-def]
-        hidden, weight, bias, targets, stats = ctx.saved_tensors
-        h, w = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        (hidden, weight, bias, targets, stats), how = ctx.saved_tensors, ctx.how
+        h, w = hidden.to(how.dtype), weight.to(how.dtype)
         rows, columns = h.shape[0], w.shape[0]
         needs_h, needs_w, needs_b = ctx.needs_input_grad[:3]
         dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if needs_h else None
         dw, direct = _weight_gradient(weight) if needs_w else (None, False)
-        db = (
-            torch.zeros(columns, dtype=torch.float32, device=h.device)
-            if needs_b and bias is not None
-            else None
-        )
-        gradients = (g_logp, g_entropy if ctx.wanted[0] else None, g_squares if ctx.wanted[1] else None)
+        db = torch.zeros(columns, dtype=torch.float32, device=h.device) if needs_b else None
+        gradients = (g_logp, g_entropy if how.entropy else None, g_squares if how.squares else None)
         height, width = _blocks(rows, columns, h.device)
         for r in _ranges(rows, height):
             for c in _ranges(columns, width):
-                z, slope = ctx.shape.z(h[r], w[c], None if bias is None else bias[c])
+                z, slope = how.z(h[r], w[c], None if bias is None else bias[c])
                 dz = _logit_gradient(z, stats[:, r], targets[r] - c.start, gradients, r)
                 if slope is not None:
                     dz = dz.mul_(slope)
                 if db is not None:
-                    db[c].add_(dz.sum(0), alpha=ctx.shape.outer)
-                dz = dz.to(ctx.dtype)
+                    db[c].add_(dz.sum(0), alpha=how.outer)
+                dz = dz.to(how.dtype)
                 if dh is not None:
-                    _add_product(dh[r], dz, w[c], ctx.shape.outer)
+                    _add_product(dh[r], dz, w[c], how.outer)
                 if dw is not None:
-                    _add_product(dw[c], dz.t(), h[r], ctx.shape.outer)
+                    _add_product(dw[c], dz.t(), h[r], how.outer)
         dh = dh.to(hidden.dtype) if dh is not None else None
         dw = None if dw is None or direct else dw.to(weight.dtype)
         db = db.to(bias.dtype) if db is not None else None
-        return dh, dw, db, None, None, None, None
+        return dh, dw, db, None, None
 
 
 def _weight_gradient(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -188,34 +185,34 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: f
         total.add_(a @ b, alpha=alpha)
 
 
-def _forward_rows(stats, h, w, bias, targets, shape, width, wanted):  # type: ignore[no-untyped-def]
+def _forward_rows(stats, h, w, bias, targets, how, width):  # type: ignore[no-untyped-def]
     """Fill stats [4, r] for a block of rows, walking the vocabulary once."""
     rows = h.shape[0]
     top = torch.full((rows,), float("-inf"), device=h.device)
     total, weighted, squares, chosen = (torch.zeros(rows, device=h.device) for _ in range(4))
     for c in _ranges(w.shape[0], width):
-        z, _ = shape.z(h, w[c], None if bias is None else bias[c])
+        z, _ = how.z(h, w[c], None if bias is None else bias[c])
         inside = (targets >= c.start) & (targets < c.stop)
         picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1)[:, None])[:, 0]
         chosen = torch.where(inside, picked, chosen)
         new_top = torch.maximum(top, z.amax(1))
         shrink = torch.exp(top - new_top)
         centred = z.sub_(new_top[:, None])
-        e = centred.exp() if wanted[0] else centred.exp_()
-        if wanted[0]:
+        e = centred.exp() if how.entropy else centred.exp_()
+        if how.entropy:
             # Σ e·(z − top): moving the top from old to new adds (old − new)·Σe to each centred term.
             moved = torch.where(total > 0, (top - new_top) * total, torch.zeros_like(total))
             weighted = (weighted + moved) * shrink + torch.linalg.vecdot(e, centred)
         total = total * shrink + e.sum(1)
-        if wanted[1]:
+        if how.squares:
             squares = squares * shrink * shrink + torch.linalg.vecdot(e, e)
         top = new_top
     log_total = torch.log(total)
     stats[1] = top + log_total
     stats[0] = chosen - stats[1]
-    if wanted[0]:
+    if how.entropy:
         stats[2] = log_total - weighted / total
-    if wanted[1]:
+    if how.squares:
         stats[3] = squares / (total * total)
 
 

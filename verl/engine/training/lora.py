@@ -7,28 +7,134 @@ begins with the same.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, read_adapter_config
-from verl.engine.training.lora_config import LoraSettings, import_peft, peft_config, said
-from verl.engine.training.weight_source import FileSource, WeightSource, reading
+from verl.config import model_facts
+from verl.config.settings import setting
+from verl.engine.training.process_group import on_all_ranks, this_rank
+from verl.engine.training.sharding import take_share, whole
+from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
 from verl.errors import UserError
 from verl.models import adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
 _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may change in B·A
+
+# Settings of an adapter by which it is more than A and B, those that are no more than a record, and starts that write into
+# the base.
+_MORE = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "modules_to_save")
+_MORE += ("bias", "layer_replication", "trainable_token_indices")
+_NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """`model.lora_*`. `adapter` is the directory of an adapter to go on with, whose own settings then count."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    exclude: tuple[str, ...]
+    adapter: Path | None
+    base: str
+
+    @classmethod
+    def of(cls, model_cfg: Any, base: str | Path) -> LoraSettings | None:
+        """From the model group; None where no adapter is asked for. UserError for an adapter that is not there."""
+        rank, path = int(setting(model_cfg, "lora_rank", 0)), setting(model_cfg, "lora_adapter_path")
+        if rank <= 0 and not path:
+            return None
+        return cls(
+            rank,
+            float(setting(model_cfg, "lora_alpha", 16)),
+            _patterns(setting(model_cfg, "target_modules", _ALL_LINEAR)),
+            _patterns(setting(model_cfg, "exclude_modules") or ()),
+            model_facts.adapter_directory(path) if path else None,
+            str(base),
+        )
+
+    def described(self) -> dict[str, Any]:
+        """What adapter_config.json says, as far as a server needs it; the adapter's own file where there is one."""
+        if self.adapter is not None:
+            return model_facts.read_adapter_config(self.adapter)
+        return {"peft_type": "LORA", "bias": "none", **self.arguments()}
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of peft's LoraConfig for a new adapter."""
+        return {
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
+            "target_modules": _peft_pattern(self.targets),
+            "exclude_modules": _peft_pattern(self.exclude),
+        }
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(str(g) for g in given)
+
+
+def _peft_pattern(patterns: tuple[str, ...]) -> str | list[str] | None:
+    """As peft takes it: the word all-linear, one regular expression, or names that modules end with."""
+    if not patterns:
+        return None
+    if len(patterns) == 1 and (patterns[0] == _ALL_LINEAR or not re.fullmatch(r"[\w.\-]+", patterns[0])):
+        return patterns[0]
+    return list(patterns)
+
+
+def _peft_config(peft: Any, settings: LoraSettings) -> Any:
+    """peft's LoraConfig: new, or the given adapter's. UserError for an adapter that is more than A and B."""
+    if settings.adapter is None:
+        return peft.LoraConfig(**settings.arguments())
+    where = settings.adapter / model_facts.ADAPTER_CONFIG
+    try:
+        config = peft.PeftConfig.from_pretrained(str(settings.adapter))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{where}: peft cannot read it: {error}") from error
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise UserError(f"{where}: peft_type={kind}; LORA is what can be trained here")
+    odd = []
+    for name, value in vars(config).items():
+        if name in _MORE or (name.endswith("_config") and name not in _NO_EFFECT):
+            odd += [f"{name}={value!r}"] if value and value != "none" else []
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        odd.append(f"init_lora_weights={start!r}, which changes the base weights")
+    if odd:
+        raise UserError(f"{where}: {'; '.join(odd)}; adapters here are A and B of linear layers alone")
+    if settings.rank > 0 and config.r != settings.rank:
+        raise UserError(
+            f"model.lora_rank={settings.rank}, but the adapter of model.lora_adapter_path has rank {config.r} ({where}): "
+            f"set model.lora_rank={config.r}"
+        )
+    config.lora_dropout = 0.0
+    config.base_model_name_or_path = settings.base
+    return config
+
+
+# -- in the model ----------------------------------------------------------------------------------------------
 
 
 def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
@@ -36,8 +142,14 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
 
     UserError if peft is not installed, if no module is picked, or one that cannot have an adapter here.
     """
-    peft = import_peft()
-    config = peft_config(peft, settings)
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"model.lora_rank asks for LoRA, which needs peft, and it cannot be imported ({error}): "
+            "pip install 'verl[lora]', or set model.lora_rank=0"
+        ) from error
+    config = _peft_config(peft, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -47,11 +159,34 @@ def inject(module: PreTrainedModel, settings: LoraSettings) -> Adapter:
     for key in ("target_modules", "target_parameters", "exclude_modules"):
         if isinstance(getattr(config, key, None), set):
             setattr(config, key, sorted(getattr(config, key)))  # the same file in every process
-    layers = adapters.adapted_layers(module)
-    _refuse_unfit(module, layers, settings)
+    _refuse_unfit(module, adapters.adapted_layers(module))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(adapters.plain_name(name) is None)
     return Adapter(module, config, settings)
+
+
+def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
+    """peft's refusal, mostly of patterns that match nothing, with the names of the model's modules."""
+    given = f"target_modules=[{', '.join(settings.targets)}]"
+    if settings.adapter is not None:
+        given = f"lora_adapter_path={settings.adapter}"
+    ends = sorted({n.rpartition(".")[2] for n, part in module.named_modules() if hasattr(part, "weight")})
+    return f"model.{given}: {error}; the model's modules are {', '.join(ends)}"
+
+
+def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any]) -> None:
+    """UserError where an adapter sits on something that it cannot be merged into, or that is tied to another weight."""
+    for name, layer in layers.items():
+        why = ""
+        if not isinstance(layer.lora_A[adapters.NAME] if len(layer.lora_A) else None, torch.nn.Linear):
+            why = f"a {type(layer.base_layer).__name__} cannot have an adapter here, linear layers can"
+        elif f"{name}.weight" in (getattr(module, "all_tied_weights_keys", None) or {}):
+            why = "it shares its weight with the embedding, so an adapter of it alone cannot be merged"
+        if why:
+            part = name.rpartition(".")[2]
+            raise UserError(
+                f"{name}: {why}: leave {part} out of model.target_modules or model.lora_adapter_path"
+            )
 
 
 class Adapter:
@@ -61,17 +196,12 @@ class Adapter:
         self._module, self._config, self._settings = module, config, settings
         self._layers = list(adapters.adapted_layers(module).values())
 
-    @property
-    def words(self) -> str:
-        """Rank and how many layers, for messages."""
-        return f"rank {self._config.r} on {len(self._layers)} layers"
-
     def off(self) -> AbstractContextManager[None]:
         """In this block the model is its base."""
         return adapters.switched_off(self._layers)
 
-    def tensors(self, whole: adapters.Gather = adapters.as_is) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in peft's files less the prefix, whole tensor), one at a time."""
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in peft's files less the prefix, whole tensor), one at a time. Collective."""
         for name, tensor in adapters.PlainView(self._module).adapter_state().items():
             yield name, whole(tensor).detach()
 
@@ -80,39 +210,38 @@ class Adapter:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         source.fill(self._module.modules(), names, device=device)
 
-    # -- files -----------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def save(self, directory: Path) -> None:
+        """Write the adapter's folder of a checkpoint, which peft and inference servers load. Collective."""
+        stored = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in self.tensors()}
 
-    def save(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, which peft and inference servers load."""
-        from safetensors.torch import save_file
+        def write() -> None:
+            folder = directory / model_facts.ADAPTER_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(stored, folder / model_facts.ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            inference, self._config.inference_mode = self._config.inference_mode, True
+            self._config.save_pretrained(str(folder))
+            self._config.inference_mode = inference
 
-        directory.mkdir(parents=True, exist_ok=True)
-        stored = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        inference, self._config.inference_mode = self._config.inference_mode, True
-        self._config.save_pretrained(str(directory))
-        self._config.inference_mode = inference
+        on_all_ranks(lambda: write() if this_rank() == 0 else None)
 
-    def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The tensors of a saved adapter by name. UserError if they are not this model's."""
-        return read_tensors(directory, adapters.PlainView(self._module).adapter_state())
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, in place. Collective.
 
-    def check_base(self, directory: Path, whole: adapters.Gather = adapters.as_is) -> None:
-        """UserError unless base and adapter add up to the merged weights in a directory (if there are any).
-
-        That is what tells that the base is the one the adapter was trained on.
+        UserError if the adapter is not this model's, or the base not the one that it was trained on: base and adapter
+        must add up to the merged weights of the checkpoint, if there are any.
         """
-        source, view = FileSource(directory, self._module), adapters.PlainView(self._module)
-        state = view.state()
-        tied = set(getattr(self._module, "all_tied_weights_keys", None) or {})
-        kept = {name: tensor for name, tensor in state.items() if name not in tied}
-        if source.missing(kept):
-            return
-        for name, tensor in kept.items():
+        state = adapters.PlainView(self._module).adapter_state()
+        saved = on_all_ranks(lambda: _read_tensors(directory / model_facts.ADAPTER_FOLDER, state))
+        for name, tensor in state.items():
+            take_share(tensor, saved[name])
+        source, kept = FileSource(directory, self._module), untied(self._module)
+        view = adapters.PlainView(self._module)
+        for name, tensor in kept.items() if not source.missing(kept) else ():
             ours = view.merged(name, tensor, whole).cpu()
-            saved = source.read(name, ours)
-            largest = float(saved.abs().max()) if saved.numel() else 0.0
-            if saved.numel() and not float((ours - saved).abs().max()) <= _TOLERANCE * largest:
+            theirs = source.read(name, ours)
+            if ours.numel() and not (ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max():
                 raise UserError(
                     f"{directory}: {name} is not the base of this run plus the saved adapter: model.path="
                     f"{self._settings.base} is not the model that the checkpoint was trained on. Put that model back, or "
@@ -127,7 +256,7 @@ class AdapterSource(WeightSource):
         self._base, self._seed = base, seed
         self._given: dict[str, torch.Tensor] | None = None
         if settings.adapter is not None:
-            self._given = read_tensors(settings.adapter, adapters.PlainView(module).adapter_state())
+            self._given = _read_tensors(settings.adapter, adapters.PlainView(module).adapter_state())
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """See `WeightSource.read`; names of the model with adapters."""
@@ -137,10 +266,10 @@ class AdapterSource(WeightSource):
             return self._base.read(plain, like)
         if self._given is not None:
             return self._given[adapters.adapter_name(name)].to(like.dtype)
-        return start_value(name, like, self._seed)
+        return _start_value(name, like, self._seed)
 
 
-def start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+def _start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     """B = 0; A uniform in ±1/√in, of a generator that the seed and the tensor's name decide."""
     out = torch.zeros(like.shape, dtype=like.dtype)
     if ".lora_A." not in name:
@@ -151,71 +280,28 @@ def start_value(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
     return out.uniform_(-bound, bound, generator=generator)
 
 
-def read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _read_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """adapter_model.safetensors under names less peft's prefix. UserError if it is damaged or fits another model."""
-    from safetensors.torch import load_file
-
-    file = directory / ADAPTER_WEIGHTS
+    file = directory / model_facts.ADAPTER_WEIGHTS
     if not file.is_file():
-        raise UserError(f"{directory}: no {ADAPTER_WEIGHTS} here; is it a peft adapter?")
+        raise UserError(f"{directory}: no {model_facts.ADAPTER_WEIGHTS} here; is it a peft adapter?")
     with reading(file, "adapter"):
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(file).items()}
     for name in sorted(wanted.keys() | found.keys()):
-        if name not in found or name not in wanted:
-            where = "lacks" if name not in found else "holds"
+        theirs, ours = (list(side[name].shape) if name in side else "absent" for side in (found, wanted))
+        if theirs != ours:
             raise UserError(
-                f"{file} {where} {name}: it is an adapter of other layers (or of another model) than those of this run"
-            )
-        if found[name].shape != wanted[name].shape:
-            raise UserError(
-                f"{file}: {name} is {list(found[name].shape)}, this run's is {list(wanted[name].shape)}: another rank or model"
+                f"{file}: {name} is {theirs}, in this run it is {ours}: an adapter of other layers, of another rank or model"
             )
     return found
 
 
 def refuse_adapter_checkpoint(directory: Path) -> None:
     """UserError for a checkpoint of a run with LoRA, in a run without."""
-    if (Path(directory) / ADAPTER_FOLDER / ADAPTER_CONFIG).is_file():
-        rank = read_adapter_config(Path(directory) / ADAPTER_FOLDER).get("r")
+    if (directory / model_facts.ADAPTER_FOLDER / model_facts.ADAPTER_CONFIG).is_file():
+        rank = model_facts.read_adapter_config(directory / model_facts.ADAPTER_FOLDER).get("r")
         raise UserError(
             f"{directory}: the checkpoint was trained with LoRA (rank {rank}), this run trains all weights: set "
             f"actor_rollout_ref.model.lora_rank={rank} (sft: model.lora_rank) to go on, or start anew from its merged "
             f"weights with actor_rollout_ref.model.path={directory}"
         )
-
-
-# -- which modules -------------------------------------------------------------------------------------------
-
-
-def _no_match(module: PreTrainedModel, settings: LoraSettings, error: Exception) -> str:
-    """What peft's refusal means: mostly patterns that match nothing, so with the names of the model's modules."""
-    where = "model.lora_adapter_path" if settings.adapter is not None else "model.target_modules"
-    given = str(settings.adapter) if settings.adapter is not None else said(settings.targets)
-    if not type(error).__name__.startswith("NoMatching"):
-        return f"{where}={given}: {error}"
-    ends = sorted({n.rpartition(".")[2] for n, part in module.named_modules() if hasattr(part, "weight")})
-    parts = [pattern.rpartition(".")[2] for pattern in settings.targets]
-    close = dict.fromkeys(m for part in parts for m in difflib.get_close_matches(part, ends, 1, 0.5))
-    hint = f"; nearest: {', '.join(close)}" if close else ""
-    return f"{where}={given} matches no module of the model{hint}; its modules are {', '.join(ends)}"
-
-
-def _refuse_unfit(module: PreTrainedModel, layers: Mapping[str, Any], settings: LoraSettings) -> None:
-    """UserError where an adapter sits on something that it cannot be merged into, or that is tied to another weight."""
-    key = "model.exclude_modules" if settings.adapter is None else "model.lora_adapter_path"
-    if not layers:
-        raise UserError(f"model.target_modules={said(settings.targets)} leaves no module to adapt")
-    tied = set(getattr(module, "all_tied_weights_keys", None) or {})
-    for name, layer in layers.items():
-        part = name.rpartition(".")[2]
-        if not isinstance(layer.lora_A[adapters.NAME] if len(layer.lora_A) else None, torch.nn.Linear):
-            kind = type(layer.base_layer).__name__
-            raise UserError(
-                f"{name} ({kind}) cannot have an adapter here, linear layers can: leave {part} out of model.target_modules "
-                f"(or name it in {key})"
-            )
-        if f"{name}.weight" in tied:
-            raise UserError(
-                f"{name} shares its weight with the embedding, so an adapter of it alone cannot be merged: leave {part} out "
-                "of model.target_modules"
-            )

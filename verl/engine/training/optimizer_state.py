@@ -1,21 +1,35 @@
 """Optimizer and schedule on disk, through torch.distributed.checkpoint, by parameter name.
 
 Everything is a tensor, so that any number of ranks can read it again; numbers become float64 tensors.
+
+torch writes the list of tensors (`.metadata`) as a pickle and reads it with `pickle.load`, which runs any code that
+somebody put there. Here the same file is read by an unpickler that knows the few classes such a list is made of.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import is_dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor import DTensor
+from torch.serialization import _get_layout
 
+from verl.engine.training.optimizer import move_state
 from verl.errors import UserError
 
 _STEP = "schedule.step"
 _NUMBER = "#number"
+_PARTS = [torch.Size, _get_layout, _StorageInfo, metadata._MEM_FORMAT_ENCODING]
+_PARTS += [part for part in vars(metadata).values() if is_dataclass(part)]
+_KNOWN = {(part.__module__, part.__qualname__): part for part in _PARTS}
 
 
 def save_state(
@@ -25,18 +39,13 @@ def save_state(
 
     OSError, on every rank, where one cannot write.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
     flat: dict[str, torch.Tensor] = {_STEP: torch.tensor(step, dtype=torch.int64)}
     for name, parameter in names.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 flat[f"{name}/{key}"] = value
-            elif isinstance(value, (int, float)):
-                flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(float(value), dtype=torch.float64)
             else:
-                raise UserError(f"optimizer state {key!r} of type {type(value).__name__} cannot be saved")
+                flat[f"{name}/{key}{_NUMBER}"] = torch.tensor(float(value), dtype=torch.float64)
     directory.mkdir(parents=True, exist_ok=True)
     try:
         dcp.save(flat, checkpoint_id=str(directory), no_dist=not _sharded(names))
@@ -49,46 +58,28 @@ def load_state(directory: Path, optimizer: torch.optim.Optimizer, names: Mapping
 
     UserError if the directory has no such state, or state of other parameters.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from verl.engine.training.checkpoint_reader import Reader
-
     if not (directory / ".metadata").is_file():
         raise UserError(
             f"{directory}: no optimizer state here; the checkpoint was saved without it or is damaged"
         )
-    described = Reader(str(directory)).read_metadata().state_dict_metadata
-    flat: dict[str, torch.Tensor] = {}
-    for key, meta in described.items():
-        if not isinstance(meta, TensorStorageMetadata):
-            raise UserError(f"{directory}: {key} is no tensor; this was not written by verl")
-        flat[key] = _room(meta, names.get(key.rsplit("/", 1)[0]))
-    unknown = sorted({k.rsplit("/", 1)[0] for k in flat if k != _STEP} - set(names))
-    if unknown:
-        raise UserError(
-            f"{directory}: state of parameters this model does not have, for example {unknown[0]}"
-        )
+    flat = {}
+    for key, stored in Reader(str(directory)).read_metadata().state_dict_metadata.items():
+        name = key.rsplit("/", 1)[0]
+        if key != _STEP and name not in names:
+            raise UserError(f"{directory}: state of parameters this model does not have, for example {name}")
+        flat[key] = _room(stored, names.get(name))
     try:
         dcp.load(flat, storage_reader=Reader(str(directory)), no_dist=not _sharded(names))
     except CheckpointException as error:
         raise UserError(f"{directory}: the optimizer's state cannot be read: {_causes(error)}") from error
     step = int(flat.pop(_STEP))
-    found: dict[str, dict[str, Any]] = {}
+    optimizer.state.clear()
     for key, value in flat.items():
         name, entry = key.rsplit("/", 1)
         number = entry.endswith(_NUMBER)
-        found.setdefault(name, {})[entry.removesuffix(_NUMBER)] = float(value) if number else value
-    optimizer.state.clear()
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    for name, state in found.items():
-        parameter = names[name]
-        for entry, value in state.items():
-            # A fused optimizer reads its step count on the device; the others want it in host memory.
-            if isinstance(value, torch.Tensor) and (on_device or value.shape == parameter.shape):
-                state[entry] = value.to(parameter.device)
-        optimizer.state[parameter] = state
+        optimizer.state[names[name]][entry.removesuffix(_NUMBER)] = float(value) if number else value
+    if names:
+        move_state(optimizer, next(iter(names.values())).device)
     return step
 
 
@@ -102,9 +93,41 @@ def _sharded(names: Mapping[str, Any]) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in names.values())
 
 
-def _room(meta: Any, parameter: Any) -> torch.Tensor:
+def _room(stored: Any, parameter: Any) -> torch.Tensor:
     """An empty tensor to read an entry into, cut like its parameter if it has the parameter's shape."""
-    dtype = meta.properties.dtype
-    if isinstance(parameter, DTensor) and parameter.shape == meta.size:
+    dtype = stored.properties.dtype
+    if isinstance(parameter, DTensor) and parameter.shape == stored.size:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(meta.size, dtype=dtype)
+    return torch.empty(stored.size, dtype=dtype)
+
+
+class _Restricted(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePath
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no list of tensors needs")
+
+
+class Reader(dcp.FileSystemReader):
+    """`FileSystemReader` for checkpoints of unknown origin. UserError for a list that is not one, or that names files
+    outside its own folder."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The list of tensors."""
+        path = Path(str(self._get_metadata_path(kwargs.get("rank"))))
+        try:
+            with path.open("rb") as file:
+                found = _Restricted(file).load()
+            names = [str(stored.relative_path) for stored in found.storage_data.values()]
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: this is no list of tensors ({error}); it was not read") from error
+        for name in names:
+            if name in ("", ".", "..") or PurePath(name).name != name:
+                raise UserError(f"{path}: names a file outside of its folder ({name}); it was not read")
+        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found

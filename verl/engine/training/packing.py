@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -100,16 +101,12 @@ def split_rows(rows: Sequence[Segment], how: MicroBatching) -> list[list[Segment
 
 def _group_costs(rows: Sequence[Segment], how: MicroBatching) -> list[int]:
     """For each row the tokens of its whole run of neighbours with the same uid."""
-    costs = [0] * len(rows)
-    start = 0
-    for i in range(1, len(rows) + 1):
-        if i < len(rows) and rows[i].uid == rows[start].uid:
-            continue
-        run = rows[start:i]
+    costs: list[int] = []
+    for _, neighbours in groupby(rows, key=lambda row: row.uid):
+        run = list(neighbours)
         contexts = _runs(run, how.shared)
         total = sum(_cost(r) for r in run) + sum(max(_context_cost(r) for r in same) for same in contexts)
-        costs[start:i] = [total] * len(run)
-        start = i
+        costs += [total] * len(run)
     return costs
 
 
@@ -119,7 +116,6 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
     positions: list[np.ndarray] = []
     segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
     at = 0
 
     def put(tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
@@ -130,7 +126,8 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         segments.append(TokenSpan(start, at, prefix))
         return start
 
-    for run in _runs([r for r in rows if r.length], how.shared):
+    runs = _runs([r for r in rows if r.length], how.shared)
+    for run in runs:
         prompt = run[0].context_ids
         length = len(prompt)
         if not length:
@@ -138,7 +135,6 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         if len(run) == 1:
             start = put(np.concatenate((prompt, run[0].response_ids[:-1])), 0)
             source.append(np.arange(start + length - 1, start + length - 1 + run[0].length))
-            targets.append(run[0].response_ids)
             continue
         first = put(prompt, 0)
         for row in run:
@@ -146,13 +142,13 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
             own = np.arange(start - 1, start - 1 + row.length)
             own[0] = first + length - 1
             source.append(own)
-            targets.append(row.response_ids)
 
     def tensor(parts: list[np.ndarray]) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
-    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), tensor(targets))
+    targets = tensor([row.response_ids for run in runs for row in run])
+    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets)
 
 
 def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:

@@ -53,25 +53,15 @@ def init_process_group(
     or the ranks do not meet.
     """
     global _limit, _limit_key
-    if _is_loopback(master_addr):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
+    _stay_on_loopback(master_addr)
     limit = timedelta(seconds=timeout)
-    where = f"{master_addr}:{master_port}"
     try:
         listening = listen(master_addr, master_port) if rank == 0 else None
-        store = dist.TCPStore(
-            master_addr,
-            master_port,
-            world_size,
-            is_master=rank == 0,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
+        meeting: dict[str, Any] = {"is_master": rank == 0, "wait_for_workers": False, "timeout": limit}
+        store = dist.TCPStore(master_addr, master_port, world_size, master_listen_fd=listening, **meeting)
     except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"training rank {rank} of {world_size} cannot meet the others at {where}: {error}"
-        ) from error
+        who, where = f"training rank {rank} of {world_size}", f"{master_addr}:{master_port}"
+        raise UserError(f"{who} cannot meet the others at {where}: {error}") from error
     dist.init_process_group(
         backend_of(platform), store=store, rank=rank, world_size=world_size, timeout=limit
     )
@@ -81,8 +71,7 @@ def init_process_group(
 def init_from_environment(platform: Platform, timeout: float = DEFAULT_TIMEOUT) -> None:
     """Join the ranks that torchrun started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). No key sets the timeout."""
     global _limit, _limit_key
-    if _is_loopback(os.environ.get("MASTER_ADDR", "")):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_name())
+    _stay_on_loopback(os.environ.get("MASTER_ADDR", ""))
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend_of(platform), init_method="env://", timeout=limit)
     _limit, _limit_key = limit, ""
@@ -96,13 +85,8 @@ def split(parts: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup:
     if len(parts) == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    mine: dist.ProcessGroup | None = None
-    for ranks in parts:
-        group = dist.new_group(list(ranks), timeout=_limit, group_desc=what)
-        if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None, f"rank {dist.get_rank()} is in no part of {what}"
-    return mine
+    groups = [dist.new_group(list(ranks), timeout=_limit, group_desc=what) for ranks in parts]
+    return next(group for group, ranks in zip(groups, parts, strict=True) if dist.get_rank() in ranks)
 
 
 def mesh(device_type: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
@@ -141,7 +125,7 @@ def waiting(what: str, groups: Callable[[], str] | None = None) -> Iterator[None
         ) from error
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_json(value: Any) -> list[Any]:
     """Every rank's `value` (anything JSON holds; NaN too), in rank order. Collective, over host memory.
 
     Of one process, which has joined no others: its own.
@@ -150,19 +134,19 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
         return [value]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     with waiting("a gather of what all ranks must agree on"):
-        parts = _all_bytes(mine, group)
+        parts = _all_bytes(mine)
     return [json.loads(part.numpy().tobytes()) for part in parts]
 
 
-def _all_bytes(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    ranks = dist.get_world_size(group)
+def _all_bytes(mine: torch.Tensor) -> list[torch.Tensor]:
+    ranks = dist.get_world_size()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    dist.all_gather(sizes, torch.tensor([mine.numel()]))
     width = max(int(size) for size in sizes)
     padded = torch.zeros(width, dtype=torch.uint8)
     padded[: mine.numel()] = mine
     parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(ranks)]
-    dist.all_gather(parts, padded, group=group)
+    dist.all_gather(parts, padded)
     return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -171,28 +155,26 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def on_all_ranks(work: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
+def on_all_ranks(work: Callable[[], _T]) -> _T:
     """work() on every rank; an error of one is raised by all, so that none waits for one that gave up.
 
     The failed rank raises its own error, the others a UserError that says what it was and where.
     """
     result: Any = None
     failure: Exception | None = None
+    said = ""
     try:
         result = work()
     except Exception as error:
         failure = error
-    problems = all_gather_json("" if failure is None else _text(failure), group)
+        said = str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
+    problems = all_gather_json(said)
     if failure is not None:
         raise failure
     for rank, problem in enumerate(problems):
         if problem:
             raise UserError(f"rank {rank}: {problem}")
     return result
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def leave() -> None:
@@ -209,9 +191,8 @@ def backend_of(platform: Platform) -> str:
     return f"cpu:gloo,{platform.name}:{platform.collectives}"
 
 
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
-
-
-def _loopback_name() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+def _stay_on_loopback(address: str) -> None:
+    """Where ranks meet on the loopback, gloo talks over it too."""
+    if address in ("localhost", "::1") or address.startswith("127."):
+        names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", next(names, "lo"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.config.dtypes import FLOATS, float_name
+from verl.config.settings import setting
 from verl.engine.training.packing import MicroBatching
 
 if TYPE_CHECKING:
@@ -14,27 +14,16 @@ if TYPE_CHECKING:
     from verl.platform import Platform
 
 
-def read(group: Any, path: str, default: Any = None) -> Any:
-    """`read(actor, "optim.lr")` from typed groups, mappings, or None; None values give the default."""
-    for name in path.split("."):
-        if group is None:
-            return default
-        group = group.get(name) if isinstance(group, Mapping) else getattr(group, name, None)
-    return default if group is None else group
-
-
 def micro_batching(
     group: Any, prefix: str, *, share_prompt: bool | None, preferred: int | None = None
 ) -> MicroBatching:
     """The micro-batches asked for by `{prefix}_micro_batch_size_per_gpu`, `…_max_token_len_per_gpu` and the
     dynamic-batch switch. The token budget is a limit: where smaller packs are `preferred`, they are smaller."""
-    rows = read(group, f"{prefix}_micro_batch_size_per_gpu")
     switch = "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz"
-    dynamic = read(group, switch)
-    tokens = int(read(group, f"{prefix}_max_token_len_per_gpu", 16384))
+    rows = None if setting(group, switch) else setting(group, f"{prefix}_micro_batch_size_per_gpu")
+    tokens = int(setting(group, f"{prefix}_max_token_len_per_gpu", 16384))
     tokens = tokens if preferred is None else min(tokens, preferred)
-    use_rows = rows is not None and not dynamic
-    return MicroBatching(tokens=tokens, rows=int(rows) if use_rows else None, share_prompt=share_prompt)
+    return MicroBatching(tokens, None if rows is None else int(rows), share_prompt)
 
 
 def preferred_tokens(platform: Platform, bytes_per_token: int) -> int | None:
@@ -52,7 +41,7 @@ def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
     """Data type of the matrix products: `fsdp_config.mixed_precision.param_dtype`, else `fsdp_config.dtype`,
     else the platform's own choice. UserError for a name that is no floating type."""
     for key in ("fsdp_config.mixed_precision.param_dtype", "fsdp_config.dtype"):
-        name = read(group, key)
+        name = setting(group, key)
         if name is not None:
             return named_dtype(name, key)
     return platform.default_dtype

@@ -1,144 +1,110 @@
-"""How a model is cut over ranks: torch's `fully_shard` over layers and the rest.
+"""Which ranks hold which rows and which parts of the weights, and a rank's part of a tensor.
 
-A unit (one decoder layer, or several merged) is the piece whose weights are gathered on_all_ranks. Units are filled
-and sharded one after the other; what is in no layer (embedding, last normalisation, head) is the root's.
+    rank = ((replica × shards + shard) … ) with sequence- and tensor-parallel neighbours next to each other
+
+Tensor-parallel neighbours compute parts of the same products, sequence-parallel ones parts of the same packs: both
+get the same rows. Weights are cut over all ranks that are no tensor-parallel neighbours, whatever rows they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from verl.engine.training.process_group import waiting
-from verl.engine.training.settings import named_dtype, read
-from verl.models import load as models
-from verl.platform import platform_of
-
-if TYPE_CHECKING:
-    from verl.engine.training.fuse import FusedForwards
-    from verl.engine.training.heads import OutputHead
-    from verl.engine.training.layout import Layout
-    from verl.engine.training.tensor_parallel import TensorParallel
-    from verl.engine.training.weight_source import WeightSource
+from verl.config.layout import Sizes, rank_problems
+from verl.engine.training import process_group
+from verl.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """How units are kept and gathered; see `fsdp_config`."""
+class Layout:
+    """The ranks of one engine.
 
-    mixed: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    reshard_after_forward: bool = True
-    forward_prefetch: bool = False
-    min_num_params: int = 0
-    buffer_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, role_cfg: Any, compute: torch.dtype, device: torch.device) -> Policy:
-        """From the role's `fsdp_config`; gradients are added over ranks in float32 unless it says otherwise."""
-        cfg = read(role_cfg, "fsdp_config")
-        where = "fsdp_config.mixed_precision."
-        reduce = named_dtype(read(cfg, "mixed_precision.reduce_dtype", "float32"), where + "reduce_dtype")
-        buffers = read(cfg, "mixed_precision.buffer_dtype")
-        pinned = not platform_of(device).on_host
-        return cls(
-            MixedPrecisionPolicy(
-                param_dtype=None if compute == torch.float32 else compute, reduce_dtype=reduce
-            ),
-            CPUOffloadPolicy(pin_memory=pinned) if read(cfg, "offload_policy", False) else OffloadPolicy(),
-            bool(read(cfg, "reshard_after_forward", True)),
-            bool(read(cfg, "forward_prefetch", False)),
-            int(read(cfg, "wrap_policy.min_num_params", 0)),
-            None if buffers is None else named_dtype(buffers, where + "buffer_dtype"),
-        )
-
-
-def shard(
-    head: OutputHead,
-    source: WeightSource,
-    where: Layout,
-    policy: Policy,
-    fused: FusedForwards,
-    *,
-    trainable: bool,
-    tensor: TensorParallel | None = None,
-) -> None:
-    """Fill the meta parameters of the head's model from `source`, unit by unit, and cut each over the ranks.
-
-    While a unit's weights are whole, `fused` looks which of its modules it can stand in for.
+    mesh      (shard) or (replicate, shard): weights are cut over the last dimension, whole over the first; None in one
+              process, where nothing is cut
+    tensor    mesh of the ranks that share products, None for one
+    sequence  group of the ranks that share packs, None for one
     """
-    module = head.module
-    names = {id(p): name for name, p in module.named_parameters()}
-    places = {id(part): name for name, part in module.named_modules()}
-    options: dict[str, Any] = {
-        "mesh": where.mesh,
-        "mp_policy": policy.mixed,
-        "offload_policy": policy.offload,
-    }
-    units = _units(models.checkpoint_layers(module), policy.min_num_params)
-    inside: set[int] = set()
-    for unit in units:
-        parts = [part for layer in unit for part in layer.modules()]
-        inside |= {id(part) for part in parts}
-        source.fill(parts, names, trainable=trainable)
-        fused.add(parts, gated=tensor is None)
-        _cast_buffers(parts, policy.buffer_dtype)
-        if tensor is not None:
-            for layer in unit:
-                tensor.apply(places[id(layer)], layer)
-        fully_shard(unit, reshard_after_forward=policy.reshard_after_forward, **options)
-    rest = [part for part in module.modules() if id(part) not in inside]
-    source.fill(rest, names, trainable=trainable)
-    fused.add(rest)
-    _cast_buffers(rest, policy.buffer_dtype)
-    # Not freed after the forward pass: the backward pass begins with it.
-    fully_shard(head, reshard_after_forward=False, **options)
-    # A loss is divided by global counts already: gradients are summed over ranks, not averaged.
-    for part in sharded_modules(head):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
-    if policy.forward_prefetch:
-        first = [unit[0] for unit in units]
-        for one, following in pairwise(first):
-            one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+    mesh: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    sequence: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    tensor_size: int = 1
+    sequence_size: int = 1
+
+    @property
+    def together(self) -> int:
+        """Ranks that have the same rows."""
+        return self.tensor_size * self.sequence_size
+
+    @property
+    def speaks(self) -> bool:
+        """True on one of the ranks that have the same rows: what counts rows is counted once."""
+        return self.rank % self.together == 0
+
+    @property
+    def hybrid(self) -> bool:
+        """True where the weights are there more than once."""
+        return self.mesh is not None and self.mesh.ndim > 1
+
+    @property
+    def counts(self) -> bool:
+        """True on one of the ranks that hold the same shards: what is summed over weights is summed once."""
+        return self.mesh is None or not self.hybrid or self.mesh.get_local_rank(0) == 0
+
+    def groups(self) -> str:
+        """This rank's groups in words: what it may wait for in a pass."""
+        if self.mesh is None:
+            return ""
+        found = {name: self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()}
+        found |= {"tensor": self.tensor.get_group()} if self.tensor is not None else {}
+        found |= {"sequence": self.sequence} if self.sequence is not None else {}
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+        return "; ".join(f"{name} group: ranks {_short(r)}" for name, r in ranks.items() if len(r) > 1)
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks if len(ranks) <= 8 else [*ranks[:4], "…", ranks[-1]]))
+
+
+def layout(device_type: str, fsdp_size: int, sequence_size: int, tensor_size: int = 1) -> Layout:
+    """The layout of the default process group, or of one process. UserError for sizes that do not divide its ranks.
+
+    fsdp_size: ranks that share one copy of the weights; ≤ 0 or as many as there are: all.
+    """
+    if not dist.is_initialized():
+        return Layout()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for text, problem in rank_problems(Sizes(sequence_size, tensor_size, fsdp_size), size):
+        raise UserError(f"{text}: {problem}")
+    cut = size // tensor_size
+    shard = cut if fsdp_size <= 0 or fsdp_size >= cut else fsdp_size
+    sizes = {"replicate": cut // shard, "shard": shard, "tensor": tensor_size}
+    sizes = {name: count for name, count in sizes.items() if count > 1 or name == "shard"}
+    every = process_group.mesh(device_type, tuple(sizes.values()), tuple(sizes))
+    mesh = every[tuple(name for name in sizes if name != "tensor")]
+    tensor = every["tensor"] if tensor_size > 1 else None
+    sequence = None
+    if sequence_size > 1:
+        # Neighbours of one sequence are a tensor-parallel group apart.
+        places = torch.arange(size).view(-1, sequence_size, tensor_size).movedim(1, -1)
+        sequence = process_group.split(places.reshape(-1, sequence_size).tolist(), "sequence")
+    return Layout(mesh, tensor, sequence, rank, size, tensor_size, sequence_size)
+
+
+# -- a rank's part of a tensor ---------------------------------------------------------------------------------
 
 
 def sharded_modules(module: torch.nn.Module) -> list[FSDPModule]:
     """The roots of the units inside, itself included."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def _units(layers: Sequence[torch.nn.Module], least: int) -> list[list[torch.nn.Module]]:
-    """Layers, neighbours merged until a unit has `least` parameters."""
-    units: list[list[torch.nn.Module]] = []
-    size = 0
-    for layer in layers:
-        if units and size < least:
-            units[-1].append(layer)
-        else:
-            units.append([layer])
-            size = 0
-        size += sum(p.numel() for p in layer.parameters())
-    return units
-
-
-def _cast_buffers(parts: Iterable[torch.nn.Module], dtype: torch.dtype | None) -> None:
-    for part in parts if dtype is not None else ():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                part._buffers[name] = buffer.to(dtype)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,38 +116,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor; collective for a sharded one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with waiting("gathering a weight"):
-        return _gathered(_on_mesh(tensor))
-
-
-def _gathered(tensor: DTensor) -> torch.Tensor:
-    mesh, last = tensor.device_mesh, tensor.placements[-1]
-    names = mesh.mesh_dim_names or ()
-    if "tensor" not in names or not isinstance(last, Shard):
-        return tensor.full_tensor()
-    # In the reverse of the order in which it was cut.
-    shape = list(tensor.shape)
-    shape[last.dim] //= mesh.size(mesh.ndim - 1)
-    like = torch.empty(shape, device="meta")
-    part = DTensor.from_local(
-        tensor._local_tensor,
-        mesh["shard"],
-        [Shard(0)],
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    ).full_tensor()
-    return DTensor.from_local(part, mesh["tensor"], [last], run_check=False).full_tensor()
-
-
-def _on_mesh(tensor: DTensor) -> DTensor:
-    """The tensor with its share on the device that its ranks talk over: an offloaded one is brought there by itself."""
-    mesh = tensor.device_mesh
-    if tensor._local_tensor.device.type == mesh.device_type:
-        return tensor
-    share = tensor._local_tensor.to(mesh.device_type)
-    shape, stride = tensor.shape, tensor.stride()
-    return DTensor.from_local(share, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    with process_group.waiting("gathering a weight"):
+        # Where its ranks talk to each other: an offloaded share is brought there.
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from verl.engine.training.sharding import local
 from verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,18 +37,14 @@ class TensorParallel:
         kind = type(module).__name__
         # What is outside of layers is the root's, and stays whole.
         plan = {name: style for name, style in (module.tp_plan or {}).items() if "*" in name}
-        self._plan = [(re.compile(_pattern(name)), style) for name, style in plan.items()]
+        self._plan = [(re.escape(name).replace(r"\*", r"\d+"), style) for name, style in plan.items()]
         asked = f"fsdp_config.tensor_parallel_size={self._size}"
         if not plan:
             raise UserError(f"{asked}: transformers has no plan for {kind}; set it to 1")
         for name, part in module.named_modules():
             style = self._style(name)
-            if style is None:
-                continue
-            if (style in _STYLES and not isinstance(part, torch.nn.Linear)) or style not in (
-                *_STYLES,
-                _PARTIAL,
-            ):
+            fits = isinstance(part, torch.nn.Linear) if style in _STYLES else style in (None, _PARTIAL)
+            if not fits:
                 raise UserError(f"{asked}: {name} of {kind} cannot be cut ({style}); set it to 1")
         for name in self._unplanned(module):
             raise UserError(
@@ -64,7 +61,7 @@ class TensorParallel:
                     yield name
 
     def _style(self, name: str) -> str | None:
-        return next((style for pattern, style in self._plan if pattern.fullmatch(name)), None)
+        return next((style for pattern, style in self._plan if re.fullmatch(pattern, name)), None)
 
     def apply(self, name: str, layer: torch.nn.Module) -> None:
         """Cut the weights of a layer, which are whole and the same on every rank, and make it compute with them."""
@@ -80,21 +77,13 @@ class TensorParallel:
         group = self._mesh.get_group()
         for name, parameter in parameters.items():
             if self._style(name.rpartition(".")[0]) == _PARTIAL and parameter.grad is not None:
-                grad = parameter.grad
-                dist.all_reduce(grad._local_tensor if isinstance(grad, DTensor) else grad, group=group)
+                dist.all_reduce(local(parameter.grad), group=group)
 
     def own(self, parameter: torch.Tensor) -> bool:
         """True if this parameter is cut over the mesh, or this rank is the one to count it."""
         if self._mesh.get_local_rank() == 0:
             return True
-        return isinstance(parameter, DTensor) and _cut_over(parameter, self._mesh)
-
-
-def _cut_over(parameter: DTensor, mesh: DeviceMesh) -> bool:
-    names = parameter.device_mesh.mesh_dim_names or ()
-    wanted = (mesh.mesh_dim_names or ("",))[0]
-    return wanted in names and isinstance(parameter.placements[names.index(wanted)], Shard)
-
-
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\*", r"\d+")
+        if not isinstance(parameter, DTensor):
+            return False
+        places = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        return any(name == "tensor" and isinstance(place, Shard) for name, place in places)

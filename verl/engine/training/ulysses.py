@@ -9,7 +9,7 @@ sees the whole pack for its share of the heads: packing, shared prompts and wind
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,51 +20,34 @@ from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 
-@dataclass(slots=True)
-class Share:
-    """A rank's part of a pack: `input_ids`, `positions` [S/n] and, for the response tokens predicted from them,
-    `source` (into the share) and `targets`; `mine` are their places among all response tokens of the pack."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    source: torch.Tensor
-    targets: torch.Tensor
-    mine: torch.Tensor
-    plan: AttentionPlan
-
-
 class SequenceParallel:
     """The ranks of `group`, whose number divides `heads`, share each pack."""
 
     def __init__(self, group: dist.ProcessGroup, heads: int):
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         self._heads = heads
 
-    def share(self, batch: Pack) -> Share:
-        """This rank's part. The pack is filled up to a multiple of the ranks with a segment nothing looks at."""
-        width = -(-batch.size // self.size)
-        fill = width * self.size - batch.size
+    def share(self, batch: Pack) -> tuple[Pack, torch.Tensor, AttentionPlan]:
+        """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places among
+        all response tokens. The pack is filled up to a multiple of the ranks with a segment nothing looks at."""
+        width = -(-batch.size // self._size)
+        fill = width * self._size - batch.size
         ids = torch.nn.functional.pad(batch.input_ids, (0, fill))
         positions = torch.cat((batch.positions, torch.arange(fill, device=batch.positions.device)))
         segments = [*batch.segments, TokenSpan(batch.size, batch.size + fill)]
-        start = self.rank * width
+        start = self._rank * width
         here = slice(start, start + width)
         mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
-        whole = PackedPlan(segments, positions, self._heads // self.size)
-        return Share(
-            ids[here],
-            positions[here],
-            batch.source[mine] - start,
-            batch.targets[mine],
-            mine,
-            UlyssesPlan(whole, self.group, self.rank, self.size),
-        )
+        source, targets = batch.source[mine] - start, batch.targets[mine]
+        part = Pack(batch.rows, ids[here], positions[here], [], source, targets)
+        whole = PackedPlan(segments, positions, self._heads // self._size)
+        return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
 
     def whole(
         self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
     ) -> dict[str, torch.Tensor]:
         """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self.group)
+        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self._group)
         return dict(zip(outputs, joined, strict=True))
 
 

@@ -1,25 +1,32 @@
-"""Weights on disk: a Hugging Face directory, every rank writing some of its files at once, or one process all of them.
+"""Weights on disk, a Hugging Face directory: read one parameter at a time, so that the whole is nowhere in memory, and
+written by all ranks at once, or by one process.
 
-Files are planned from shapes alone, so all ranks know the plan. In a round each rank collects the tensors of one
-file (gathering is collective, one parameter at a time), then all write. The peak is one file a rank.
+FileSource      every rank reads what it needs from the safetensors files (mapped, so a host reads them once)
+RankZeroSource  rank 0 loads the model as transformers does and sends each parameter to the others: for files of
+                other kinds and names, where only transformers knows what belongs where
+
+Files to write are planned from shapes alone, so all ranks know the plan. In a round each rank collects the tensors of
+one file (gathering is collective, one parameter at a time), then all write. The peak is one file a rank.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
-from verl.config.model_facts import ADAPTER_FOLDER
-from verl.engine.training.lora import Adapter, refuse_adapter_checkpoint
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.sharding import local, take_share, whole
-from verl.engine.training.weight_source import FileSource
 from verl.errors import UserError
 from verl.models.adapters import PlainView
 
@@ -29,12 +36,144 @@ if TYPE_CHECKING:
 FILE_BYTES = 4 << 30
 
 
+class WeightSource(ABC):
+    """`read` is collective: all ranks ask for the same names in the same order."""
+
+    @abstractmethod
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of a `state_dict` name in host memory, with the shape and dtype of `like`."""
+
+    def fill(
+        self,
+        parts: Iterable[torch.nn.Module],
+        names: Mapping[int, str],
+        *,
+        trainable: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """Put real parameters in the place of these modules' meta ones; tied ones stay one. names: id → name."""
+        made: dict[int, torch.nn.Parameter] = {}
+        for part in parts:
+            for key, parameter in part._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) not in made:
+                    value = self.read(names[id(parameter)], parameter).to(device)
+                    requires_grad = trainable and parameter.requires_grad
+                    made[id(parameter)] = torch.nn.Parameter(value, requires_grad=requires_grad)
+                part._parameters[key] = made[id(parameter)]
+
+
+class FileSource(WeightSource):
+    """The safetensors files of a Hugging Face directory. `module` knows which of its tensors are kept apart there.
+
+    fresh: weights that start at 0 where the files lack them.
+    """
+
+    def __init__(self, directory: Path, module: PreTrainedModel, fresh: Iterable[str] = ()):
+        self._module = module
+        self._files = _names_in(directory)
+        self._open: dict[Path, Any] = {}
+        self._zero = {name for name in fresh if name not in self._files}
+
+    def missing(self, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+        """What the files lack of the parts that these tensors, by name, are made of."""
+        named = ((name, like) for name, like in wanted.items() if name not in self._zero)
+        parts = (part for name, like in named for part in self._parts(name, like))
+        return [part for part in parts if part not in self._files]
+
+    def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
+        return revert_weight_conversion(self._module, {name: torch.empty(like.shape, device="meta")})
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name in self._zero:
+            return torch.zeros(like.shape, dtype=like.dtype)
+        parts = list(self._parts(name, like))
+        if len(parts) == 1:
+            found = self._tensor(parts[0])
+            if found.shape == like.shape:
+                return found.to(like.dtype)
+        # Where the elements of each stored tensor belong: number them, and have the numbers taken apart.
+        # In the smallest type that can, and let go one after the other: fused experts are most of a large model.
+        kind = torch.int32 if like.numel() < 2**31 else torch.int64
+        numbers = torch.arange(like.numel(), dtype=kind).view(like.shape)
+        apart = revert_weight_conversion(self._module, {name: numbers})
+        del numbers
+        out = torch.empty(like.numel(), dtype=like.dtype)
+        for part in list(apart):
+            places = apart.pop(part)
+            found = self._tensor(part)
+            if found.shape != places.shape:
+                raise UserError(
+                    f"{self._files[part]}: {part} is {list(found.shape)}, not {list(places.shape)}"
+                )
+            out[places.reshape(-1)] = found.reshape(-1).to(like.dtype)
+        return out.view(like.shape)
+
+    def _tensor(self, part: str) -> torch.Tensor:
+        file = self._files[part]
+        with reading(file):
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            return self._open[file].get_tensor(part)
+
+
+class RankZeroSource(WeightSource):
+    """`load` runs on rank 0 alone and gives tensors by their `state_dict` name."""
+
+    def __init__(self, load: Callable[[], Mapping[str, torch.Tensor]]):
+        self._loaded = on_all_ranks(lambda: dict(load()) if this_rank() == 0 else {})
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(like.shape, dtype=like.dtype)
+        if this_rank() == 0:
+            out.copy_(self._loaded[name])
+        if dist.is_initialized():
+            dist.broadcast(out, 0)
+        return out
+
+
+def open_source(
+    directory: str | Path,
+    module: PreTrainedModel,
+    wanted: Mapping[str, torch.Tensor],
+    load: Callable[[], Mapping[str, torch.Tensor]],
+    fresh: Iterable[str] = (),
+) -> WeightSource:
+    """The source for these tensors: the files where every rank can use them, else `load` on rank 0. See `FileSource`."""
+    files = on_all_ranks(lambda: FileSource(Path(directory), module, fresh))
+    return files if all(all_gather_json(not files.missing(wanted))) else RankZeroSource(load)
+
+
+def _names_in(directory: Path) -> dict[str, Path]:
+    """Tensor name → file, from the index, or from the one file. Empty without safetensors files."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        with reading(index):
+            listed = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {name: directory / file for name, file in listed.items()}
+    if not single.is_file():
+        return {}
+    with reading(single), safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+@contextmanager
+def reading(file: Path, what: str = "model") -> Iterator[None]:
+    """UserError, naming the file, where it cannot be read in this block."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(
+            f"{file} is damaged or cut short ({error}); fetch or copy the {what} again"
+        ) from error
+
+
 @torch.no_grad()
 def load_weights(module: PreTrainedModel, directory: Path) -> None:
     """Read what `save_weights` wrote, in place. Collective."""
 
     def load() -> None:
-        refuse_adapter_checkpoint(directory)
         state, source = untied(module), FileSource(directory, module)
         if missing := source.missing(state):
             raise UserError(f"{directory}: weights are missing, for example {missing[0]}")
@@ -44,20 +183,7 @@ def load_weights(module: PreTrainedModel, directory: Path) -> None:
     on_all_ranks(load)
 
 
-@torch.no_grad()
-def save_adapter(adapter: Adapter, directory: Path) -> None:
-    """Write the adapter as peft loads it. Collective."""
-    tensors, folder = dict(adapter.tensors(whole)), directory / ADAPTER_FOLDER
-    on_all_ranks(lambda: adapter.save(folder, tensors) if this_rank() == 0 else None)
-
-
-@torch.no_grad()
-def load_adapter(adapter: Adapter, module: PreTrainedModel, directory: Path) -> None:
-    """Read what `save_adapter` wrote, in place. Collective. UserError if the base is not the one that it was trained on."""
-    saved = on_all_ranks(lambda: adapter.read(directory / ADAPTER_FOLDER))
-    for name, tensor in PlainView(module).adapter_state().items():
-        take_share(tensor, saved[name])
-    adapter.check_base(directory, whole)
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -126,8 +252,6 @@ def untied(module: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _stored(module: PreTrainedModel, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
     parts = revert_weight_conversion(module, {name: full.detach()})
     return {part: tensor.cpu().contiguous() for part, tensor in parts.items()}
 
@@ -137,8 +261,6 @@ def file_name(number: int, count: int) -> str:
 
 
 def _write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    from safetensors.torch import save_file
-
     if tensors:
         save_file(tensors, file, metadata={"format": "pt"})
 

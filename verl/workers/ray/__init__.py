@@ -3,6 +3,6 @@
 driver: loop, schedule, rewards      cluster       start or join Ray; what its nodes have
    │ WorkerGroup over RayCalls       nodes         one agent a node: facts before the start, stacks of a worker that hangs
    │ ReplicaPool, RemoteWeightSync   placement     which devices of which node a role gets
-   ▼                                 worker_group  calls to a group of actors; who died, and why
+   ▼                                 calls         calls to a group of actors; who died, and why
 Worker × devices, RolloutWorker × engines
 """

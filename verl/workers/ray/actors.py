@@ -8,19 +8,15 @@ from typing import Any
 import ray
 
 from verl.config import Map
-from verl.platform.host import raise_open_files
 from verl.tracking.profiler import open_profiler
 from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.worker import Worker
-
-OPEN_FILES = 65536
 
 
 class RayWorker(Worker):
     """A training rank that says which devices it was given, and whose death is noticed between calls, too."""
 
     def __init__(self, config: dict[str, Any], rank: int, world: int):
-        raise_open_files(OPEN_FILES)
         super().__init__(Map.of(config), rank, world)
 
     def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
@@ -41,13 +37,5 @@ class RayWorker(Worker):
         threading.Event().wait()
 
 
-class RayRolloutWorker(RolloutWorker):
-    """A sampler that may open as many files as its node allows."""
-
-    def __init__(self, config: dict[str, Any], number: int):
-        raise_open_files(OPEN_FILES)
-        super().__init__(config, number)
-
-
 WorkerActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
-RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RayRolloutWorker)
+RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RolloutWorker)

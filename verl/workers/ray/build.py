@@ -18,13 +18,12 @@ from verl.workers.group import WorkerGroup
 from verl.workers.ray.actors import RolloutActor, WorkerActor
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
-from verl.workers.ray.daemons import ClusterLost
 from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import Pool, share_cores
 from verl.workers.ray.profiling import under_nsys, worker_profiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
-from verl.workers.ray.watch import Watch
+from verl.workers.ray.watch import ClusterLost, Watch
 from verl.workers.roles import WorkerSet, roles_of, update_plan
 
 if TYPE_CHECKING:
@@ -52,15 +51,15 @@ class _Builder:
         self.began = time.monotonic()
         address = address_of(config)
         self._say(f"joining the Ray cluster at {address}" if address else "starting Ray")
-        self.cluster = Cluster(config, device_kind(config))
+        self.cluster = Cluster(config, str(config.trainer.device))
         self.plain = for_elsewhere(config)
         self.pools: list[Pool] = []
         self.agents: Agents | None = None
         self.watch: Watch | None = None
         self.workers: list[WorkerHandle] = []
         self.ranks: list[tuple[str, WorkerHandle]] = []
-        self.hosts: list[Replica] = []
-        self.starters: list[_Starter] = []
+        self.replicas: list[Replica] = []
+        self.restart_limit = _RESTART_S
         self.groups: list[RayCalls] = []
         hooks.watch(self._stacks)
 
@@ -76,35 +75,27 @@ class _Builder:
             sampling = self._pool("sampling", name, rollout.nnodes, rollout.n_gpus_per_node)
         share_cores(self.cluster, self.pools)
         self._check_nodes()
-        self._say(
-            f"starting {trainer.devices} training workers on {trainer.nodes} node{'s' * (trainer.nodes > 1)}"
-        )
+        self._say(f"starting {_some(trainer.devices, 'training worker')} on {_some(trainer.nodes, 'node')}")
         group, nodes, devices = self._training_workers(trainer)
-        hosts = self.hosts = self._sampler_hosts(sampling, None if own else devices)
-        engines = self._group([host.worker for host in hosts])
-        self._say(f"loading the model, starting {len(hosts)} sampler{'s' * (len(hosts) > 1)}")
+        replicas = self.replicas = self._samplers(sampling, None if own else devices)
+        engines = self._group([replica.worker for replica in replicas])
+        self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
         facts = self._load(group, engines, total_steps, own)
         training = WorkerGroup(group, facts, plan=update_plan(config), balance=config.trainer.balance_batch)
-        self._record(group, hosts)
+        processes = [*group.workers, *(replica.worker for replica in replicas)]
+        named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in processes]
+        self.hooks.event("workers", workers=named)
         self._say("all workers are ready")
-        pool = ReplicaPool(hosts, event=self._of_sampler)
+        pool = ReplicaPool(replicas, event=self._of_sampler)
         self.watch = Watch(group, lambda error: self._on_death(error, pool), self.hooks.phase)
-        words = (
-            f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}; "
-            f"{_some(len(hosts), 'sampler')}"
-        )
-        sync = RemoteWeightSync(
-            training,
-            nodes,
-            pool,
-            float(config.actor_rollout_ref.nccl_timeout),
-            [fact["device_id"] for fact in facts],
-        )
+        words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
+        limit = float(config.actor_rollout_ref.nccl_timeout)
+        sync = RemoteWeightSync(training, nodes, pool, limit)
         return WorkerSet(
-            roles_of(training),
+            roles_of(training, config),
             pool,
             sync,
-            words,
+            f"{words}; {_some(len(replicas), 'sampler')}",
             devices=trainer.devices + (sampling.devices if own else 0),
             release=self.release,
             profiler=worker_profiler(config, training, pool),
@@ -128,23 +119,14 @@ class _Builder:
         for text in unsaid:
             self.hooks.notice(text)
 
-    def _record(self, group: RayCalls, hosts: list[Replica]) -> None:
-        """Which process is which, for the record."""
-        everybody = [*group.workers, *(host.worker for host in hosts)]
-        self.hooks.event(
-            "workers", workers=[{"name": w.name, "node": w.node, "pid": w.pid} for w in everybody]
-        )
-
     def _of_sampler(self, kind: str, **fields: Any) -> None:
         """An event of the pool, in the record and on the terminal."""
         self.hooks.event(kind, **fields)
         if kind == "sampler_died":
             self._say(f"{fields['sampler']} died: {fields['reason']}; it is started again")
         elif kind == "sampler_restarted":
-            again = f"{fields['asked_again']} responses are asked for again"
-            self._say(
-                f"{fields['sampler']} (node {fields['node']}, process {fields['pid']}) is there again; {again}"
-            )
+            who = f"{fields['sampler']} (node {fields['node']}, process {fields['pid']})"
+            self._say(f"{who} is there again; {fields['asked_again']} responses are asked for again")
 
     def _on_death(self, error: WorkerDied, pool: ReplicaPool) -> None:
         lost = isinstance(error, ClusterLost)
@@ -154,16 +136,13 @@ class _Builder:
     def _stacks(self) -> str:
         """For the watchdog: who is waited for, what each of them does, and where it stands."""
         calling = [group.calling for group in self.groups if group.calling]
-        waited = [group.workers[i] for group in self.groups for i in group.pending()]
+        waited = [worker for group in self.groups for worker in group.waiting]
         asked = [(node, worker) for node, worker in self.ranks if worker in waited]
-        asked += [(h.node, h.worker) for h in self.hosts if h.requests or not waited or h.worker in waited]
-        if self.agents is None:
-            return "\n".join(calling)
-        found = self.agents.stacks(asked)
+        asked += [(r.node, r.worker) for r in self.replicas if r.requests or not waited or r.worker in waited]
+        found = {} if self.agents is None else self.agents.stacks(asked)
         lines = [f"{name} {stacks.summary(text)}" for name, text in found.items()]
-        return "\n".join(
-            [*calling, *lines, *(f"--- {name}:\n{text}" for name, text in found.items())]
-        ).strip()
+        whole = [f"--- {name}:\n{text}" for name, text in found.items()]
+        return "\n".join([*calling, *lines, *whole]).strip()
 
     def _group(self, workers: list[WorkerHandle]) -> RayCalls:
         """Workers that the watchdog knows are called together."""
@@ -181,44 +160,40 @@ class _Builder:
         """Models into the trainers, engines into the samplers; what each training worker says of itself."""
         building = group.start("build", total_steps)
         # Before they load anything, so that one that hangs there can be asked where it stands.
-        for host, pid in zip(self.hosts, engines.call("pid", doing="starting the samplers"), strict=True):
-            host.worker.pid = pid
+        pids = engines.call("pid", doing="starting the samplers")
+        for worker, pid in zip(engines.workers, pids, strict=True):
+            worker.pid = pid
         facts = group.wait(building, "loading the model") if _take_turns(self.kind, own) else []
         starting, began = engines.start("start"), time.monotonic()
         facts = facts or group.wait(building, "loading the model")
-        for host, fact in zip(self.hosts, engines.wait(starting, "starting the samplers"), strict=True):
-            host.started(fact)
-        for starter in self.starters:
-            starter.took(time.monotonic() - began)
+        started = engines.wait(starting, "starting the samplers")
+        for replica, fact in zip(self.replicas, started, strict=True):
+            replica.started(fact)
+        self.restart_limit = max(_RESTART_S, _PATIENCE * (time.monotonic() - began))
         return facts
 
     def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
         """Ranks that have met; the node of each, and the ids of its devices."""
-        addresses = {node.id: node.address for node in self.cluster.nodes()}
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
-        nodes = [pool.node_of(bundle) for bundle in bundles]
-        workers = []
-        for rank, bundle in enumerate(bundles):
+        nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
+        for rank, (bundle, node) in enumerate(zip(bundles, nodes, strict=True)):
             options = under_nsys(pool.owner_options(bundle, 1), self.config)
             handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
-            workers.append(WorkerHandle(handle, f"training worker {rank}", addresses[nodes[rank]]))
-        self.workers += workers
+            self.workers.append(WorkerHandle(handle, f"training worker {rank}", addresses[node]))
+        workers = list(self.workers)
         self.ranks = list(zip(nodes, workers, strict=True))
-        group = self._group(workers)
-        for worker, fact in zip(workers, group.call("prepare", doing="starting the workers"), strict=True):
-            worker.pid = fact["pid"]
+        group, doing = self._group(workers), "starting the workers"
+        for worker, pid in zip(workers, group.call("prepare", doing=doing), strict=True):
+            worker.pid = pid
         address = LOOPBACK if len(set(nodes)) == 1 else addresses[nodes[0]]
-        port = self._group(workers[:1]).call("free_port", address, doing="starting the workers")[0]
+        port = self._group(workers[:1]).call("free_port", address, doing=doing)[0]
         group.call("join", address, port, doing="joining the training ranks")
-        return group, nodes, group.call("device_ids", doing="starting the workers")
+        return group, nodes, group.call("device_ids", doing=doing)
 
-    def _sampler_hosts(self, pool: Pool, shared: list[list[str]] | None) -> list[Replica]:
-        """Hosts of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
-        rollout = self.config.actor_rollout_ref.rollout
-        size = sampler_devices(rollout)
-        addresses = {node.id: node.address for node in self.cluster.nodes()}
-        engines = pool.per_node // size
-        starters, nodes = self.starters, []
+    def _samplers(self, pool: Pool, shared: list[list[str]] | None) -> list[Replica]:
+        """Replicas of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
+        size = sampler_devices(self.config.actor_rollout_ref.rollout)
+        replicas, engines = [], pool.per_node // size
         for number in range(pool.nodes * engines):
             bundle, place = divmod(number, engines)
             if shared is None:
@@ -227,20 +202,13 @@ class _Builder:
                 first = bundle * pool.per_node + place * size
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
-            nodes.append(pool.node_of(bundle))
-            options = under_nsys(options, self.config)
-            address = addresses[nodes[-1]]
-            starters.append(
-                _Starter(self.plain, number, options, address, self.workers, pool, bundle, self.cluster)
-            )
-        return [
-            Replica(starter.number, starter, starter.create(), node)
-            for starter, node in zip(starters, nodes, strict=True)
-        ]
+            options, node = under_nsys(options, self.config), pool.node_of(bundle)
+            starter = _Starter(self, number, options, pool, bundle)
+            replicas.append(Replica(number, starter, starter.create(node), node))
+        return replicas
 
     def release(self) -> None:
         """End the workers, give the devices back, stop a Ray of our own."""
-
         if self.watch is not None:
             self.watch.stop()
         if self.agents is not None:
@@ -254,27 +222,19 @@ class _Builder:
 
 @dataclass(slots=True)
 class _Starter:
-    """Starts a sampler host, the first time and again after its death."""
+    """Starts a sampler, the first time and again after its death."""
 
-    plain: dict[str, Any]
+    builder: Any
     number: int
     options: dict[str, Any]
-    address: str
-    workers: list[WorkerHandle]
     pool: Pool
     bundle: int
-    cluster: Cluster
-    limit: float = _RESTART_S
 
-    def took(self, seconds: float) -> None:
-        """How long the first start took, of all together: a start again may take a few times as long."""
-        self.limit = max(_RESTART_S, _PATIENCE * seconds)
-
-    def create(self) -> WorkerHandle:
+    def create(self, node: str) -> WorkerHandle:
         """The process; its engine is not there yet. It ends with the run."""
-        handle = RolloutActor.options(**self.options).remote(self.plain, self.number)
-        worker = WorkerHandle(handle, f"sampler {self.number}", self.address)
-        self.workers.append(worker)
+        handle = RolloutActor.options(**self.options).remote(self.builder.plain, self.number)
+        worker = WorkerHandle(handle, f"sampler {self.number}", self.builder.cluster.addresses()[node])
+        self.builder.workers.append(worker)
         return worker
 
     def __call__(self) -> tuple[WorkerHandle, str, dict[str, Any]]:
@@ -282,11 +242,10 @@ class _Starter:
         return worker, node, facts
 
     def _started(self, node: str) -> tuple[WorkerHandle, dict[str, Any]]:
-        self.address = next((n.address for n in self.cluster.nodes() if n.id == node), self.address)
-        worker = self.create()
-        group = RayCalls([worker])
+        worker = self.create(node)
+        group, limit = RayCalls([worker]), self.builder.restart_limit
         try:
-            return worker, group.wait(group.start("start"), "starting a sampler again", self.limit)[0]
+            return worker, group.wait(group.start("start"), "starting a sampler again", limit)[0]
         except BaseException:
             end_workers([worker])  # it may live, and the next one needs its memory
             raise
@@ -296,11 +255,6 @@ def _take_turns(kind: str, own: bool) -> bool:
     """True if samplers may start only when the trainers have their models: on devices of both, a sampler sizes its cache
     by how the free memory changes while it starts, and vLLM gives up when some comes free."""
     return not platform_of(kind).on_host and not own
-
-
-def device_kind(config: Config) -> str:
-    """`trainer.device`, "auto" left open until the cluster's nodes are known."""
-    return str(config.trainer.device)
 
 
 def _some(count: int, what: str) -> str:

@@ -15,7 +15,9 @@ from ray import exceptions as faults
 
 from verl.engine.rollout.base import EngineDead
 from verl.errors import UserError
+from verl.workers.group import Each
 
+STORE_FULL = (faults.ObjectStoreFullError, faults.OutOfDiskError)
 _REACH_S = 25.0
 _GRACE_S = 10.0  # how long the true cause may lag behind: a peer notices a broken connection before Ray a dead process
 
@@ -89,22 +91,23 @@ class WorkerHandle:
 
 
 class RayCalls:
-    """Workers that are called together (`verl.workers.group.Calls`). `beat` is told when a result comes."""
+    """Workers that are called together (`verl.workers.group.Calls`). `beat` is told when a result comes.
+
+    `calling` says what is waited for, `waiting` are those that have not answered; from any thread.
+    """
 
     shares_rows = False
 
     def __init__(self, workers: Sequence[WorkerHandle], beat: Callable[[], None] | None = None):
         self.workers = list(workers)
         self.calling = ""
-        self._pending: list[int] = []
+        self.waiting: list[WorkerHandle] = []
         self._beat = beat
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    def call(
-        self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None, doing: str = ""
-    ) -> list[Any]:
+    def call(self, method: str, *args: Any, each: Each = None, doing: str = "") -> list[Any]:
         """method(*args) on every worker, or method(*each[i]) on worker i; results in the workers' order.
 
         `doing` names the phase in messages. Raises UserError that a worker raised, WorkerDied, WorkerFailed.
@@ -115,18 +118,16 @@ class RayCalls:
         """A reference to a value in the object store, to pass to several workers. UserError if it is full."""
         try:
             return ray.put(value)
-        except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
+        except STORE_FULL as error:
             raise UserError(store_full(error)) from error
 
-    def start(self, method: str, *args: Any, each: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """Begin a call; returns its references, for `wait`."""
+    def start(self, method: str, *args: Any, each: Each = None) -> list[Any]:
+        """Begin a call; returns its references, for `wait`. UserError if the object store is full."""
         given = each if each is not None else [args] * len(self.workers)
+        calls = zip(self.workers, given, strict=True)
         try:
-            return [
-                getattr(worker.handle, method).remote(*own)
-                for worker, own in zip(self.workers, given, strict=True)
-            ]
-        except (faults.ObjectStoreFullError, faults.OutOfDiskError) as error:
+            return [getattr(worker.handle, method).remote(*own) for worker, own in calls]
+        except STORE_FULL as error:
             raise UserError(store_full(error)) from error
 
     def wait(self, refs: Sequence[Any], doing: str, limit: float = math.inf) -> list[Any]:
@@ -139,10 +140,8 @@ class RayCalls:
         results: list[Any] = [None] * len(refs)
         pending = list(refs)
         while pending:
-            self._pending = [place[ref] for ref in pending]
-            self.calling = (
-                f"{doing}: waiting for {', '.join(str(self.workers[place[r]]) for r in pending[:4])}"
-            )
+            self.waiting = [self.workers[place[ref]] for ref in pending]
+            self.calling = f"{doing}: waiting for {', '.join(map(str, self.waiting[:4]))}"
             if _lost:
                 raise _lost[-1]
             if time.monotonic() > end:
@@ -155,12 +154,8 @@ class RayCalls:
                     self._explain(place[ref], error, {place[p]: p for p in pending}, doing)
                 if self._beat is not None:
                     self._beat()
-        self.calling, self._pending = "", []
+        self.calling, self.waiting = "", []
         return results
-
-    def pending(self) -> list[int]:
-        """Positions of the workers that are waited for; from any thread."""
-        return list(self._pending)
 
     def _explain(self, number: int, error: Exception, pending: dict[int, Any], doing: str) -> None:
         """Raise what happened, from the point of view of the user; a dead worker beats its peers' errors."""
@@ -181,7 +176,7 @@ class RayCalls:
             cause = getattr(one, "cause", None)
             if isinstance(cause, UserError):
                 raise UserError(str(cause)) from None
-            if isinstance(one, (faults.ObjectStoreFullError, faults.OutOfDiskError)):
+            if isinstance(one, STORE_FULL):
                 raise UserError(store_full(one)) from None
         raise WorkerFailed(f"{self.workers[number]} failed in {doing}: {reason(error)}") from error
 
@@ -214,9 +209,7 @@ def reason(error: BaseException) -> str:
     """Why, in one line: the worker's own error, or what Ray knows of its end."""
     cause = getattr(error, "cause", None)
     if cause is not None and isinstance(error, faults.RayTaskError):
-        if isinstance(cause, EngineDead):
-            return str(cause)
-        return f"{type(cause).__name__}: {cause}"
+        return str(cause) if isinstance(cause, EngineDead) else f"{type(cause).__name__}: {cause}"
     text = " ".join(str(error).split())
     if isinstance(error, (faults.ActorUnavailableError, faults.GetTimeoutError)):
         return "it cannot be reached any more: its node, its process or the network between failed"
@@ -228,9 +221,7 @@ def reason(error: BaseException) -> str:
     if "ray.kill" in text:
         return "it was ended by ray.kill"
     if detail and "connection error code 2" in detail[1]:
-        return (
-            "its process ended without a word (killed by a signal, by the out-of-memory killer, or crashed)"
-        )
+        return "its process ended without a word (killed by a signal or for memory, or crashed)"
     return (detail[1] if detail else text)[:400]
 
 

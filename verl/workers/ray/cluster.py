@@ -17,12 +17,11 @@ from verl.errors import UserError
 from verl.platform import KINDS, platform_of
 from verl.platform.host import DEFAULTS, usable
 from verl.platform.network import check_reachable
+from verl.versions import satisfies
 from verl.workers.ray.calls import joined, within
 from verl.workers.resources import no_cluster
 
-"""Ray's name of a kind of device; processors have none, their ranks are processes."""
 LOOPBACK = "127.0.0.1"
-_LEAST = (2, 54)
 _TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _WORKER_ENV = {
@@ -62,7 +61,6 @@ class Cluster:
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
         self._connect(address_of(config), dict(config.ray_kwargs.ray_init), processes)
-        self.loopback = self.own
 
     def _connect(self, address: str, given: dict[str, Any], processes: int) -> None:
         _check_version()
@@ -79,9 +77,8 @@ class Cluster:
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
             # It tells how to switch off what this run has asked for.
-            logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(
-                logging.ERROR
-            )
+            token_log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+            token_log.setLevel(logging.ERROR)
             _clustered(options.get("_node_ip_address", LOOPBACK) != LOOPBACK)
         try:
             check_reachable(address)
@@ -111,46 +108,53 @@ class Cluster:
         """Living nodes, the driver's first, then by address and id."""
         mine = ray.get_runtime_context().get_node_id()
         name = platform_of(self.kind).ray_resource or "CPU"
-        found = [
-            Node(
-                n["NodeID"],
-                n["NodeManagerAddress"],
-                int(n["Resources"].get(name, 0)),
-                float(n["Resources"].get("CPU", 0)),
-            )
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
-        return sorted(found, key=lambda n: (n.id != mine, n.address, n.id))
+        found = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                devices, cpus = (float(node["Resources"].get(kind, 0)) for kind in (name, "CPU"))
+                found.append(Node(node["NodeID"], node["NodeManagerAddress"], int(devices), cpus))
+        return sorted(found, key=lambda node: (node.id != mine, node.address, node.id))
+
+    def addresses(self) -> dict[str, str]:
+        """Those of the living nodes, by id."""
+        return {node.id: node.address for node in self.nodes()}
+
+    def wait(
+        self, complete: Callable[[list[Node]], bool], timeout: float, say: Callable[[list[Node]], None]
+    ) -> list[Node]:
+        """The living nodes, as soon as they are `complete` and at the latest after `timeout` seconds. `say` is called if
+        they have to be waited for: a cluster that was joined may still be starting, a Ray of our own is complete."""
+        end, nodes = time.monotonic() + timeout, self.nodes()
+        if self.own or complete(nodes):
+            return nodes
+        say(nodes)
+        while not complete(nodes) and time.monotonic() < end:
+            time.sleep(1.0)
+            nodes = self.nodes()
+        return nodes
 
     def wait_for_nodes(
         self, count: int, devices: int, what: str, timeout: float, notice: Callable[[str], None]
     ) -> list[Node]:
-        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come.
+        """`count` nodes with `devices` each (processors: cores, a rank needs one). UserError when they do not come."""
 
-        A cluster that was joined may still be starting, so its nodes are waited for; a Ray of our own is complete.
-        """
-        end = time.monotonic() + (0 if self.own else timeout)
-        said = False
-        while True:
-            nodes = self.nodes()
-            fit = [n for n in nodes if n.devices >= devices]
-            if len(fit) >= count:
-                return fit
-            if time.monotonic() >= end:
-                have = ", ".join(str(n) for n in nodes) or "none"
-                raise UserError(
-                    f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
-                    f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
-                    f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
-                    f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
-                )
-            if not said:
-                notice(
-                    f"waiting for nodes: {len(fit)} of {count} with {devices} {self.kind} devices are there"
-                )
-                said = True
-            time.sleep(1.0)
+        def fit(nodes: list[Node]) -> list[Node]:
+            return [node for node in nodes if node.devices >= devices]
+
+        def say(nodes: list[Node]) -> None:
+            asked = f"{len(fit(nodes))} of {count} with {devices} {self.kind} devices are there"
+            notice(f"waiting for nodes: {asked}")
+
+        nodes = self.wait(lambda nodes: len(fit(nodes)) >= count, timeout, say)
+        if len(fit(nodes)) < count:
+            have = ", ".join(map(str, nodes)) or "none"
+            raise UserError(
+                f"{what} asks for {count} node{'s' * (count != 1)} of {devices} {self.kind} devices"
+                f"{'' if platform_of(self.kind).ray_resource else ', a rank needs a core'}; the cluster has: "
+                f"{have}. Lower the numbers, or start Ray on more nodes (examples/ray_start.sh); nodes are waited "
+                f"for {timeout:g} s (trainer.ray_wait_register_center_timeout)"
+            )
+        return fit(nodes)
 
     def close(self) -> None:
         """Write the timeline if asked for, and stop a Ray that this run started."""
@@ -198,8 +202,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def _check_version() -> None:
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not _LEAST <= version < (3, 0):
+    if not satisfies(ray.__version__, ">=2.54,<3"):
         raise UserError(
             f"ray {ray.__version__} is installed; this release runs on ray >= 2.54, < 3 (older ones have known security "
             "holes): pip install 'ray>=2.54,<3'"

@@ -1,251 +1,197 @@
 """Look at every node of a cluster: `verl doctor --cluster`. Facts, clocks, reach, and an all-reduce between the nodes.
 
-    connect ─▶ a prober on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
+    connect ─▶ a probe on each node ─▶ facts · clock against ours · who reaches whom ─▶ ranks meet, sum, time it
 
-Returns plain data; what it means is said by `verl.workers.compare_nodes` and `verl.cli.cluster`.
+What the facts of the nodes mean is said by `verl.workers.compare_nodes` and `verl.cli.cluster`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray import exceptions as faults
 
+from verl.errors import UserError
 from verl.platform import platform_of
-from verl.workers.compare_nodes import Finding
-from verl.workers.ray.cluster import Cluster
-from verl.workers.ray.nodes import ask, ask_all, blind, start_probe
+from verl.workers.compare_nodes import NOTE, Facts, Finding, bad
+from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerFailed, WorkerHandle
+from verl.workers.ray.cluster import Cluster, Node
+from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
 from verl.workers.resources import ResourceRequest, placeable
-
-_CLOCK_CALLS = 5
 
 
 @dataclass(slots=True)
 class ClusterReport:
     """`nodes`: facts of each (see `verl.workers.node_facts`), with "name", "devices" (that Ray was told of),
     "object_store" (bytes), "clock" (seconds ahead of ours) and "clock_error", or "problem" where none could be had.
-    `unreachable`: (from, to, why). `sums`: {"over", "ranks", "bytes", "seconds", "latency"} or {"over", "problem"}.
-    `folder`: what is wrong with the run folder; None where it was not looked for."""
+    `between`: what was found out between the nodes: run folder, ports, all-reduce."""
 
     kind: str
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-    unreachable: list[tuple[str, str, str]] = field(default_factory=list)
-    sums: list[dict[str, Any]] = field(default_factory=list)
-    folder: list[Finding] | None = None
+    nodes: list[Facts]
+    between: list[Finding]
 
 
 @dataclass(slots=True)
-class _Node:
-    id: str
-    name: str
-    address: str
-    entry: dict[str, Any]
-    temporary: str | None = None
-    prober: Any = None
+class Survey:
+    """What is asked of a cluster.
 
-
-def survey(
-    config: Any,
-    *,
-    pools: Sequence[ResourceRequest] = (),
-    model: str | None = None,
-    folder: Path | None = None,
-    megabytes: int = 64,
-    timeout: float = 120.0,
-    patience: float = 120.0,
-    say: Callable[[str], None] = print,
-) -> ClusterReport:
-    """Start Ray here or join a cluster, as a run with this configuration would, and look at it.
-
-    `pools`: what the run asks for; nodes that hold it are waited for, at most `patience` seconds. `timeout`: of every
-    later step. `folder`: a run folder that all nodes should see. UserError when there is no cluster, or its version is refused.
+    pools      what the run takes; nodes that hold it are waited for
+    models     a model's path or hub id, if any
+    folder     a run folder that all nodes should see, if any
+    megabytes  size of the all-reduce
+    timeout    seconds for each step
+    patience   seconds for nodes that are still starting
     """
-    cluster = Cluster(config, config.trainer.device)
-    try:
-        found = ClusterReport(cluster.settle_kind())
-        _await(cluster, pools, patience, say)
-        members = _members(cluster)
-        say(f"asking {len(members)} nodes …")
-        _facts(members, found, model, timeout)
-        working = [m for m in members if m.prober is not None]
-        _clocks(working, timeout)
-        _reach(working, found, timeout)
-        used = _used(working, pools)
-        if folder is not None and len(working) > 1:
-            found.folder = blind(folder, {m.name: m.prober for m in used}, timeout)
-        if working:
+
+    pools: Sequence[ResourceRequest] = ()
+    models: Sequence[str] = ()
+    folder: Path | None = None
+    megabytes: int = 64
+    timeout: float = 120.0
+    patience: float = 120.0
+    say: Callable[[str], None] = print
+    probes: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, config: Any) -> ClusterReport:
+        """Start Ray here or join a cluster, as a run with this configuration would, and look at it. UserError when there
+        is no cluster, or its version is refused."""
+        cluster = Cluster(config, config.trainer.device)
+        try:
+            kind = cluster.settle_kind()
+            # Fewer nodes than asked for are a finding, not an error.
+            asked = f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …"
+            cluster.wait(self._placeable, self.patience, lambda nodes: self.say(asked))
+            nodes = _nodes(cluster)
+            self.say(f"asking {len(nodes)} nodes …")
+            self.probes = {node["name"]: start_probe(node["id"]) for node in nodes}
+            self._ask_facts(nodes)
+            working = [node for node in nodes if "problem" not in node]
+            if not working:
+                return ClusterReport(kind, nodes, [])
+            between, used = list(self._ports(working)), self.used(working)
+            if self.folder is not None and len(working) > 1:
+                probes = {node["name"]: self.probes[node["name"]] for node in used}
+                between.append(folder_is_shared(self.folder, probes, self.timeout))
             # One rank for each node, two on a single one.
-            _sums(cluster, used if len(used) > 1 else used * 2, found, megabytes << 20, timeout, say)
-        for member in working:
-            ray.kill(member.prober)
-        return found
-    finally:
-        cluster.close()
-        if not cluster.own and ray.is_initialized():
-            ray.shutdown()
+            between += self.all_reduce(used if len(used) > 1 else used * 2, kind)
+            return ClusterReport(kind, nodes, between)
+        finally:
+            cluster.close()
+            if not cluster.own and ray.is_initialized():
+                ray.shutdown()
+
+    def _placeable(self, nodes: list[Node]) -> bool:
+        return placeable([node.devices for node in nodes], self.pools)
+
+    def used(self, nodes: list[Facts]) -> list[Facts]:
+        """The nodes that are large enough for a pool of the run, or all where none is."""
+        least = min((pool.devices for pool in self.pools), default=0)
+        return [node for node in nodes if node["devices"] >= least] or nodes
+
+    def _ask(self, nodes: list[Facts], call: Callable[[Any, Facts], Any]) -> list[tuple[Any, str | None]]:
+        """call(probe, node) for each node: (result, None) or (None, why there is none)."""
+        refs = {node["name"]: call(self.probes[node["name"]], node) for node in nodes}
+        return list(ask_all(refs, self.timeout).values())
+
+    def _ask_facts(self, nodes: list[Facts]) -> None:
+        """Add what each node says of itself, and how far its clock is from ours: half of a round trip is the uncertainty."""
+        said = self._ask(nodes, lambda p, n: p.everything.remote(self.models, n["address"], n["temporary"]))
+        for node, (facts, problem) in zip(nodes, said, strict=True):
+            node |= facts or {"problem": problem}
+            before = time.time()
+            for clock, _ in self._ask([node], lambda probe, _: probe.now.remote()):
+                error = (time.time() - before) / 2
+                node |= {"clock": (clock or before) - before - error, "clock_error": error}
+
+    def _ports(self, nodes: list[Facts]) -> Iterator[Finding]:
+        """Every node listens on a free port of its own address, every node connects to all."""
+        opened = self._ask(nodes, lambda probe, node: probe.free_port.remote(node["address"]))
+        pairs = list(zip(nodes, opened, strict=True))
+        failed = [(n["name"], f"cannot listen on its address: {why}") for n, (_, why) in pairs if why]
+        listening = [(n["name"], (n["address"], port)) for n, (port, why) in pairs if not why]
+        reached = self._ask(nodes, lambda probe, _: probe.reach.remote([place for _, place in listening]))
+        for node, (answers, problem) in zip(nodes, reached, strict=True):
+            for (other, _), why in zip(listening, answers or [problem] * len(listening), strict=True):
+                failed += [(f"{node['name']} → {other}", why)] if why else []
+        for pair, why in failed:
+            todo = "open all ports between the nodes (firewall, security group, network policy)"
+            yield bad("network", pair, why, todo)
+        if not failed:
+            yield Finding("network", "ports", "every node reaches every other on a free port")
+
+    def all_reduce(self, ranks: list[Facts], kind: str) -> list[Finding]:
+        """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
+        resource = platform_of(kind).ray_resource
+        found: list[Finding] = []
+        if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
+            self.say(f"all-reduce over {len(ranks)} ranks with a {kind} device each …")
+            options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
+            found = self._times(ranks, kind, options)
+            if found[0].level != NOTE:
+                return found
+        self.say(f"all-reduce over {len(ranks)} ranks in host memory …")
+        return found + self._times(ranks, "cpu", {})
+
+    def _times(self, ranks: list[Facts], kind: str, options: dict[str, Any]) -> list[Finding]:
+        """What was measured, or what went wrong. A note if the ranks' devices are not free."""
+        name, world = f"all-reduce ({kind})", len(ranks)
+        probes = [start_probe(node["id"], **options) for node in ranks]
+        group = RayCalls([WorkerHandle(p, f"rank {i}", ranks[i]["name"]) for i, p in enumerate(probes)])
+        try:
+            started, _ = ray.wait(group.start("now"), num_returns=world, timeout=self.timeout)
+            if len(started) < world and options:
+                text = f"no free device on every node within {self.timeout:g} s: another job holds them"
+                return [Finding("network", name, text, NOTE)]
+            address = ranks[0]["address"]
+            where = (address, RayCalls(group.workers[:1]).call("free_port", address)[0])
+            size = (kind, self.timeout, self.megabytes << 20)
+            calls = group.start("all_reduce", each=[(rank, world, *where, *size) for rank in range(world)])
+            results = group.wait(calls, "the all-reduce", 2 * self.timeout + 30)[0]
+        except (UserError, WorkerDied, WorkerFailed) as error:
+            todo = "name the interface between the nodes (SOCKET_IFNAME of ray_start.sh; GLOO_, NCCL_, HCCL_SOCKET_IFNAME)"
+            return [bad("network", name, str(error), todo)]
+        finally:
+            group.kill()
+        return [_measured(result, world) for result in results]
 
 
-def _await(
-    cluster: Cluster, pools: Sequence[ResourceRequest], patience: float, say: Callable[[str], None]
-) -> None:
-    """Wait for nodes that are still starting; fewer than asked for is a finding, not an error."""
-
-    def complete() -> bool:
-        return placeable([node.devices for node in cluster.nodes()], pools)
-
-    if cluster.own or complete():
-        return
-    say(f"waiting for {' and '.join(map(str, pools))} (at most {patience:g} s) …")
-    end = time.monotonic() + patience
-    while not complete() and time.monotonic() < end:
-        time.sleep(1.0)
-
-
-def _members(cluster: Cluster) -> list[_Node]:
+def _nodes(cluster: Cluster) -> list[Facts]:
     """The living nodes, the driver's first, each with a name of its own and what Ray says of it."""
-    said = {n["NodeID"]: n for n in ray.nodes()}
+    said = {node["NodeID"]: node for node in ray.nodes()}
     nodes = cluster.nodes()
-    shared = {n.address for n in nodes if sum(m.address == n.address for m in nodes) > 1}
-    # A Ray of our own is told of as many cores as the run has processes.
-    inflated = cluster.own and platform_of(cluster.kind).on_host
-    out = []
-    for place, node in enumerate(nodes):
-        name = f"{node.address}#{node.id[:6]}" if node.address in shared else node.address
-        entry: dict[str, Any] = {
-            "name": f"{name} (driver)" if place == 0 else name,
-            "devices": min(node.devices, os.cpu_count() or 1) if inflated else node.devices,
-            "object_store": said[node.id]["Resources"].get("object_store_memory"),
-        }
-        out.append(_Node(node.id, entry["name"], node.address, entry, _temporary(said[node.id])))
+    on_address = Counter(node.address for node in nodes)
+    out: list[Facts] = []
+    for node in nodes:
+        name, devices = node.address, node.devices
+        if on_address[name] > 1:
+            name += f"#{node.id[:6]}"
+        if cluster.own and platform_of(cluster.kind).on_host:
+            # A Ray of our own is told of as many cores as the run has processes.
+            devices = min(devices, os.cpu_count() or 1)
+        out.append(
+            {
+                "id": node.id,
+                "name": f"{name} (driver)" if not out else name,
+                "address": node.address,
+                "devices": devices,
+                "object_store": said[node.id]["Resources"].get("object_store_memory"),
+                "temporary": str(Path(said[node.id]["ObjectStoreSocketName"]).parent),
+            }
+        )
     return out
 
 
-def _temporary(node: dict[str, Any]) -> str | None:
-    """Ray's folder on a node: the store's socket is TEMP/session_X/sockets/plasma_store."""
-    socket_name = Path(str(node.get("ObjectStoreSocketName") or ""))
-    return str(socket_name.parents[2]) if len(socket_name.parents) > 3 else None
-
-
-def _facts(members: list[_Node], found: ClusterReport, model: str | None, timeout: float) -> None:
-    models = [model] if model else []
-    for member in members:
-        member.prober = start_probe(member.id)
-    facts = ask_all({m.id: m.prober.facts.remote(models) for m in members}, timeout)
-    rest = ask_all({m.id: m.prober.surroundings.remote(m.address, m.temporary) for m in members}, timeout)
-    for member in members:
-        problem = facts[member.id][1] or rest[member.id][1]
-        if problem is not None:
-            ray.kill(member.prober)
-            member.prober = None
-            member.entry["problem"] = problem
-        else:
-            member.entry |= facts[member.id][0] | rest[member.id][0]
-        found.nodes.append(member.entry)
-
-
-def _clocks(members: list[_Node], timeout: float) -> None:
-    """Offset of each clock from ours: half of the fastest round trip is the uncertainty."""
-    for member in members:
-        trips = []
-        for _ in range(_CLOCK_CALLS):
-            before = time.time()
-            theirs, problem = ask(member.prober.now.remote(), timeout)
-            after = time.time()
-            if problem is None:
-                trips.append(((after - before) / 2, theirs - (before + after) / 2))
-        if trips:
-            member.entry["clock_error"], member.entry["clock"] = min(trips)
-
-
-def _reach(members: list[_Node], found: ClusterReport, timeout: float) -> None:
-    """Everybody listens on a free port of its own address, everybody connects to all."""
-    ports = ask_all({m.name: m.prober.listen.remote(m.address) for m in members}, timeout)
-    listening = [m for m in members if ports[m.name][1] is None]
-    for name, (_, problem) in ports.items():
-        if problem is not None:
-            found.unreachable.append((name, name, f"cannot listen on its address: {problem}"))
-    targets = [(m.address, ports[m.name][0]) for m in listening]
-    reached = ask_all({m.name: m.prober.reach.remote(targets) for m in members}, timeout)
-    for name, (responses, problem) in reached.items():
-        for other, response in zip(listening, responses or [problem] * len(listening), strict=True):
-            if response is not None:
-                found.unreachable.append((name, other.name, response))
-    for member in members:
-        member.prober.close.remote()
-
-
-def _used(members: list[_Node], pools: Sequence[ResourceRequest]) -> list[_Node]:
-    """The nodes that are large enough for a pool of the run, or all where none is."""
-    least = min((pool.devices for pool in pools), default=0)
-    return [m for m in members if m.entry["devices"] >= least] or members
-
-
-def _sums(
-    cluster: Cluster,
-    ranks: list[_Node],
-    found: ClusterReport,
-    count: int,
-    timeout: float,
-    say: Callable[[str], None],
-) -> None:
-    """An all-reduce over the ranks, on devices where their nodes have free ones."""
-    resource = platform_of(cluster.kind).ray_resource
-    if resource and all(ranks.count(m) <= m.entry["devices"] for m in ranks):
-        say(f"all-reduce over {len(ranks)} ranks with a {cluster.kind} device each …")
-        options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
-        results = _sum(ranks, cluster.kind, count, timeout, options)
-        if results is not None:
-            found.sums += results
-            return
-        text = f"no free device on every node within {timeout:g} s: another job holds them"
-        found.sums.append({"over": cluster.kind, "busy": text})
-    say(f"all-reduce over {len(ranks)} ranks in host memory …")
-    found.sums += _sum(ranks, "cpu", count, timeout, {}) or []
-
-
-def _sum(
-    ranks: list[_Node], kind: str, count: int, timeout: float, options: dict[str, Any]
-) -> list[dict[str, Any]] | None:
-    """The results of rank 0, or what went wrong; None if the ranks' devices were not free."""
-    actors = [start_probe(member.id, **options) for member in ranks]
-    address, world = ranks[0].address, len(ranks)
-    try:
-        started, _ = ray.wait([a.now.remote() for a in actors], num_returns=world, timeout=timeout)
-        if len(started) < world and options:
-            return None
-        port, problem = ask(actors[0].free_port.remote(address), timeout)
-        if problem is None:
-            joined = [a.join.remote(i, world, address, port, kind, timeout) for i, a in enumerate(actors)]
-            problem = _first_problem(ranks, joined, timeout + 30)
-        if problem is not None:
-            return [{"over": kind, "problem": f"the ranks do not meet: {problem}"}]
-        refs = [a.all_reduce.remote(count) for a in actors]
-        if problem := _first_problem(ranks, refs, timeout + 30):
-            return [{"over": kind, "problem": problem}]
-        results = ray.get(refs[0])
-        ray.wait([a.leave.remote() for a in actors], num_returns=world, timeout=10)
-        return [result | {"ranks": world} for result in results]
-    finally:
-        for actor in actors:
-            with suppress(faults.RayError):
-                ray.kill(actor)
-
-
-def _first_problem(ranks: list[_Node], refs: list[Any], timeout: float) -> str | None:
-    """What the first rank that failed said; None if all are done."""
-    pending, end = list(refs), time.monotonic() + timeout
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not done:
-            late = ", ".join(ranks[refs.index(ref)].name for ref in pending)
-            return f"no response within {timeout:g} s from {late}"
-        if problem := ask(done[0], 1.0)[1]:
-            return f"rank {refs.index(done[0])} on {ranks[refs.index(done[0])].name}: {problem}"
-    return None
+def _measured(result: dict[str, Any], ranks: int) -> Finding:
+    """A line for one result of `NodeProbe.all_reduce`. A link carries each byte 2 (n - 1) / n times."""
+    rate = result["bytes"] * 2 * (ranks - 1) / ranks / result["seconds"] / 1e9
+    text = (
+        f"{result['bytes'] / 2**20:.0f} MiB over {ranks} ranks in {result['seconds'] * 1000:.1f} ms "
+        f"({rate:.2f} GB/s a link), one number in {result['latency'] * 1e6:.0f} µs"
+    )
+    return Finding("network", f"all-reduce ({result['over']})", text)

@@ -49,25 +49,25 @@ def ask_all(refs: Mapping[str, Any], timeout: float) -> dict[str, tuple[Any, str
     return {name: ask(ref, max(1.0, end - time.monotonic())) for name, ref in refs.items()}
 
 
-def blind(folder: Path, probes: Mapping[str, Any], timeout: float = _FACTS_S) -> list[Finding]:
-    """A finding that names the probes that do not see a file that the driver puts where a run folder is or will be."""
+def folder_is_shared(folder: Path, probes: Mapping[str, Any], timeout: float = _FACTS_S) -> Finding:
+    """Do the probes see a file that the driver puts where a run folder is or will be?"""
     place = folder.expanduser().absolute()
     while not place.is_dir():
         place = place.parent
     token = place / f".seen-by-all-nodes-{secrets.token_hex(8)}"
-    todo = (
-        "set trainer.default_local_dir to a folder that all nodes see: ranks write their part of a checkpoint"
-    )
+    todo = "set trainer.default_local_dir to a folder that all nodes see: ranks write there"
     try:
         token.touch(exist_ok=False)
     except OSError as error:
-        return [bad("model", "run folder", f"{place} cannot be written ({error.strerror})", todo)]
+        return bad("model", "run folder", f"{place} cannot be written ({error.strerror})", todo)
     try:
         seen = ask_all({name: probe.sees.remote(str(token)) for name, probe in probes.items()}, timeout)
     finally:
         token.unlink()
     names = [name for name, (sees, _) in seen.items() if not sees]
-    return [bad("model", "run folder", f"{place} is not seen by {', '.join(names)}", todo)] if names else []
+    if names:
+        return bad("model", "run folder", f"{place} is not seen by {', '.join(names)}", todo)
+    return Finding("model", "run folder", "seen by every node")
 
 
 class Agents:
@@ -99,8 +99,9 @@ class Agents:
                 nodes.append(facts | {"name": name})
         findings += compare(nodes, mine, needs)
         if run_folder is not None and named:
-            findings += blind(run_folder, named)
-        refuse(findings)
+            findings.append(folder_is_shared(run_folder, named))
+        if wrong := [f"{f.name}: {f.found} ({f.todo})" for f in findings if f.level == BAD]:
+            raise UserError(f"the nodes of the cluster do not fit the run: {'; '.join(wrong)}")
         return [f"{f.name}: {f.found}" for f in findings if f.level == NOTE]
 
     def stacks(self, workers: Sequence[tuple[str, WorkerHandle]]) -> dict[str, str]:
@@ -115,19 +116,12 @@ class Agents:
             else:
                 if node not in self._probes:  # a sampler that was started again on a node that came later
                     self._probes[node] = start_probe(node, max_restarts=-1)
-                refs[str(worker)] = self._probes[node].stacks.remote([worker.pid])
+                refs[str(worker)] = self._probes[node].stack.remote(worker.pid)
         for name, (found, problem) in ask_all(refs, _STACKS_S).items():
-            out[name] = f"its node does not reply: {problem}" if problem else next(iter(found.values()))
+            out[name] = f"its node does not reply: {problem}" if problem else found
         return out
 
     def release(self) -> None:
         """End the probes."""
         for probe in self._probes.values():
             kill(probe)
-
-
-def refuse(findings: Iterable[Finding]) -> None:
-    """UserError that lists the findings that stop a run, if any do."""
-    found = [f"{f.name}: {f.found} ({f.todo})" for f in findings if f.level == BAD]
-    if found:
-        raise UserError(f"the nodes of the cluster do not fit the run: {'; '.join(found)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -20,25 +21,30 @@ _LOOK_S = 1.0
 Started = TypeVar("Started")
 
 
+@dataclass(eq=False)
 class Pool:
     """`nodes` × `per_node` devices, every node's in one bundle. Waits until Ray has set them aside.
 
     UserError when the cluster does not have them, or has given them to another job.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        name: str,
-        nodes: int,
-        per_node: int,
-        timeout: float,
-        notice: Callable[[str], None],
-    ):
-        self.name, self.nodes, self.per_node = name, nodes, per_node
-        self.kind = cluster.kind
-        self._timeout, self._released = timeout, False
-        fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
+    cluster: Cluster
+    name: str
+    nodes: int
+    per_node: int
+    timeout: float
+    notice: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        cluster, name, nodes, per_node, timeout = (
+            self.cluster,
+            self.name,
+            self.nodes,
+            self.per_node,
+            self.timeout,
+        )
+        self.kind, self._released = cluster.kind, False
+        fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, self.notice)
         self._resource = platform_of(cluster.kind).ray_resource
         cores = min(per_node, *(n.cpus for n in fit[:nodes]))
         # A processor's rank is a core. Beside an accelerator, work on the cores comes in bursts.
@@ -80,7 +86,7 @@ class Pool:
 
     def _settled(self, bundle: int) -> str:
         """The living node that a bundle is on, or is moved to."""
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + self.timeout
         while True:
             if self._released:
                 raise WorkerDied(f"{self.name} was released")
@@ -91,7 +97,7 @@ class Pool:
             if time.monotonic() >= end:
                 raise NoRoom(
                     f"a node of {self.name} is lost and no other had {self.per_node} {self.kind} devices free within "
-                    f"{self._timeout:g} s (trainer.ray_wait_register_center_timeout)"
+                    f"{self.timeout:g} s (trainer.ray_wait_register_center_timeout)"
                 )
             time.sleep(_LOOK_S)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import ray
@@ -14,7 +14,7 @@ from verl.workers.ray.replicas import ReplicaPool
 
 
 class WorkerProfiler:
-    """See `verl.tracking.profiler.Profiler`. A sampler that died has no profile; the pool notices by itself."""
+    """See `verl.tracking.profiler.Profiler`. A worker that died has no profile, which is noticed elsewhere."""
 
     def __init__(self, training: WorkerGroup, pool: ReplicaPool, plan: ProfilePlan):
         self._training, self._pool, self._plan = training, pool, plan
@@ -35,34 +35,23 @@ class WorkerProfiler:
 
     def close(self) -> list[str]:
         """The run ends; workers that live and are not busy write what they have."""
-        if not self._running:
-            return []
-        self._running = False
-        refs = [worker.handle.profile.remote("close") for worker in self._training.calls.workers]
-        return _files(refs + self._samplers("close"), timeout=10)
+        running, self._running = self._running, False
+        return self._on_all("close", seconds=10) if running else []
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Nothing: the driver computes nothing."""
         return nullcontext()
 
-    def _on_all(self, action: str, step: int) -> list[str]:
-        written = self._training.call("profile", action, step, doing=f"{action}_profile")
-        return [file for files in written for file in files] + _files(self._samplers(action, step))
-
-    def _samplers(self, *args: Any) -> list[Any]:
-        return [host.worker.handle.profile.remote(*args) for host in self._pool.hosts]
-
-
-def _files(refs: list[Any], timeout: float = 120) -> list[str]:
-    """What comes within `timeout` seconds, from workers that live."""
-    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout)
-    out: list[str] = []
-    for ref in ready:
-        try:
-            out += ray.get(ref)
-        except faults.RayActorError:
-            continue
-    return out
+    def _on_all(self, *args: Any, seconds: float = 300) -> list[str]:
+        """The files that come within so many seconds, from workers that live."""
+        workers = [*self._training.calls.workers, *(replica.worker for replica in self._pool.replicas)]
+        refs = [worker.handle.profile.remote(*args) for worker in workers]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=seconds)
+        files: list[str] = []
+        for ref in ready:
+            with suppress(faults.RayActorError):
+                files += ray.get(ref)
+        return files
 
 
 def worker_profiler(config: Any, training: WorkerGroup, pool: ReplicaPool) -> WorkerProfiler | None:

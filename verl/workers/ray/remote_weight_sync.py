@@ -1,7 +1,7 @@
-"""Weights from the training ranks to the sampler hosts, past the driver.
+"""Weights from the training ranks to the sampler replicas, past the driver.
 
 On each node the first training rank writes what all ranks gather together into a channel of shared memory, and that
-node's hosts read it. Nodes that only sample get a broadcast of rank 0, which one of their hosts relays. Where samplers sit
+node's replicas read it. Nodes that only sample get a broadcast of rank 0, which one of their replicas relays. Where samplers sit
 on the trainers' own devices, each rank keeps its buckets there and passes handles.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
-from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSync, WeightSyncError
+from verl.weight_sync.base import UNVERIFIED, SyncResult, WeightSyncError
+from verl.weight_sync.sender import WeightSync
 from verl.weight_sync.verify import compare
 from verl.workers.group import WorkerGroup
-from verl.workers.ray.calls import RayCalls, WorkerFailed, is_dead, reason
-from verl.workers.ray.replicas import Replica, ReplicaPool, dead_among
+from verl.workers.ray.calls import RayCalls, WorkerFailed, reason
+from verl.workers.ray.replicas import Replica, ReplicaPool, Troubles, troubles_of
 from verl.workers.ray.transfer_plan import TransferPlan, by_device, by_node
 
 _TIMEOUT_S = 300.0
@@ -30,19 +31,13 @@ _TRIAL_S = 60.0
 
 
 class RemoteWeightSync(WeightSync):
-    """`nodes[i]` is the node of training worker i, `devices[i]` the id of its device ("": none whose memory has handles).
-    `limit`: seconds for each collective of a broadcast."""
+    """`nodes[i]` is the node of training worker i. `limit`: seconds for each collective of a broadcast.
 
-    def __init__(
-        self,
-        training: WorkerGroup,
-        nodes: Sequence[str],
-        pool: ReplicaPool,
-        limit: float,
-        devices: Sequence[str] = (),
-    ):
-        self._training, self._nodes, self._pool = training, list(nodes), pool
-        self._limit, self._devices = limit, list(devices)
+    Workers whose "device_id" is "" have no device memory that has handles."""
+
+    def __init__(self, training: WorkerGroup, nodes: Sequence[str], pool: ReplicaPool, limit: float):
+        self._training, self._nodes, self._pool, self._limit = training, list(nodes), pool, limit
+        self._devices = [fact["device_id"] for fact in training.facts]
         self._by_device: bool | None = None if any(self._devices) else False
         self._version = 0
         # Drivers in two containers may have the same process id, and share the nodes that their workers are on.
@@ -59,105 +54,104 @@ class RemoteWeightSync(WeightSync):
         return SyncResult(bytes=moved, seconds=time.monotonic() - started, verified=bool(verify))
 
     def _to_all(self, version: int, verify: str) -> int:
-        """Transfers until every host has the weights but those that are being started again: they will `refill`."""
+        """Transfers until every replica has the weights but those that are being started again: they will `refill`."""
         pool, fresh = self._pool, set[Replica]()
-        while True:  # a host that keeps dying ends it with SamplerLost
-            hosts = [host for host in pool.hosts if host in fresh or not host.reviving]
-            if not hosts:
+        while True:  # a replica that keeps dying ends it with SamplerLost
+            replicas = [replica for replica in pool.replicas if replica in fresh or not replica.reviving]
+            if not replicas:
                 return 0
             # One that died in its sleep would be waited for until the transfer's time is up.
-            dead = pool.find_dead(hosts)
+            dead = pool.find_dead(replicas)
             if not dead:
-                dead, moved = self._transfer(hosts, version, verify)
+                dead, moved = self._transfer(replicas, version, verify)
             if not dead:
-                for host in fresh:
-                    host.reviving = False
+                for replica in fresh:
+                    replica.reviving = False
                 return moved
-            for host, why in dead:
-                if host in fresh:  # again: its claim ends with the worker it was made for
-                    host.reviving = False
-                replaced = pool.replace_dead(host, why)
-                fresh = fresh | {host} if replaced else fresh - {host}
+            for replica, why in dead:
+                if replica in fresh:  # again: its claim ends with the worker it was made for
+                    replica.reviving = False
+                replaced = pool.replace_dead(replica, why)
+                fresh = fresh | {replica} if replaced else fresh - {replica}
 
-    def refill(self, host: Replica) -> str | None:
-        """Give one fresh host the weights that the ranks hold now, under their version. Returns why it died, if it did.
+    def refill(self, replica: Replica) -> str | None:
+        """Give one fresh replica the weights that the ranks hold now, under their version. Returns why it died, if it did.
 
-        The claim ends under the lock: a push that comes next counts the host in, and one that came before has not.
+        The claim ends under the lock: a push that comes next counts the replica in, and one that came before has not.
         """
         with self._training.lock:
             version = self._version + int(self._training.moved)
-            dead, _ = self._transfer([host], version, UNVERIFIED)
+            dead, _ = self._transfer([replica], version, UNVERIFIED)
             if dead:
                 return dead[0][1]
-            host.reviving = False
+            replica.reviving = False
         return None
 
-    def _transfer(
-        self, hosts: Sequence[Replica], version: int, verify: str
-    ) -> tuple[list[tuple[Replica, str]], int]:
-        """One pass from the ranks to `hosts`. Returns the hosts that turned out dead, and bytes moved, each
+    def _transfer(self, replicas: Sequence[Replica], version: int, verify: str) -> tuple[Troubles, int]:
+        """One pass from the ranks to `replicas`. Returns the replicas that turned out dead, and bytes moved, each
         weight once however many nodes got it."""
-        routes = self._routes(hosts)
-        each = [
-            (*(written or (None, [])), version, verify, hosts[0].dtype, routes.on_device)
-            for written in routes.writes
-        ]
-        relays = self._relays(routes, hosts, each)
+        routes = self._routes(replicas)
+        how = (version, verify, replicas[0].dtype, routes.on_device)
+        each = [(*(written or (None, [])), *how) for written in routes.writes]
+        relays = self._relays(routes, replicas, each)
         receiving = {
-            host: host.worker.handle.receive_weights.remote(routes.places[host], version, _TIMEOUT_S, verify)
-            for host in hosts
+            replica: replica.worker.handle.receive_weights.remote(
+                routes.places[replica], version, _TIMEOUT_S, verify
+            )
+            for replica in replicas
         }
         try:
             sent = self._training.call("send_weights", each=each, doing="update_weights")
         except WorkerFailed as error:
             # One that still reads is left alone.
-            dead = dead_among(receiving, _GRACE_S)
+            dead, failed = troubles_of(receiving, _GRACE_S)
             if not dead:
-                _, reading = ray.wait(list(receiving.values()), num_returns=len(receiving), timeout=0)
-                names = ", ".join(str(host.worker) for host, ref in receiving.items() if ref in reading)
-                raise WorkerFailed(f"{error}; still loading: {names or 'nobody'}") from error
+                others = "".join(f"; {replica.worker}: {why}" for replica, why in failed)
+                raise WorkerFailed(f"{error}{others}") from error
             return dead, 0
-        dead = _dead(receiving)
-        if not dead:
-            ray.get(relays)
-        if not dead and verify:
-            sums = next((response["checksums"] for response in sent if response["checksums"]), {})
-            for host, ref in receiving.items():
-                try:
-                    compare(sums, ray.get(ref))
-                except WeightSyncError as error:
-                    raise WeightSyncError(f"{error} ({host.worker})") from None
-        return dead, max(response["bytes"] for response in sent)
+        dead, failed = troubles_of(receiving, _TIMEOUT_S)
+        if dead:  # which explains what others raised
+            return dead, 0
+        for replica, why in failed:
+            raise WeightSyncError(f"{replica.worker}: {why}")
+        ray.get(relays)
+        sums = next((response["checksums"] for response in sent if response["checksums"]), {})
+        for replica, ref in receiving.items() if verify else ():
+            try:
+                compare(sums, ray.get(ref))
+            except WeightSyncError as error:
+                raise WeightSyncError(f"{error} ({replica.worker})") from None
+        return [], max(response["bytes"] for response in sent)
 
-    def _routes(self, hosts: Sequence[Replica]) -> TransferPlan:
+    def _routes(self, replicas: Sequence[Replica]) -> TransferPlan:
         """Through device memory where every sampler sits on a trainer's device and a trial has shown that it works."""
         name = f"verl-{self._run}-{next(self._serial)}"
-        if self._by_device is None and (trial := by_device(self._devices, hosts, f"{name}-trial")):
+        if self._by_device is None and (trial := by_device(self._devices, replicas, f"{name}-trial")):
             self._by_device = self._try(trial)
-        direct = by_device(self._devices, hosts, name) if self._by_device else None
-        return direct or by_node(self._nodes, hosts, name)
+        direct = by_device(self._devices, replicas, name) if self._by_device else None
+        return direct or by_node(self._nodes, replicas, name)
 
     def _try(self, routes: TransferPlan) -> bool:
         """Do handles of device memory work between these processes? Says so in the run's events."""
+        handles = {replica: replica.worker.handle for replica in routes.places}
         asked = {
-            host: host.worker.handle.try_channel.remote(places, _TRIAL_S)
-            for host, places in routes.places.items()
+            one: handles[one].try_channel.remote(places, _TRIAL_S) for one, places in routes.places.items()
         }
         each = [(*(written or (None, [])), routes.on_device, _TRIAL_S) for written in routes.writes]
         said = list(self._training.call("try_channel", each=each, doing="update_weights"))
-        for host, ref in asked.items():
+        for replica, ref in asked.items():
             try:
                 said += ray.get(ref, timeout=_TIMEOUT_S)
             except faults.RayError as error:
-                said.append(f"{host.worker}: {reason(error)}")
+                said.append(f"{replica.worker}: {reason(error)}")
         failed = [text for text in said if text]
         self._pool.event("weights_by_device", works=not failed, reason=failed[0] if failed else "")
         return not failed
 
     def _relays(
-        self, routes: TransferPlan, hosts: Sequence[Replica], each: list[tuple[Any, ...]]
+        self, routes: TransferPlan, replicas: Sequence[Replica], each: list[tuple[Any, ...]]
     ) -> list[Any]:
-        """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first host of each relays."""
+        """Nodes without a training rank get the weights by broadcast: worker 0 sends, the first replica of each relays."""
         if not routes.relayed:
             return []
         first = self._training.calls.workers[0]
@@ -167,24 +161,7 @@ class RemoteWeightSync(WeightSync):
         each[0] = (*each[0], rendezvous)
         relays = []
         for rank, (node, (channel, readers)) in enumerate(routes.relayed.items(), 1):
-            host = next(host for host in hosts if host.node == node)
-            relay = host.worker.handle.relay_weights
+            replica = next(replica for replica in replicas if replica.node == node)
+            relay = replica.worker.handle.relay_weights
             relays.append(relay.remote(rendezvous, rank, channel, readers, _TIMEOUT_S))
         return relays
-
-
-def _dead(receiving: dict[Replica, Any]) -> list[tuple[Replica, str]]:
-    """Hosts whose process is gone. Raises what a living one raised, unless another's death explains it."""
-    dead: list[tuple[Replica, str]] = []
-    errors: list[Exception] = []
-    for host, ref in receiving.items():
-        try:
-            ray.get(ref, timeout=_TIMEOUT_S)
-        except faults.RayError as error:
-            if is_dead(error):
-                dead.append((host, reason(error)))
-            else:
-                errors.append(WeightSyncError(f"{host.worker}: {reason(error)}"))
-    if errors and not dead:
-        raise errors[0]
-    return dead

@@ -22,7 +22,7 @@ class TransferPlan:
     """One transfer.
 
     writes    by training rank: the channel it writes and its readers, or None for one that only gathers with the others
-    places    where each process of a host reads
+    places    where each process of a replica reads
     relayed   nodes without a training rank, whose channel one of their replicas writes: node → channel, readers
     on_device writers and readers share devices: buckets stay there
     """
@@ -33,14 +33,14 @@ class TransferPlan:
     on_device: bool = False
 
 
-def by_node(nodes: Sequence[str], hosts: Sequence[Replica], name: str) -> TransferPlan:
+def by_node(nodes: Sequence[str], replicas: Sequence[Replica], name: str) -> TransferPlan:
     """Through host memory. `nodes[i]` is the node of training rank i; `name` begins every channel's name."""
     readers: dict[str, list[Identity]] = {}
     places: dict[Replica, list[Place]] = {}
-    for host in hosts:
-        mine = readers.setdefault(host.node, [])
-        places[host] = [(_channel(name, host.node), len(mine) + i) for i in range(len(host.readers))]
-        mine += host.readers
+    for replica in replicas:
+        mine = readers.setdefault(replica.node, [])
+        places[replica] = [(_channel(name, replica.node), len(mine) + i) for i in range(len(replica.readers))]
+        mine += replica.readers
     writes = [
         (_channel(name, node), readers[node]) if node in readers and node not in nodes[:rank] else None
         for rank, node in enumerate(nodes)
@@ -49,19 +49,19 @@ def by_node(nodes: Sequence[str], hosts: Sequence[Replica], name: str) -> Transf
     return TransferPlan(writes, places, relayed)
 
 
-def by_device(devices: Sequence[str], hosts: Sequence[Replica], name: str) -> TransferPlan | None:
+def by_device(devices: Sequence[str], replicas: Sequence[Replica], name: str) -> TransferPlan | None:
     """Through device memory, or None unless every sampler process is on the device of a training rank.
 
-    `devices[i]` is the id of the device of training rank i, "" for one without; each host knows those of its readers.
+    `devices[i]` is the id of the device of training rank i, "" for one without; each replica knows those of its readers.
     """
     readers: list[list[Identity]] = [[] for _ in devices]
     places: dict[Replica, list[Place]] = {}
-    for host in hosts:
-        for reader, device in zip(host.readers, host.devices, strict=True):
+    for replica in replicas:
+        for reader, device in zip(replica.readers, replica.devices, strict=True):
             if not device or device not in devices:
                 return None
             rank = list(devices).index(device)
-            places.setdefault(host, []).append((f"{name}-r{rank}", len(readers[rank])))
+            places.setdefault(replica, []).append((f"{name}-r{rank}", len(readers[rank])))
             readers[rank].append(reader)
     writes = [(f"{name}-r{rank}", found) if found else None for rank, found in enumerate(readers)]
     return TransferPlan(writes, places, on_device=True)

@@ -1,4 +1,4 @@
-"""What the embedded sampler asks of an architecture: said before the first response, measured once, checked in each pass."""
+"""What the embedded sampler asks of an architecture: checked and measured once, before the first response."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from verl.config.layout import ATTENTION_LAYERS
 from verl.errors import UserError
@@ -21,10 +22,8 @@ INSTEAD = "use another rollout engine (rollout.name=vllm)"
 def refuse_unfit(model: Any) -> None:
     """UserError for a model whose tokens see each other in a way that the cache does not keep."""
     if why := _unfit(model):
-        kind = getattr(model.config, "model_type", "?")
-        raise UserError(
-            f"the embedded sampler cannot sample from {type(model).__name__} ({kind}): {why}; {INSTEAD}"
-        )
+        name = f"{type(model).__name__} ({getattr(model.config, 'model_type', '?')})"
+        raise UserError(f"the embedded sampler cannot sample from {name}: {why}; {INSTEAD}")
 
 
 def _unfit(model: Any) -> str:
@@ -40,11 +39,6 @@ def _unfit(model: Any) -> str:
     return ""
 
 
-def takes_logits_to_keep(model: torch.nn.Module) -> bool:
-    """Whether the model can be told which rows' logits are wanted."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
 class _Measure:
     """An `AttentionPlan` that counts the numbers of keys and values that one token brings."""
 
@@ -52,13 +46,8 @@ class _Measure:
     values = 0
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         self.keys += key.shape[1] * key.shape[3]
         self.values += value.shape[1] * value.shape[3]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -83,43 +72,3 @@ def bytes_per_token(model: Any, compute: torch.dtype) -> int:
         )
     key_bytes = platform_of(device).key_dtype(compute).itemsize
     return plan.keys * key_bytes + plan.values * compute.itemsize
-
-
-class AttentionCalls:
-    """Numbers the attention calls of a pass: the cache has a layer for each.
-
-    Not the architecture's own numbers, because some attend twice in a layer (DiffLlama), go through their layers several
-    times (HRM), or number nothing. Every pass makes the same calls in the same order, which is checked.
-    """
-
-    def __init__(self) -> None:
-        self._modules: list[torch.nn.Module] = []
-        self._whole = False
-        self._next = 0
-
-    def start(self) -> None:
-        """A pass begins."""
-        self._next = 0
-
-    def number(self, module: torch.nn.Module) -> int:
-        """The number of this call. RuntimeError if another module made it in earlier passes."""
-        at, self._next = self._next, self._next + 1
-        if at == len(self._modules) and not self._whole:
-            self._modules.append(module)
-        if at >= len(self._modules) or self._modules[at] is not module:
-            raise RuntimeError(self._changed(module, f"makes attention call {at}"))
-        return at
-
-    def finish(self) -> None:
-        """A pass is over. RuntimeError if it made fewer calls than earlier ones."""
-        if self._next != len(self._modules):
-            module = self._modules[self._next]
-            raise RuntimeError(self._changed(module, f"stops after {self._next} attention calls"))
-        self._whole = True
-
-    @staticmethod
-    def _changed(module: torch.nn.Module, what: str) -> str:
-        return (
-            f"{type(module).__name__}: a pass {what}, unlike the passes before it, so the embedded sampler cannot tell "
-            f"whose keys it stored: {INSTEAD}"
-        )

@@ -9,7 +9,8 @@ a whole block_row is one batched product on a strided view: nothing is gathered 
     tokens 0-   block 0  | block 1  |
     tokens 128- block 5  |         |           block_row 0 holds a longer sequence
 
-There are two tables on one pool: prompts (stored once per group) and responses.
+There are two tables on one pool: prompts (stored once per group) and responses. The pool has a layer for each call of
+attention in a pass, which `AttentionCalls` numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from verl.platform import platform_of
 from verl.platform.host import total_memory
@@ -43,25 +45,18 @@ class KVCacheLayout:
 
         Raises ValueError when not even one sequence of `max_model_len` tokens fits.
         """
-        rows, cols = 16, 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
-
-        def needed() -> int:
+        widest = 32 if max_model_len <= 512 else 64 if max_model_len <= 2048 else 128
+        coarse = [(rows, widest) for rows in (16, 8, 4, 2, 1)]
+        for rows, cols in [*coarse, *((1, cols) for cols in (64, 32, 16) if cols < widest)]:
+            blocks = cache_tokens // (rows * cols)
             # a prompt and a response that together have max_model_len tokens, each rounded up to whole blocks
-            return -(-max_model_len // cols) + 1
-
-        def roomy() -> bool:
-            """Enough for eight block_rows, or for all sequences at once."""
-            return cache_tokens // (rows * cols) >= min(8, -(-max_num_seqs // rows)) * needed()
-
-        while rows > 1 and not roomy():
-            rows //= 2
-        while cols > 16 and not roomy():
-            cols //= 2
-        blocks = cache_tokens // (rows * cols)
-        if blocks < needed():
+            needed = -(-max_model_len // cols) + 1
+            if blocks >= min(8, -(-max_num_seqs // rows)) * needed:
+                break  # enough for eight block_rows, or for all sequences at once
+        if blocks < needed:
             raise ValueError(
                 f"a key/value cache of {cache_tokens} tokens cannot hold one sequence of max_model_len={max_model_len} "
-                f"tokens (needs {needed() * rows * cols}): raise cache_tokens or lower max_model_len"
+                f"tokens (needs {needed * rows * cols}): raise cache_tokens or lower max_model_len"
             )
         return cls(rows, cols, blocks)
 
@@ -85,6 +80,36 @@ def default_cache_tokens(
     return min(wanted, max(int(total * _SHARE) // per_token, max_model_len))
 
 
+class AttentionCalls:
+    """Numbers the attention calls of a pass: the cache has a layer for each.
+
+    Not the architecture's own numbers, because some attend twice in a layer (DiffLlama), go through their layers several
+    times (HRM), or number nothing. Every pass makes the same calls in the same order, which is checked.
+    """
+
+    def __init__(self) -> None:
+        self._usual: list[nn.Module] = []
+        self._made: list[nn.Module] = []
+
+    def start(self) -> None:
+        """A pass begins."""
+        self._made = []
+
+    def number(self, module: nn.Module) -> int:
+        """The number of the call that this module makes now."""
+        self._made.append(module)
+        return len(self._made) - 1
+
+    def finish(self) -> None:
+        """A pass is over. RuntimeError if its calls were others than those of the passes before it."""
+        self._usual = self._usual or self._made
+        if self._made != self._usual:
+            raise RuntimeError(
+                f"a pass of {len(self._made)} attention calls differs from the passes before it, of {len(self._usual)}: the "
+                "embedded sampler cannot tell whose keys it stored; use another rollout engine (rollout.name=vllm)"
+            )
+
+
 class KVBlockPool:
     """The memory itself. Layers are allocated when first written, because only then their shape is known.
 
@@ -98,87 +123,60 @@ class KVBlockPool:
         self.device = device
         self.key_dtype = key_dtype
         self.compute = compute
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.calls = AttentionCalls()
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(layout.blocks))
-        self._clean = np.zeros(layout.blocks, bool)
-        self.peak = 0
 
     @property
     def free_blocks(self) -> int:
         return len(self._free)
 
-    @property
-    def used_blocks(self) -> int:
-        return self.layout.blocks - len(self._free)
-
-    def take(self, *, last: bool = False) -> int | None:
-        """The lowest (or highest) free block, or None when the pool is full.
+    def take(self, *, last: bool = False) -> int:
+        """The lowest (or highest) free block, zeroed. IndexError when the pool is full.
 
         Prompts fill the pool from its end: blocks that responses take one after the other stay neighbours, and
         neighbours are read in one product.
         """
-        if not self._free:
-            return None
         block = self._free.pop(-1 if last else 0)
-        self.peak = max(self.peak, self.used_blocks)
-        if not self._clean[block]:
-            # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
-            for layer in self._layers.values():
-                for tensor in layer:
-                    tensor[block].zero_()
-            self._clean[block] = bool(self._layers)
+        # Unwritten places are masked, but 0 × NaN of stray memory would still be NaN.
+        for tensor in self.tensors():
+            tensor[block].zero_()
         return block
 
     def give(self, block: int) -> None:
+        """A block is free again."""
         bisect.insort(self._free, block)
 
-    def layer(
-        self, index: int, kv_heads: int, key_dim: int, value_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [blocks, rows, kv_heads, cols, dim] each."""
-        found = self._layers.get(index)
-        if found is None:
+        if index not in self._layers:
             g = self.layout
+            shape = g.blocks, g.rows, kv_heads, g.cols
+            keys = torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device)
+            values = torch.empty(*shape, value_dim, dtype=self.compute, device=self.device)
             used = sorted(set(range(g.blocks)) - set(self._free))
-            shape = (g.blocks, g.rows, kv_heads, g.cols)
-            found = (
-                torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device),
-                torch.empty(*shape, value_dim, dtype=self.compute, device=self.device),
-            )
-            for tensor in found:
-                tensor[used] = 0
-            self._clean[:] = False
-            self._clean[used] = True
-            self._layers[index] = found
-        keys, values = found
-        if keys.shape[2] != kv_heads or keys.shape[4] != key_dim or values.shape[4] != value_dim:
-            raise ValueError(
-                f"layer {index} attended with {kv_heads} heads of {key_dim}/{value_dim} after {keys.shape[2]} heads of "
-                f"{keys.shape[4]}/{values.shape[4]}: its keys must keep their shape"
-            )
-        return found
+            keys[used], values[used] = 0, 0
+            self._layers[index] = keys, values
+        return self._layers[index]
 
-    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that was written before."""
         return self._layers[index]
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, index: Tensor) -> None:
         """Store key and value [1, Hkv, S, D] at the rows `index` (`KVCacheLayout.flat_index`) of a layer."""
         stores = self.layer(layer, key.shape[1], key.shape[-1], value.shape[-1])
         for store, new in zip(stores, (key, value), strict=True):
             rows = new[0].transpose(0, 1).reshape(-1, new.shape[-1])
             store.view(-1, new.shape[-1]).index_copy_(0, index, rows.to(self.compute).to(store.dtype))
 
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(self._layers.values())
-
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self._layers.values() for t in layer)
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers."""
+        return [tensor for layer in self._layers.values() for tensor in layer]
 
     def drop(self) -> None:
         """Free the memory (no table may hold a block)."""
         self._layers.clear()
-        self._clean[:] = False
 
 
 class KVSlotTable:
@@ -195,16 +193,11 @@ class KVSlotTable:
         self.version = 0
         self._limit = slots
 
-    @property
-    def free_slots(self) -> int:
-        return self._limit - int(self.taken.sum())
-
     def acquire(self, length: int = 0) -> int | None:
         """The first free slot, with room for `length` tokens; None (and nothing changed) when slots or pool are full."""
-        if self.free_slots == 0:
+        if self.taken.sum() == self._limit:
             return None
         slot = int(np.argmin(self.taken))
-        self.lengths[slot] = 0
         if not self.reserve(slot, length):
             return None
         self.taken[slot] = True
@@ -222,24 +215,18 @@ class KVSlotTable:
         if wanted <= 0:
             return True
         for _ in range(wanted):
-            block = self.pool.take(last=self._from_end)
-            assert block is not None
-            block_row.append(block)
+            block_row.append(self.pool.take(last=self._from_end))
         self.version += 1
         return True
 
     def release(self, slot: int) -> None:
         """Give a slot back, and the blocks that only it needed."""
-        self.taken[slot] = False
-        self.lengths[slot] = 0
-        self._trim(slot // self.pool.layout.rows)
-        self.version += 1
-
-    def _trim(self, block_row: int) -> None:
         g = self.pool.layout
+        self.taken[slot], self.lengths[slot] = False, 0
+        self.version += 1
+        block_row = slot // g.rows
         longest = int(self.lengths[block_row * g.rows : (block_row + 1) * g.rows].max())
-        keep = -(-longest // g.cols)
-        while len(self.blocks[block_row]) > keep:
+        while len(self.blocks[block_row]) > -(-longest // g.cols):
             self.pool.give(self.blocks[block_row].pop())
 
     def token_rows(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -300,7 +287,6 @@ class KVSlotTable:
             return
         source = torch.from_numpy(src[moved]).to(self.pool.device)
         target = torch.from_numpy(dst[moved]).to(self.pool.device)
-        for layer in self.pool.layers():
-            for tensor in layer:
-                flat = tensor.view(tensor.shape[0] * tensor.shape[1], -1)
-                flat.index_copy_(0, target, flat.index_select(0, source))
+        for tensor in self.pool.tensors():
+            flat = tensor.view(tensor.shape[0] * tensor.shape[1], -1)
+            flat.index_copy_(0, target, flat.index_select(0, source))

@@ -11,27 +11,25 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
 from verl.engine.rollout.native.architecture import bytes_per_token, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
-from verl.engine.rollout.native.request import Request, Stopper
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
-from verl.engine.rollout.native.scheduler import Scheduler
+from verl.engine.rollout.native.scheduler import Request, Scheduler, Stopper
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
 from verl.models.names import CheckpointViews
 from verl.platform import platform_of
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,14 +43,14 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, or a quarter of the
         machine's memory). When it is full, the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
-    tokenizer: only for stop strings. forbidden_token_ids: never sampled. prefill_once: False computes the prompt
-        again for each response of a group (for comparison). enforce_eager: no captured graphs on a GPU.
+    tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
+        a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         *,
         eos_token_ids: Sequence[int],
         max_model_len: int,
@@ -62,20 +60,16 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         dtype: str | torch.dtype = "float32",
         tokenizer: Any | None = None,
         forbidden_token_ids: Sequence[int] = (),
-        prefill_once: bool = True,
         enforce_eager: bool = False,
         engines: int = 1,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: the embedded sampler computes in {' or '.join(_DTYPES)}")
-        if min(max_num_seqs, max_num_batched_tokens) < 1:
-            raise ValueError(f"{max_num_seqs=} and {max_num_batched_tokens=} must be at least 1")
         refuse_unfit(model)
         compute = _DTYPES[dtype]
         self._eos = frozenset(int(i) for i in eos_token_ids)
         self._max_model_len = max_model_len
-        self._prefill_once = prefill_once
         positions.settle(model, max_model_len)
         device = next(model.parameters()).device
         self._platform = platform_of(device)
@@ -85,20 +79,15 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
-        self._scheduler = Scheduler(
-            self._pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
-        self._runner = Runner(model, self._scheduler, compute)
-        self._runner.forbid(forbidden_token_ids)
-        recorder = None if enforce_eager else self._platform.graph_recorder()
-        if recorder is not None:
+        self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
+        self._runner = Runner(model, self._scheduler, compute, forbidden_token_ids)
+        if not enforce_eager and (recorder := self._platform.graph_recorder()):
             self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
         self._submitted = 0
         self._version = 0
         self._incomplete = ""
-        self._checkpoint_views: CheckpointViews | None = None
         self._task: asyncio.Task[None] | None = None
         self._asleep = False
         self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
@@ -116,30 +105,30 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         media: dict[str, Any] | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
-        loop = asyncio.get_running_loop()
-        request = self._request(prompt_ids, sampling, request_id, group, media)
-        request.future = loop.create_future()
+        prompt = np.asarray(prompt_ids, np.int64)
+        self._check(request_id, prompt, sampling, media)
+        request = Request(
+            id=request_id,
+            number=self._submitted,
+            group_key=f"request {request_id}" if group is None else f"group {group}",
+            prompt=prompt,
+            sampling=sampling,
+            future=asyncio.get_running_loop().create_future(),
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
+            stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
+        )
         self._scheduler.add(request)
         self._requests[request_id] = request
         self._submitted += 1
-        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
-            self._drop_foreign(loop)
-            self._task = loop.create_task(self._run())
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
         try:
             return await request.future
         except asyncio.CancelledError:
             self.abort([request_id])
             raise
 
-    def _request(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: SamplingParams,
-        request_id: str,
-        group: str | None,
-        media: dict[str, Any] | None,
-    ) -> Request:
-        prompt = np.asarray(prompt_ids, np.int64)
+    def _check(self, request_id: str, prompt: np.ndarray, sampling: SamplingParams, media: Any) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")
         if self._incomplete:
@@ -148,33 +137,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         if media:
             raise ValueError("the embedded sampler takes text only: use the vllm rollout engine for images")
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise ValueError(f"request {request_id!r}: the prompt must be a non-empty list of token ids")
-        if len(prompt) + 1 > self._max_model_len:
-            raise ValueError(
-                f"request {request_id!r}: a prompt of {len(prompt)} tokens leaves no room for a response in "
-                f"max_model_len={self._max_model_len}: shorten the prompt or raise max_model_len"
-            )
-        s = sampling
-        fits = s.max_tokens >= 1 and s.temperature >= 0 and s.repetition_penalty > 0
-        if not (fits and 0 < s.top_p <= 1 and 0 <= s.min_p <= 1):
-            raise ValueError(
-                f"request {request_id!r}: {s} must have max_tokens ≥ 1, temperature ≥ 0, repetition_penalty > 0, "
-                "top_p in (0, 1] and min_p in [0, 1]"
-            )
+        check_request(request_id, len(prompt) if prompt.ndim == 1 else 0, sampling, self._max_model_len)
         self._stopper.check(sampling.stop)
-        shared = group is not None and self._prefill_once
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        return Request(
-            id=request_id,
-            number=self._submitted,
-            group_key=f"group {group}" if shared else f"request {request_id}",
-            prompt=prompt,
-            sampling=sampling,
-            future=None,
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
-            stop_ids=stop_ids,
-        )
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
@@ -183,32 +147,24 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 self._finish(self._requests[name], "abort")
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.reason = reason
         self._scheduler.finish(request)
         del self._requests[request.id]
-        if request.future is not None and not request.future.done():
-            request.future.set_result(request.completion())
-
-    def _drop_foreign(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Forget requests of an event loop that was closed with work under way."""
-        for request in list(self._requests.values()):
-            if request.future is not None and request.future.get_loop() is not loop:
-                self._scheduler.finish(request)
-                del self._requests[request.id]
+        if not request.future.done():
+            request.future.set_result(request.completion(reason))
 
     # ---- the loop
 
     async def _run(self) -> None:
         await asyncio.sleep(0)  # let everybody who is about to submit do so: the first batch is wider
         try:
-            while self._scheduler.busy:
+            while self._requests:
                 self.step()
                 await asyncio.sleep(0)
         except Exception as error:
             failed, self._requests = self._requests, {}
             for request in failed.values():
                 self._scheduler.finish(request)
-                if request.future is not None and not request.future.done():
+                if not request.future.done():
                     request.future.set_exception(error)
             self._scheduler.forget_cache()
 
@@ -229,29 +185,22 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._counters["steps"] += 1
         self._counters["busy_s"] += time.monotonic() - begin
 
-    def _advance(self, requests: list[Request], logits: torch.Tensor) -> None:
+    def _advance(self, requests: list[Request], logits: Tensor) -> None:
         """Draw the next token of each request and see who is done."""
         rows = Rows.of([r.sampling for r in requests], [r.sampling.start + len(r.tokens) for r in requests])
-        seen = {
-            int(i): torch.from_numpy(
-                np.unique(np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64))
-            ).to(logits.device)
-            for i in np.flatnonzero(rows.penalty != 1.0)
-        }
+        seen = {}
+        for i in np.flatnonzero(rows.penalty != 1.0):
+            ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
+            seen[int(i)] = torch.from_numpy(np.unique(ids)).to(logits.device)
         tokens, log_probs = sample(logits, rows, seen=seen)
         for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
             if math.isnan(log_prob):
-                raise FloatingPointError(
-                    f"the model's logits are not finite after {len(request.tokens)} tokens of a response, with the weights "
-                    f"of version {self._version}: training has blown them up (a lower learning rate, an earlier "
-                    "checkpoint), or the model cannot be computed in this precision (rollout.dtype=float32)"
-                )
+                raise not_finite(len(request.tokens), self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             if not request.versions or request.versions[-1] != self._version:
                 request.versions.append(self._version)
-            reason = self._stopper.reason(request)
-            if reason:
+            if reason := self._stopper.reason(request):
                 self._finish(request, reason)
         self._counters["tokens"] += len(requests)
 
@@ -263,11 +212,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._runner.linears.invalidate()
         self._scheduler.forget_cache()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights this engine samples with, under the names of a Hugging Face checkpoint; views, not copies (but of
         weights with an adapter, which are merged)."""
-        model = cast("PreTrainedModel", self._runner.model)
-        return exported(model) if self.holds_adapter else self._views().named()
+        return exported(self._runner.model) if self.holds_adapter else self._views.named()
 
     @property
     def holds_adapter(self) -> bool:
@@ -287,7 +235,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         held = PlainView(self._runner.model).adapter_state().items() if self.holds_adapter else None
         return checksums(held or self.named_weights(), verify, dtype=dtype)
 
-    def check_shared(self, module: torch.nn.Module, verify: str) -> None:
+    def check_shared(self, module: nn.Module, verify: str) -> None:
         """WeightSyncError unless every tensor of `module`, adapters included, is this engine's own, in one memory, and the
         copies that it computes with are its values (`SAMPLED`: of two columns of each matrix)."""
         from verl.weight_sync.verify import named
@@ -319,17 +267,20 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
-        self._incomplete = f"loading version {version} did not finish"
+        self._incomplete = f"loading version {version} has not finished"
         try:
             with torch.no_grad():
                 for name, tensor in weights:
-                    _target(targets, name, tensor).copy_(tensor)
+                    if name not in targets or targets[name].shape != tensor.shape:
+                        shape = tuple(tensor.shape)
+                        raise ValueError(
+                            f"load_weights: {name!r} is no weight of the sampler's model, of shape {shape}"
+                        )
+                    targets[name].copy_(tensor)
                     given.add(name)
-            missing = sorted(adapter.keys() - given) if adapter else self._views().missing(given)
-            if missing:
-                raise ValueError(
-                    f"load_weights: no value came for {len(missing)} weights, among them {missing[:3]}"
-                )
+            if missing := sorted(adapter.keys() - given) if adapter else self._views.missing(given):
+                some = f"{len(missing)} weights, among them {missing[:3]}"
+                raise ValueError(f"load_weights: no value came for {some}")
         except BaseException as error:
             self._incomplete = f"loading version {version} failed: {type(error).__name__}: {error}"
             raise
@@ -339,10 +290,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._incomplete = ""
         return self.checksums(verify) if verify else {}
 
+    @cached_property
     def _views(self) -> CheckpointViews:
-        if self._checkpoint_views is None:
-            self._checkpoint_views = CheckpointViews(cast("PreTrainedModel", self._runner.model))
-        return self._checkpoint_views
+        return CheckpointViews(self._runner.model)
 
     def sleep(self) -> None:
         """Drop the cache and the copies of weights, and give their memory back to the device."""
@@ -363,15 +313,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens,
-        preempted; and cache_peak, the largest share of the cache in use."""
-        out = self._counters | {
-            "preempted": float(self._scheduler.preempted),
-            "cache_peak": self._pool.peak / self._pool.layout.blocks,
-        }
-        self._scheduler.preempted = 0
-        self._counters = dict.fromkeys(self._counters, 0.0)
-        self._pool.peak = self._pool.used_blocks
+        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted."""
+        out = self._counters | {"preempted": float(self._scheduler.preempted)}
+        self._scheduler.preempted, self._counters = 0, dict.fromkeys(self._counters, 0.0)
         return out
 
     def close(self) -> None:
@@ -379,14 +323,3 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self.abort()
         self._scheduler.forget_cache()
         self._pool.drop()
-
-
-def _target(targets: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of weight `name`. ValueError if there is none, or of another shape."""
-    if name not in targets:
-        raise ValueError(f"load_weights: {name!r} is no weight of the sampler's model")
-    if targets[name].shape != tensor.shape:
-        raise ValueError(
-            f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(targets[name].shape)}"
-        )
-    return targets[name]

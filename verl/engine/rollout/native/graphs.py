@@ -20,58 +20,49 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from verl.engine.rollout.native.decode_plan import DecodePlan, Name
 
 if TYPE_CHECKING:
     from verl.platform.cuda import GraphRecorder
 
+_MOST = 64  # graphs kept
 
-def why_not(model: torch.nn.Module) -> str:
+
+def why_not(model: nn.Module) -> str:
     """Why a step of the model is known to wait for the device, "" if that is not known."""
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind.endswith("Experts"):
-            return f"{kind} ask the device how many tokens each expert got"
-    return ""
+    experts = [kind for module in model.modules() if (kind := type(module).__name__).endswith("Experts")]
+    return f"{experts[0]} ask the device how many tokens each expert got" if experts else ""
 
 
 def warn_of(reason: str) -> None:
     """Say that sampling is slower, and why."""
-    warnings.warn(
-        "this model's decode steps cannot be captured as graphs, so sampling is slower (rollout.enforce_eager=True does not "
-        f"try): {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    slower = "sampling is slower (rollout.enforce_eager=True does not try)"
+    text = f"this model's decode steps cannot be captured as graphs, so {slower}: {reason}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    ids: torch.Tensor
-    positions: torch.Tensor
-    tensors: dict[Name, torch.Tensor]
+    ids: Tensor
+    positions: Tensor
+    tensors: dict[Name, Tensor]
     replay: Callable[[], None]
-    logits: torch.Tensor
+    logits: Tensor
 
 
 class DecodeGraphs:
     """The captured steps, the least recently used dropped first. They write their logits to one place."""
 
-    def __init__(
-        self,
-        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        plan: DecodePlan,
-        capture: GraphRecorder,
-        most: int = 64,
-    ):
-        self._forward, self._plan, self._capture, self._most = forward, plan, capture, most
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], plan: DecodePlan, capture: GraphRecorder):
+        self._forward, self._plan, self._capture = forward, plan, capture
         self._graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self._logits: torch.Tensor | None = None
+        self._logits: Tensor | None = None
         self._refused = False
         self.replays = 0
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, V] of the step that the plan was prepared for. Overwritten by the next call."""
         if self._refused:
             return self._forward(ids, positions)
@@ -86,14 +77,13 @@ class DecodeGraphs:
             self.replays += 1
             return graph.logits
         logits = self._forward(ids, positions)
-        self._graphs[signature] = (
-            self._captured(ids, positions, logits) if signature in self._graphs else None
-        )
-        if len(self._graphs) > self._most:
+        seen = signature in self._graphs
+        self._graphs[signature] = self._captured(ids, positions, logits) if seen else None
+        if len(self._graphs) > _MOST:
             self._graphs.popitem(last=False)
         return logits
 
-    def _captured(self, ids: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> _Graph | None:
+    def _captured(self, ids: Tensor, positions: Tensor, logits: Tensor) -> _Graph | None:
         """The step that was just made, which has made every tensor that the capture will read. None if it cannot be."""
         room = self._room(logits)
 
@@ -109,7 +99,7 @@ class DecodeGraphs:
             return None
         return _Graph(ids, positions, self._plan.tensors, replay, room)
 
-    def _room(self, logits: torch.Tensor) -> torch.Tensor:
+    def _room(self, logits: Tensor) -> Tensor:
         """Where all steps with as many rows write: each graph's own logits would add up to gigabytes."""
         rows = len(logits)
         if self._logits is None or len(self._logits) < rows:

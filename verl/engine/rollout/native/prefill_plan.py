@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from verl.engine.rollout.native.architecture import AttentionCalls
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
-from verl.engine.rollout.native.reader import MASKED
 from verl.models.attention import AttentionOptions
 from verl.platform import platform_of
 
@@ -36,25 +35,20 @@ class PrefillSpan:
 class PrefillPlan:
     """Packed spans; each sees its prompt, what its slot already holds, and itself causally."""
 
-    def __init__(self, pool: KVBlockPool, spans: Sequence[PrefillSpan], calls: AttentionCalls):
-        self._pool, self._spans, self._calls = pool, spans, calls
+    def __init__(self, pool: KVBlockPool, spans: Sequence[PrefillSpan]):
+        self._pool, self._spans = pool, spans
         self._slots = [
             s.table.token_rows(np.full(len(s.ids), s.slot), np.arange(s.start, s.start + len(s.ids)))
             for s in spans
         ]
-        self._index: dict[int, torch.Tensor] = {}
-        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._index: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """See `AttentionPlan`."""
-        layer = self._calls.number(module)
+        layer = self._pool.calls.number(module)
         self._pool.write(layer, key, value, self._places(key.shape[1]))
         query, key, value = (t.to(self._pool.compute) for t in (query, key, value))
         out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -69,7 +63,7 @@ class PrefillPlan:
             out[:, here] = self._one(query[:, :, here], k, v, options).transpose(1, 2)
         return out
 
-    def _places(self, heads: int) -> torch.Tensor:
+    def _places(self, heads: int) -> Tensor:
         if heads not in self._index:
             rows, cols = (np.concatenate(parts) for parts in zip(*self._slots, strict=True))
             index = self._pool.layout.flat_index(rows, cols, heads)
@@ -77,8 +71,8 @@ class PrefillPlan:
         return self._index[heads]
 
     def _join(
-        self, layer: int, table: KVSlotTable, slot: int, length: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, table: KVSlotTable, slot: int, length: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Put the first `length` tokens of a slot before key and value, [1, Hkv, length + S, D] each."""
         g = self._pool.layout
         blocks = table.blocks[slot // g.rows][: -(-length // g.cols)]
@@ -89,9 +83,7 @@ class PrefillPlan:
             joined.append(torch.cat([*parts, new[0]], 1)[None])
         return joined[0], joined[1]
 
-    def _one(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def _one(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         new, total, window = query.shape[2], key.shape[2], options.sliding_window
         if window is not None and total <= window:
             window = None
@@ -113,33 +105,28 @@ class PrefillPlan:
 
     @staticmethod
     def _by_scores(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention with a softcap or sinks, which torch's kernels do not know."""
         heads = key.shape[1]
         q = query.float().unflatten(1, (heads, -1))
         scores = torch.einsum("bhgqd,bhkd->bhgqk", q, key.float()) * options.scaling
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
-        scores = scores.masked_fill(~mask, MASKED)
+        scores = scores.masked_fill(~mask, -torch.inf)
         lse = scores.logsumexp(-1, keepdim=True)
         out = torch.einsum("bhgqk,bhkd->bhgqd", (scores - lse).exp(), value.float())
         if options.sinks is not None:
             out = out * torch.sigmoid(lse - options.sinks.float().view(heads, -1)[None, :, :, None, None])
         return out.flatten(1, 2).to(query.dtype)
 
-    def _mask(self, new: int, total: int, window: int | None) -> torch.Tensor:
+    def _mask(self, new: int, total: int, window: int | None) -> Tensor:
         """True where the query sees the key, [new, total]; the queries are the last `new` positions."""
-        found = self._masks.get((new, total, window))
-        if found is None:
+        name = new, total, window
+        if name not in self._masks:
             position = torch.arange(total - new, total, device=self._pool.device)[:, None]
             keys = torch.arange(total, device=self._pool.device)
-            found = keys <= position
+            self._masks[name] = keys <= position
             if window is not None:
-                found &= keys > position - window
-            self._masks[new, total, window] = found
-        return found
+                self._masks[name] &= keys > position - window
+        return self._masks[name]

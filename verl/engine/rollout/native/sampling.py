@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.engine.rollout.base import SamplingParams
 from verl.platform import platform_of
@@ -62,9 +63,7 @@ class Rows:
         return cls(temperature, top_p, min_p, penalty, top_k, *np.array(seeds, np.uint64).T)
 
 
-def sample(
-    logits: torch.Tensor, rows: Rows, *, seen: dict[int, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: Tensor, rows: Rows, *, seen: dict[int, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row. logits float32 [N, V] (overwritten) → tokens int64 [N], log-probs float32 [N].
 
     seen: for each row with a repetition penalty, the ids (int64) of its prompt and response so far. A row whose logits
@@ -94,11 +93,11 @@ def sample(
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
-def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device, torch.float32)[:, None]
 
 
-def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse of the cumulative distribution, in two levels (chunks, then inside one), summed in float64."""
     vocab = probs.shape[1]
     whole = vocab // _CHUNK * _CHUNK
@@ -119,7 +118,7 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (chunk * _CHUNK + torch.searchsorted(inside, rest, right=True))[:, 0].clamp_(max=vocab - 1)
 
 
-def _running(x: torch.Tensor) -> torch.Tensor:
+def _running(x: Tensor) -> Tensor:
     """Running sums of each row [N, K]. In deterministic mode torch refuses them on CUDA, for the sake of single rows, which
     alone are summed in an order that may vary: those get company."""
     if platform_of(x.device).deterministic_cumsum or not torch.are_deterministic_algorithms_enabled():
@@ -131,7 +130,7 @@ def _running(x: torch.Tensor) -> torch.Tensor:
         torch.use_deterministic_algorithms(True)
 
 
-def _truncate(logits: torch.Tensor, rows: Rows, which: np.ndarray) -> None:
+def _truncate(logits: Tensor, rows: Rows, which: np.ndarray) -> None:
     """Put -inf where top-k, top-p or min-p say so, in the rows `which`."""
     every = len(which) == len(logits)
     index = torch.from_numpy(which).to(logits.device)
@@ -152,7 +151,7 @@ def _truncate(logits: torch.Tensor, rows: Rows, which: np.ndarray) -> None:
         logits.index_copy_(0, index, part)
 
 
-def _kth_largest(values: torch.Tensor, k: np.ndarray) -> torch.Tensor:
+def _kth_largest(values: Tensor, k: np.ndarray) -> Tensor:
     """The k[i]-th largest of each row, [N, 1]; -inf where k is the whole row."""
     vocab = values.shape[1]
     widest = int(k[k < vocab].max())
@@ -162,7 +161,7 @@ def _kth_largest(values: torch.Tensor, k: np.ndarray) -> torch.Tensor:
     return top.gather(1, at).masked_fill(off, -torch.inf)
 
 
-def _nucleus(probs: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+def _nucleus(probs: Tensor, top_p: np.ndarray) -> Tensor:
     """The largest threshold t, [N, 1], such that the tokens with p ≥ t have at least top_p together.
 
     Sorting a row costs a hundred passes over it on a CPU. Positive floats are ordered like their bit patterns,

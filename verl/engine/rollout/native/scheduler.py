@@ -1,4 +1,4 @@
-"""Who is computed next. Decides from the order of submission and the state of the cache alone, never from time.
+"""The responses being sampled: who is computed next, and when one is over. Decides from the order of submission and the state of the cache alone, never from time.
 
     waiting ──admit──→ running, not ready ──prefill──→ running, ready ──decode …──→ finished
        ↑                                                    │
@@ -10,14 +10,73 @@ request loses its place: it keeps its tokens, goes back to waiting, and is prefi
 
 from __future__ import annotations
 
+import asyncio
 import bisect
+import functools
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
-from verl.engine.rollout.native.request import Group, Request
+
+_BYTES_PER_CHARACTER = 4
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One prompt in the cache, and how many unfinished responses need it."""
+
+    group_key: str
+    prompt: np.ndarray
+    slot: int = -1
+    computed: int = 0
+    users: int = 0
+    last_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One response being sampled. `number` is the order of submission, which decides all scheduling."""
+
+    id: str
+    number: int
+    group_key: str
+    prompt: np.ndarray
+    sampling: SamplingParams
+    future: asyncio.Future[Completion]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    group: Group | None = None
+    slot: int = -1
+    computed: int = 0  # response tokens whose keys and values are in the cache
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+    started: float = field(default_factory=time.monotonic)
+    ready: bool = False  # everything but the newest token is in the cache: decode can go on
+
+    @property
+    def response(self) -> list[int]:
+        """The response's tokens, those that the prompt ends with included."""
+        start = self.sampling.start
+        return [*self.prompt[len(self.prompt) - start :].tolist(), *self.tokens] if start else self.tokens
+
+    def completion(self, reason: str) -> Completion:
+        """What there is of the response, and why it is no more."""
+        return Completion(
+            token_ids=np.array(self.tokens, np.int64),
+            log_probs=np.array(self.log_probs, np.float32),
+            finish_reason=reason,
+            versions=tuple(self.versions),
+            num_preempted=self.num_preempted,
+            started=self.started,
+            finished=time.monotonic(),
+        )
 
 
 @dataclass(slots=True)
@@ -37,7 +96,7 @@ class Prefill:
 class Scheduler:
     """State of every unfinished request. Owns both tables."""
 
-    def __init__(self, pool: KVBlockPool, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, pool: KVBlockPool, max_num_seqs: int, max_num_batched_tokens: int):
         self.prompts = KVSlotTable(pool, max_num_seqs, from_end=True)
         self.responses = KVSlotTable(pool, max_num_seqs)
         self.waiting: list[Request] = []
@@ -50,13 +109,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError when its group is being sampled with another prompt."""
-        other = self._same_group(request.group_key)
-        if other is not None:
+        if (other := self._same_group(request.group_key)) is not None:
             if not _same_prompt(other, request):
-                raise ValueError(
-                    f"request {request.id!r} names group {request.group_key!r}, whose prompt has {len(other.prompt)} tokens "
-                    f"and differs from its own ({len(request.prompt)} tokens): one group, one prompt"
-                )
+                raise ValueError(f"request {request.id!r} differs from its group's: one group, one prompt")
             request.prompt = other.prompt
         self.waiting.append(request)
 
@@ -65,10 +120,6 @@ class Scheduler:
         if group is not None and group.users:
             return group
         return self.waiting[-1] if self.waiting and self.waiting[-1].group_key == key else None
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running)
 
     # ---- prefill
 
@@ -88,10 +139,7 @@ class Scheduler:
         self._hold = False
         while not self._place(request):
             if not self._evict_idle(keep=request.group_key):
-                if not self.running:
-                    raise RuntimeError(
-                        f"request {request.id!r} does not fit an empty cache: a bug in KVCacheLayout.fit"
-                    )
+                assert self.running, f"{request.id!r} does not fit an empty cache: a bug in KVCacheLayout.fit"
                 return False
         self.waiting.pop(0)
         self.running.append(request)
@@ -120,18 +168,19 @@ class Scheduler:
         """Add what the request still needs to the pass, as far as the token budget goes."""
         group = request.group
         assert group is not None
-        if group.computed < group.length:
+        length = len(group.prompt)
+        if group.computed < length:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
             work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids))
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
-        if group.computed < group.length:
+        if group.computed < length:
             return
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                work.add(PrefillSpan(self.prompts, group.slot, group.length - 1, group.prompt[-1:].tolist()))
+                work.add(PrefillSpan(self.prompts, group.slot, length - 1, group.prompt[-1:].tolist()))
                 last_row[id(group)] = work.tokens - 1
             request.ready = True
             work.sampled.append((request, last_row[id(group)]))
@@ -139,7 +188,7 @@ class Scheduler:
         ids = request.tokens[request.computed :][: max(0, self._budget - work.tokens)]
         if not ids:
             return
-        prompt = self.prompts, group.slot, group.length
+        prompt = self.prompts, group.slot, length
         work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt))
         request.computed += len(ids)
         if request.computed == len(request.tokens):
@@ -201,21 +250,20 @@ class Scheduler:
         self.running.remove(request)
         self._leave(request)
         self._hold = False
-        idle = [g for g in self.groups.values() if not g.users]
-        if len(idle) > max(2, len(self.groups) // 4):
-            self._evict(min(idle, key=lambda g: g.last_used))
+        if sum(not g.users for g in self.groups.values()) > max(2, len(self.groups) // 4):
+            self._evict_idle()
 
     # ---- cached prompts
 
     def _evict_idle(self, keep: str | None = None) -> bool:
-        idle = [g for g in self.groups.values() if not g.users and g.key != keep]
+        idle = [g for g in self.groups.values() if not g.users and g.group_key != keep]
         if idle:
             self._evict(min(idle, key=lambda g: g.last_used))
         return bool(idle)
 
     def _evict(self, group: Group) -> None:
         self.prompts.release(group.slot)
-        del self.groups[group.key]
+        del self.groups[group.group_key]
 
     def forget_cache(self) -> None:
         """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""
@@ -228,3 +276,42 @@ class Scheduler:
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
     return one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
+
+
+class Stopper:
+    """Decides after each token. Stop strings need the tokenizer; the string stays in the response."""
+
+    def __init__(self, tokenizer: Any | None):
+        self._tokenizer = tokenizer
+        self._piece = functools.cache(lambda token: self._decode([token]))
+
+    def reason(self, request: Request) -> str:
+        """ "stop", "length", or "" to go on."""
+        token = request.tokens[-1]
+        if token in request.stop_ids:
+            return "stop"
+        stops = request.sampling.stop
+        if stops and self._may_end(token, stops) and self._ended(request.response, stops):
+            return "stop"
+        return "length" if len(request.tokens) >= request.max_tokens else ""
+
+    def check(self, stops: tuple[str, ...]) -> None:
+        """Raises ValueError for stop strings that cannot be looked for."""
+        if stops and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give NativeEngine one, or use stop_token_ids")
+        if any(not stop for stop in stops):
+            raise ValueError("an empty stop string would end every response at once: remove it")
+
+    def _may_end(self, token: int, stops: tuple[str, ...]) -> bool:
+        """Whether a stop string can end inside this token. Cheap; a part of a character may end anything."""
+        piece = self._piece(token)
+        return not piece or "\ufffd" in piece or any(stop[-1] in piece for stop in stops)
+
+    def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
+        """Whether the text of the last tokens holds a stop string. As many tokens as its bytes always suffice."""
+        window = _BYTES_PER_CHARACTER * (max(map(len, stops)) + 1)
+        text = self._decode(tokens[-window:])
+        return any(stop in text for stop in stops)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))

@@ -18,13 +18,7 @@ from verl.models.layers import attention_sizes
 WORKER_EXTENSION = "verl.engine.rollout.vllm.worker.WorkerWeights"
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK = 32  # vLLM's CPU default, 128, is longer than most prompts here: a group would share nothing
-_CUTTING = {
-    "long_prefill_token_threshold",
-    "max_long_partial_prefills",
-    "max_num_partial_prefills",
-    "max_num_scheduled_tokens",
-}
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CUTTING = ("long_prefill_", "max_long_partial_", "max_num_partial_", "max_num_scheduled_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +145,9 @@ def _whole_prompts(
 ) -> dict[str, Any]:
     """The arguments, such that no prompt is cut in parts on a CPU: vLLM would turn the request's generator back after each
     part, which a CPU's cannot ("CPU Generator does not use offset"), and every request here has a seed of its own."""
-    for name in sorted(_CUTTING & set(arguments)):
+    whole = {name: value for name, value in arguments.items() if not name.startswith(_CUTTING)}
+    for name in sorted(arguments.keys() - whole.keys()):
         notice(f"dropped: engine_kwargs.vllm.{name}: on a CPU vLLM takes a prompt whole")
-    whole = {name: value for name, value in arguments.items() if name not in _CUTTING}
     # Without a length of ours vLLM makes room for a prompt of the model's own.
     tokens = None if s.max_model_len is None else max(s.max_num_batched_tokens, s.max_model_len)
     if tokens is not None and tokens > s.max_num_batched_tokens:
@@ -180,10 +174,9 @@ def cache_bytes(config: Any, settings: EngineSettings, available: int) -> int:
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parts = settings.tensor_parallel_size
-    per_token = sum(
-        max(1, s.kv_heads // parts) * (s.key_width + s.value_width) for s in attention_sizes(text)
-    )
-    item = _DTYPE_BYTES.get(settings.dtype, 2)
+    sizes = attention_sizes(text)
+    per_token = sum(max(1, s.kv_heads // parts) * (s.key_width + s.value_width) for s in sizes)
+    item = 4 if settings.dtype == "float32" else 2
     length = settings.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     wanted = per_token * item * blocks * _CPU_BLOCK * (settings.max_num_seqs + 1)
@@ -225,23 +218,3 @@ def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[
         arguments |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
         arguments["seed"] = request_seed(sampling)
     return arguments
-
-
-def check_request(request_id: str, length: int, sampling: SamplingParams, max_model_len: int) -> None:
-    """ValueError for a request that cannot be sampled, naming the numbers."""
-    s, problem = sampling, ""
-    if length == 0:
-        problem = "the prompt must be a non-empty list of token ids"
-    elif length + 1 > max_model_len:
-        problem = (
-            f"a prompt of {length} tokens leaves no room for a response in max_model_len={max_model_len}: "
-            "shorten the prompt or raise max_model_len"
-        )
-    elif s.max_tokens < 1 or s.temperature < 0 or not 0 < s.top_p <= 1:
-        problem = f"max_tokens={s.max_tokens} must be ≥ 1, temperature={s.temperature} ≥ 0, top_p={s.top_p} in (0, 1]"
-    elif not 0 <= s.min_p <= 1 or s.repetition_penalty <= 0:
-        problem = f"min_p={s.min_p} must be in [0, 1], repetition_penalty={s.repetition_penalty} > 0"
-    elif 0 < s.temperature < 0.01:
-        problem = f"temperature={s.temperature}: vLLM samples at 0.01 or above, or at 0 (greedy)"
-    if problem:
-        raise ValueError(f"request {request_id!r}: {problem}")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from verl.config.names import nearest
 from verl.engine.rollout.base import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from verl.engine.rollout.vllm.engine import VLLMEngine
 
+# A text, texts, token ids, or conversations (lists of {"role", "content"}).
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]]
-"""A text, texts, token ids, or conversations (lists of {"role", "content"})."""
 
 _NAMES = sorted(
     {f.name for f in fields(SamplingParams)} - {"start", "call"} | {"n", "include_stop_str_in_output"}
@@ -40,8 +40,7 @@ def batch_sampling(given: Mapping[str, Any] | None) -> BatchSampling:
     values = dict(given or {})
     for name in values:
         if name not in _NAMES:
-            near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.5)
-            hint = f"; nearest: {near[0]}" if near else f"; known: {', '.join(_NAMES)}"
+            hint = nearest(name, _NAMES) or f"; known: {', '.join(_NAMES)}"
             raise ValueError(f"sampling_params has no {name!r}{hint}")
     n, seed = int(values.pop("n", None) or 1), values.pop("seed", None)
     if n < 1:
@@ -86,9 +85,7 @@ class BatchCall:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         stops = () if asked.keep_stop else asked.sampling.stop
-        return [
-            self._response(place, completion, stops) for place, completion in zip(places, done, strict=True)
-        ]
+        return [self._response(*pair, stops) for pair in zip(places, done, strict=True)]
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -117,11 +114,7 @@ class BatchCall:
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as several. ValueError for what is neither."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or any(not isinstance(p, str | Sequence) for p in prompts):
-        raise ValueError(
-            "generate: prompts are texts, lists of token ids, or lists of messages; one request of the asynchronous "
-            "interface is generate(prompt_ids, sampling, request_id=...)"
-        )
-    return list(prompts)
+    found = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not all(isinstance(prompt, Sequence) for prompt in found):
+        raise ValueError("generate: prompts are texts, lists of token ids, or lists of messages")
+    return found

@@ -16,17 +16,18 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.config.engine_packages import vllm_arguments
-from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams
+from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
     EngineSettings,
     cache_bytes,
-    check_request,
     engine_arguments,
     request_arguments,
 )
@@ -38,6 +39,7 @@ from verl.engine.rollout.vllm.worker import remove_shared
 from verl.platform.host import available_memory
 from verl.platform.processes import process_start_time
 from verl.weight_sync.receiver import WeightReceiver
+from verl.weight_sync.verify import close_stream
 
 _BUCKET_BYTES = 256 << 20
 _OPEN: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
@@ -87,8 +89,6 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self._asleep = self._weights_gone = False
         self._processes: set[launch.Process] = set()
         self._shared = ""
-        self._batch: BatchCall | None = None
-        self._tokenizer: Any = None
         self._broken = ""
         self._engine: Any = None
         self._host = LoopThread("vllm-engine")
@@ -97,6 +97,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             with launch.environment(cpu, s.tensor_parallel_size):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
+            # Without a name of its own here: what this frame names would outlive `close`.
             self._channel = WorkerChannel(
                 self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
             )
@@ -141,10 +142,12 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             if request_id is None:
                 raise ValueError("generate: a request needs its request_id")
             return self.sample(prompts, sampling, request_id=request_id, media=media)
-        if self._batch is None:
-            self._batch = BatchCall(self.tokenizer, self._settings.seed)
         given = sampling_params if sampling_params is not None else sampling
         return self._host.call(self._batch.run(self, prompts, given))
+
+    @cached_property
+    def _batch(self) -> BatchCall:
+        return BatchCall(self.tokenizer, self._settings.seed)
 
     async def sample(
         self,
@@ -173,19 +176,16 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         if self._broken:
             raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
         if not self._ready:
-            raise RuntimeError(
-                "the sampler has no weights yet (load_format=dummy): call load_weights() before generate()"
-            )
+            raise RuntimeError("the sampler has no weights yet: call load_weights() before generate()")
         if request_id in self._live:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         if media:
             raise ValueError("images are not in this release: leave media out")
         check_request(request_id, len(prompt), sampling, self._max_model_len)
+        if 0 < sampling.temperature < 0.01:
+            raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
         if sampling.stop and self._settings.skip_tokenizer_init:
-            raise ValueError(
-                f"request {request_id!r}: stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False "
-                "(or stop_token_ids)"
-            )
+            raise ValueError("stop strings need vLLM's tokenizer: set rollout.skip_tokenizer_init=False")
 
     async def _response(self, live: Live, arguments: dict[str, Any]) -> Completion:
         self._counters.begin()
@@ -205,8 +205,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         except Exception as error:
             if not self._engine.errored:
                 raise
-            what = f"vLLM's own process ended ({type(error).__name__}): killed, out of memory, or crashed"
-            raise EngineDead(f"{what}; what it printed before says why") from error
+            raise EngineDead("vLLM's own process ended; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
             cached = getattr(output, "num_cached_tokens", 0) or 0
@@ -265,9 +264,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     def _replacing(self, version: int) -> Iterator[None]:
         """The block replaces the weights: memory for them is there, requests stand still, old cache is dropped after it."""
         if self._broken:
-            raise RuntimeError(
-                f"the sampler must be started anew: an earlier load of weights failed ({self._broken})"
-            )
+            raise RuntimeError(f"the sampler must be started anew: a load of weights failed ({self._broken})")
         self._ready = False
         if self._asleep and self._weights_gone:
             self._host.call(self._engine.wake_up(tags=["weights"]), RPC_TIMEOUT)
@@ -295,8 +292,6 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         self, folder: AdapterFolder, weights: Iterable[tuple[str, Any]], version: int, verify: str
     ) -> dict[str, str]:
         """Have every worker load the adapter anew, in place of the one before."""
-        from verl.weight_sync.verify import close_stream
-
         try:
             path = folder.write(weights, version, self.weights_dtype)
         finally:
@@ -309,8 +304,6 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     @property
     def weights_dtype(self) -> Any:
         """What floating point weights are converted to on their way: vLLM's data type where that is a half one, else None."""
-        import torch
-
         dtype = self._engine.model_config.dtype
         return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
@@ -345,17 +338,15 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     def version(self) -> int:
         return self._version
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of transformers for this model."""
         from verl.data.tokenizer import load_tokenizer
 
         s = self._settings
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
-            )
-        return self._tokenizer
+        return load_tokenizer(
+            s.model_path, tokenizer_path=s.tokenizer_path, trust_remote_code=s.trust_remote_code
+        )
 
     def _text(self, ids: list[int]) -> str:
         """Special tokens included: a stop string may be one."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.config.engine_packages import EnginePackageError, check_vllm
+from verl.config.layout import divisors
 from verl.engine.rollout.vllm.arguments import EngineSettings
 from verl.errors import UserError
 from verl.models.layers import layer_configs
@@ -25,8 +26,8 @@ from verl.platform.host import thread_limit
 from verl.platform.processes import alive
 
 T = TypeVar("T")
+# A process: its id and when it started.
 Process = tuple[int, int]
-"""A process: its id and when it started."""
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -44,16 +45,16 @@ class LoopThread:
 
     def __init__(self, name: str):
         resource_tracker.ensure_running()  # its start would unblock the signal below
-        self._loop = asyncio.new_event_loop()
+        self._runner, self._stopped = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         # vLLM's processes inherit this: an interrupt at the terminal is the driver's to handle.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        with self._runner:  # its end cancels what was still running
+            self._runner.run(self._stopped.wait())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine. RuntimeError after `stop`."""
@@ -74,13 +75,8 @@ class LoopThread:
     def stop(self) -> None:
         """End the thread; what was still running is cancelled."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel_all)
+            self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(10)
-
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.call_soon(self._loop.stop)
 
 
 def platform() -> tuple[bool, bool]:
@@ -100,16 +96,12 @@ def platform() -> tuple[bool, bool]:
 
 def check_main_script() -> None:
     """UserError where vLLM's processes could not start: they import the main script anew."""
-    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+    importing = getattr(multiprocessing.process.current_process(), "_inheriting", False)
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.executable)
+    if importing or not path.exists():
         raise UserError(
-            "VLLMEngine is made while a process of vLLM imports your main script: put what runs under "
+            "vLLM starts processes that import the main script: run a file, not standard input, and put what it does under "
             "if __name__ == '__main__':"
-        )
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if path is not None and not Path(path).exists():
-        raise UserError(
-            f"vLLM starts processes that import the main script, and {path} is no file: run a script file (with "
-            "if __name__ == '__main__':) instead of standard input"
         )
 
 
@@ -147,24 +139,19 @@ def check_model(config: Any, ranks: int, *, cpu: bool) -> None:
     text = config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", ranks))
     if heads % ranks:
-        valid = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={ranks} does not divide the model's {heads} attention heads; use one of "
-            f"{valid}"
-        )
+        key = f"rollout.tensor_model_parallel_size={ranks}"
+        wrong = f"does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
+        raise UserError(f"{key} {wrong}")
     if not cpu:
         return
     known, latent = _cpu_head_sizes()
     if getattr(text, "kv_lora_rank", None) and str(text.model_type).startswith("deepseek"):
-        _check_latent(text, latent)
-        return
+        return _check_latent(text, latent)
     for layer in layer_configs(text):
         size = getattr(layer, "head_dim", None) or int(getattr(layer, "hidden_size", 0)) // max(heads, 1)
         if size and size not in known:
-            raise UserError(
-                f"the model's attention heads have {size} elements; on a CPU vLLM has kernels for "
-                f"{', '.join(map(str, known))}: set rollout.name=native"
-            )
+            kernels = f"on a CPU vLLM has kernels for {', '.join(map(str, known))}: set rollout.name=native"
+            raise UserError(f"the model's attention heads have {size} elements; {kernels}")
 
 
 def _check_latent(text: Any, known: Sequence[int]) -> None:
@@ -175,8 +162,7 @@ def _check_latent(text: Any, known: Sequence[int]) -> None:
     if width not in known or plain or text.model_type == "deepseek_v3":
         raise UserError(
             f"on a CPU vLLM samples correctly from latent attention only with kv_lora_rank + qk_rope_head_dim in "
-            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3; this model is {text.model_type} with "
-            f"{width} and rope_type={rope.get('rope_type', 'default')}: set rollout.name=native"
+            f"{list(known)} and scaled rotary positions, and not from DeepSeek V3: set rollout.name=native"
         )
 
 
@@ -226,22 +212,21 @@ def start(arguments: dict[str, Any]) -> Any:
         """With a logger requests carry their preemptions; this one prints nothing."""
 
         def __init__(self, *_: Any, **__: Any):
-            pass
+            """Nothing to set up."""
 
         def record(self, *_: Any, **__: Any) -> None:
-            pass
+            """Nothing to record."""
 
         def log_engine_initialized(self) -> None:
-            pass
+            """Nothing to say."""
 
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Silent])
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {str(error)[:1500]}") from error
     except RuntimeError as error:
-        raise RuntimeError(
-            f"vLLM did not start: {str(error)[:1500]} (its processes say why above; VLLM_LOGGING_LEVEL=INFO says more)"
-        ) from error
+        more = "its processes say why above; VLLM_LOGGING_LEVEL=INFO says more"
+        raise RuntimeError(f"vLLM did not start: {str(error)[:1500]} ({more})") from error
 
 
 def request_parameters(arguments: dict[str, Any]) -> Any:
@@ -261,18 +246,12 @@ def lora_requests(path: str) -> tuple[Any, Any]:
 
 
 def end(processes: set[Process], patience: float = 5.0) -> None:
-    """Wait for processes to be gone; kill those that are not. This process is never among them.
-
-    One that a driver holds in the kernel cannot be killed: it is left, and named.
-    """
+    """Wait for processes to be gone; kill those that are not, and wait again. This process is never among them."""
     left = {p for p in processes if p[0] != os.getpid() and p[1]}
-    for last in (False, True):
+    for _ in range(2):
         deadline = time.monotonic() + patience
         while (left := {p for p in left if alive(*p)}) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for pid, _ in () if last else left:
+        for pid, _ in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    if left:
-        named = ", ".join(str(pid) for pid, _ in sorted(left))
-        print(f"verl: processes of vLLM that do not end: {named}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion
+from verl.engine.rollout.base import Completion, not_finite
 
 _BYTES_PER_CHARACTER = 4
 
@@ -39,12 +39,7 @@ class Live:
         if len(log_probs) != len(ids):
             raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():
-            at = int(np.flatnonzero(np.isnan(log_probs))[0])
-            raise FloatingPointError(
-                f"the model's logits are not finite after {at} tokens of a response, with the weights of version "
-                f"{self.versions[-1]}: training has blown them up (a lower learning rate, an earlier checkpoint), or the "
-                "model cannot be computed in this precision (rollout.dtype=float32)"
-            )
+            raise not_finite(int(np.isnan(log_probs).argmax()), self.versions[-1])
         metrics = getattr(output, "metrics", None)
         return Completion(
             token_ids=ids,

@@ -13,17 +13,21 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from verl.config.model_facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from verl.platform import platform_of
 from verl.platform.processes import namespace
+from verl.weight_sync.base import WeightSyncError
+from verl.weight_sync.shared_memory import BucketSender, offer
+from verl.weight_sync.verify import checksums
 
 if TYPE_CHECKING:
-    import torch
-
     from verl.engine.rollout.vllm.launch import LoopThread
 
+# Seconds that a call of the workers may take.
 RPC_TIMEOUT = 600.0
-"""Seconds that a call of the workers may take."""
-
 _LOAD_TIMEOUT = 300.0
 _TRIAL_TIMEOUT = 60.0
 _PREFIX = "base_model.model."
@@ -66,9 +70,6 @@ class WorkerChannel:
         self, weights: Iterable[tuple[str, Any]], version: int, dtype: torch.dtype | None, verify: str
     ) -> dict[str, str]:
         """From this process to every worker; returns checksums with `verify`."""
-        from verl.weight_sync.base import WeightSyncError
-        from verl.weight_sync.shared_memory import BucketSender
-
         weights = iter(weights)
         first = list(itertools.islice(weights, 1))
         device = self._direct(first[0][1].device) if first else None
@@ -87,8 +88,9 @@ class WorkerChannel:
     def _begin(
         self, places: Places, version: int, timeout: float, verify: str
     ) -> concurrent.futures.Future[list[Any]]:
-        arguments = (list(places), version, timeout, verify)
-        return self._host.submit(self._rpc("verl_load_weights", args=arguments))
+        return self._host.submit(
+            self._rpc("verl_load_weights", args=(list(places), version, timeout, verify))
+        )
 
     def _channel(self) -> tuple[str, Places]:
         """A fresh one, and every worker's place on it."""
@@ -97,9 +99,6 @@ class WorkerChannel:
 
     def _direct(self, device: torch.device) -> torch.device | None:
         """`device` if all workers are on it and a trial has shown that they can read its memory."""
-        from verl.platform import platform_of
-        from verl.weight_sync.shared_memory import offer
-
         found = platform_of(device).memory_id(device)
         if not found or set(self.devices) != {found}:
             return None
@@ -107,27 +106,19 @@ class WorkerChannel:
             channel, places = self._channel()
             trying = self.try_channel(places, _TRIAL_TIMEOUT)
             said = [offer(channel, len(places), device, _TRIAL_TIMEOUT), *trying.result(RPC_TIMEOUT)]
-            failed = next(filter(None, said), "")
-            self._by_device = not failed
-            if failed:
-                self._notice(
-                    f"weights go to vLLM through host memory: handles of the device failed ({failed})"
-                )
+            self._by_device = not any(said)
+            if failed := next(filter(None, said), ""):
+                self._notice(f"weights go to vLLM through host memory: device handles failed ({failed})")
         return device if self._by_device else None
 
 
 def _loaded(loading: concurrent.futures.Future[list[Any]], limit: float | None) -> dict[str, str]:
     """Checksums of what the workers hold, once they are done. WeightSyncError with what one of them raised."""
-    from verl.weight_sync.base import WeightSyncError
-
     try:
         sums = loading.result(limit)
-    except concurrent.futures.TimeoutError:
-        raise WeightSyncError(
-            f"vLLM's workers did not come back within {limit} s of loading weights"
-        ) from None
     except Exception as error:
-        raise WeightSyncError(f"vLLM could not load the weights: {error}") from error
+        said = str(error) or f"{type(error).__name__} after {limit} s"
+        raise WeightSyncError(f"vLLM could not load the weights: {said}") from error
     if any(other != sums[0] for other in sums[1:]):
         raise WeightSyncError("two workers of vLLM received different weights")
     return dict(sums[0])
@@ -147,12 +138,9 @@ class AdapterFolder:
     def write(self, tensors: Iterable[tuple[str, Any]], version: int, dtype: Any) -> Path:
         """(name less peft's prefix, tensor) of an adapter, floating point converted to `dtype` unless None. Returns the
         folder to load it from, good until the next `write`."""
-        from safetensors.torch import save_file
-
         if self._root is None:
-            where = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
-            _sweep(where)
-            self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=where))
+            _sweep()
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{namespace()}-{os.getpid()}-", dir=_SHARED))
         stored = {
             _PREFIX + name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous().clone()
             for name, tensor in tensors
@@ -167,10 +155,6 @@ class AdapterFolder:
 
     def checksums(self, folder: Path, verify: str) -> dict[str, str]:
         """Checksum of each tensor in the file that vLLM loads, by name less peft's prefix."""
-        from safetensors.torch import load_file
-
-        from verl.weight_sync.verify import checksums
-
         found = load_file(folder / ADAPTER_WEIGHTS)
         return checksums(((name.removeprefix(_PREFIX), tensor) for name, tensor in found.items()), verify)
 
@@ -181,10 +165,10 @@ class AdapterFolder:
             self._root = None
 
 
-def _sweep(where: Path) -> None:
+def _sweep() -> None:
     """Remove what engines that were killed have left."""
     start = f"{_FOLDER}{namespace()}-"
-    for folder in where.glob(f"{start}*"):
+    for folder in _SHARED.glob(f"{start}*"):
         pid = folder.name.removeprefix(start).partition("-")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(folder, ignore_errors=True)

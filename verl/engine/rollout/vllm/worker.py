@@ -23,9 +23,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.platform import platform_of
 from verl.platform.processes import alive, process_start_time
+from verl.weight_sync.shared_memory import attempt, receive
+from verl.weight_sync.verify import digesting
 
 _HEAD = "lm_head.weight"
+# vLLM's variable for how the names begin of what the ranks of one engine share on a CPU.
+_SHARED = "VLLM_DIST_IDENT"
 
 
 class WorkerWeights:
@@ -34,8 +41,6 @@ class WorkerWeights:
     def verl_begin(self, driver: int, started: int) -> dict[str, Any]:
         """End with the process `driver` (that started at `started`), however it ends. Returns "processes": this one and
         its parent, each as (pid, start time); "device": the id of this worker's; "shared": see `remove_shared`."""
-        from verl.platform import platform_of
-
         worker: Any = self
         threading.Thread(
             target=_end_with, args=(driver, started), name="verl-driver-watch", daemon=True
@@ -43,13 +48,11 @@ class WorkerWeights:
         return {
             "processes": [(pid, process_start_time(pid)) for pid in (os.getpid(), os.getppid())],
             "device": platform_of(worker.device).memory_id(worker.device),
-            "shared": _shared(),
+            "shared": os.environ.get(_SHARED, ""),
         }
 
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
         """See `WeightReceiver.try_channel`."""
-        from verl.weight_sync.shared_memory import attempt
-
         worker: Any = self
         return attempt(*places[worker.rank], timeout)
 
@@ -61,9 +64,6 @@ class WorkerWeights:
 
         Raises ValueError for names that the model does not have, and for weights of it that did not come.
         """
-        from verl.weight_sync.shared_memory import receive
-        from verl.weight_sync.verify import digesting
-
         worker: Any = self
         sums: dict[str, str] = {}
         stream: Any = receive(*places[worker.rank], timeout=timeout, version=version)
@@ -90,11 +90,8 @@ def _without_tied_head(model: Any, weights: Iterable[tuple[str, Any]]) -> Iterat
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
-    import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    from verl.platform import platform_of
 
     runner, model = worker.model_runner, worker.model_runner.get_model()
     for module in model.modules() if platform_of(worker.device).on_host else ():
@@ -121,9 +118,8 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Any]]) -> None:
         )
     kept = {name for name, _ in model.named_parameters()} & wanted
     if missing := incomplete + (sorted(kept - loaded) if loaded is not None else []):
-        raise ValueError(
-            f"load_weights: no value came for {len(missing)} of vLLM's weights, among them {missing[:3]}"
-        )
+        some = f"{len(missing)} of vLLM's weights, among them {missing[:3]}"
+        raise ValueError(f"load_weights: no value came for {some}")
     for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # not every runner has each
         getattr(runner, reset, lambda: None)()
 
@@ -177,11 +173,6 @@ def _tied(model: Any) -> bool:
     return bool(getattr(text, "tie_word_embeddings", False) or getattr(config, "tie_word_embeddings", False))
 
 
-def _shared() -> str:
-    """How the names begin of what the ranks of one engine share on a CPU, "" where they share nothing."""
-    return os.environ.get("VLLM_DIST_IDENT", "")
-
-
 def remove_shared(prefix: str) -> None:
     """Remove what the ranks of an engine have shared: vLLM leaves it, however it ends."""
     for left in Path("/dev/shm").glob(f"{prefix}*") if prefix else ():
@@ -191,5 +182,5 @@ def remove_shared(prefix: str) -> None:
 def _end_with(driver: int, started: int) -> None:
     while alive(driver, started):
         time.sleep(1.0)
-    remove_shared(_shared())
+    remove_shared(os.environ.get(_SHARED, ""))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,423 @@
+"""Every estimator and loss once more, slowly: loops over responses and tokens in plain floats, written from the formulas.
+
+No code is shared with the product. A response is a `Row`; p are its policy tokens, m those in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+EPS = 1e-6
+
+
+@dataclass
+class Row:
+    """Token rewards, p and m of a response, its group, and what else an estimator asks for, per token or per response."""
+
+    rewards: list[float]
+    p: list[int]
+    m: list[int]
+    uid: str
+    score: float
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    baseline: float = 0.0
+
+    @property
+    def policy(self) -> list[int]:
+        return [t for t, p in enumerate(self.p) if p]
+
+    @property
+    def s(self) -> float:
+        """Sum of the token rewards; of a response without a policy token its score."""
+        return math.fsum(self.rewards[t] for t in self.policy) if self.policy else self.score
+
+
+def group_of(rows: list[Row], row: Row) -> list[Row]:
+    return [other for other in rows if other.uid == row.uid]
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    centre = mean(values)
+    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (len(values) - 1))
+
+
+def whiten(rows: list[Row], values: list[list[float]]) -> list[list[float]]:
+    """values per policy token."""
+    kept = [
+        v
+        for row, own in zip(rows, values, strict=True)
+        for v, t in zip(own, row.policy, strict=True)
+        if row.m[t]
+    ]
+    if len(kept) <= 1 or max(kept) == min(kept):
+        return [[0.0] * len(own) for own in values]
+    centre = mean(kept)
+    variance = math.fsum((v - centre) ** 2 for v in kept) / (len(kept) - 1)
+    return [[(v - centre) / math.sqrt(variance + 1e-8) for v in own] for own in values]
+
+
+def everywhere(rows: list[Row], numbers: list[float]) -> list[list[float]]:
+    return [[number] * len(row.policy) for row, number in zip(rows, numbers, strict=True)]
+
+
+def relative(rows: list[Row], scores: list[float], divide: bool = True) -> list[float]:
+    """GRPO."""
+    out = []
+    for row, own in zip(rows, scores, strict=True):
+        group = [s for other, s in zip(rows, scores, strict=True) if other.uid == row.uid]
+        if len(group) == 1:
+            out.append(own / (1 + EPS) if divide else own)
+        elif max(group) == min(group):
+            out.append(0.0)
+        else:
+            out.append((own - mean(group)) / (std(group) + EPS if divide else 1.0))
+    return out
+
+
+def centred(rows: list[Row]) -> list[float]:
+    return relative(rows, [row.s for row in rows], divide=False)
+
+
+def grpo(rows: list[Row], config: Any) -> Any:
+    return everywhere(rows, relative(rows, [row.s for row in rows], config.norm_adv_by_std_in_grpo))
+
+
+def grpo_passk(rows: list[Row], config: Any) -> Any:
+    out = []
+    for row in rows:
+        scores = sorted((other.s for other in group_of(rows, row)), reverse=True)
+        alone = len(scores) == 1
+        gap = scores[0] - (0.0 if alone else scores[1])
+        best = row.s == scores[0]
+        scale = (1.0 if alone else std(scores)) + EPS if config.norm_adv_by_std_in_grpo else 1.0
+        out.append(gap / scale if best else 0.0)
+    return everywhere(rows, out)
+
+
+def gdpo(rows: list[Row], config: Any) -> Any:
+    total = [0.0] * len(rows)
+    weights = config.gdpo_reward_weights or [1.0] * len(config.gdpo_reward_keys)
+    for key, weight in zip(config.gdpo_reward_keys, weights, strict=True):
+        own = relative(rows, [row.parts[key] for row in rows], config.norm_adv_by_std_in_grpo)
+        total = [a + weight * b for a, b in zip(total, own, strict=True)]
+    return whiten(rows, everywhere(rows, total))
+
+
+def reinforce_plus_plus(rows: list[Row], config: Any) -> Any:
+    returns = []
+    for row in rows:
+        running, own = 0.0, []
+        for t in reversed(row.policy):
+            running = row.rewards[t] + config.gamma * running
+            own.insert(0, running)
+        returns.append(own)
+    return whiten(rows, returns), returns
+
+
+def reinforce_plus_plus_baseline(rows: list[Row], config: Any) -> Any:
+    return whiten(rows, everywhere(rows, centred(rows)))
+
+
+def gae(rows: list[Row], config: Any) -> Any:
+    advantages, returns = [], []
+    for row in rows:
+        values = [row.columns["values"][t] for t in row.policy]
+        running, following, own = 0.0, 0.0, []
+        for k in reversed(range(len(values))):
+            error = row.rewards[row.policy[k]] + config.gamma * following - values[k]
+            running = error + config.gamma * config.lam * running
+            following = values[k]
+            own.insert(0, running)
+        advantages.append(own)
+        returns.append([a + v for a, v in zip(own, values, strict=True)])
+    return whiten(rows, advantages), returns
+
+
+def rloo(rows: list[Row], config: Any) -> Any:
+    out = []
+    for i, row in enumerate(rows):
+        others = [other.s for j, other in enumerate(rows) if other.uid == row.uid and j != i]
+        equal = bool(others) and max([*others, row.s]) == min([*others, row.s])
+        out.append(0.0 if equal else row.s - (mean(others) if others else 0.0))
+    return everywhere(rows, out)
+
+
+def remax(rows: list[Row], config: Any) -> Any:
+    returns = [[math.fsum(row.rewards[j] for j in row.policy if j >= t) for t in row.policy] for row in rows]
+    return [[g - row.baseline for g in own] for row, own in zip(rows, returns, strict=True)], returns
+
+
+def opo(rows: list[Row], config: Any) -> Any:
+    out = []
+    for row in rows:
+        group = group_of(rows, row)
+        tokens = sum(len(other.policy) for other in group)
+        scores = [other.s for other in group]
+        if len(group) == 1:
+            baseline = 0.0
+        elif tokens:
+            baseline = math.fsum(len(other.policy) * other.s for other in group) / tokens
+        else:
+            baseline = mean(scores)
+        equal = len(group) > 1 and max(scores) == min(scores)
+        out.append(0.0 if equal else row.s - baseline)
+    return everywhere(rows, out)
+
+
+def gpg(rows: list[Row], config: Any) -> Any:
+    def differs(row: Row) -> bool:
+        scores = [other.s for other in group_of(rows, row)]
+        return len(scores) == 1 or max(scores) != min(scores)
+
+    differing = sum(differs(row) for row in rows)
+    alpha = len(rows) / differing if differing else 0.0
+    return everywhere(rows, [alpha * a for a in centred(rows)])
+
+
+def optimal_token_baseline(rows: list[Row], config: Any) -> Any:
+    def weight(row: Row, k: int) -> float:
+        total = 0.0
+        for t in row.policy[: k + 1]:
+            c = row.columns["is_weights"][t] if "is_weights" in row.columns else 1.0
+            total += (
+                (1 - 2 * math.exp(row.columns["old_log_probs"][t]) + row.columns["sum_pi_squared"][t]) * c * c
+            )
+        return total
+
+    def later(row: Row, k: int) -> float:
+        return math.fsum(row.rewards[t] for t in row.policy[k:])
+
+    advantages, returns = [], []
+    for row in rows:
+        group = group_of(rows, row)
+        lengths = sorted(len(other.policy) for other in group)
+        scores = [other.s for other in group]
+        own = []
+        for k in range(len(row.policy)):
+            baseline = 0.0
+            if len(group) > 1 and k < lengths[-2]:
+                there = [other for other in group if len(other.policy) > k]
+                above = math.fsum(later(other, k) * weight(other, k) for other in there)
+                baseline = above / (math.fsum(weight(other, k) for other in there) + 1e-8)
+            equal = len(group) > 1 and max(scores) == min(scores)
+            own.append(0.0 if equal else later(row, k) - baseline)
+        advantages.append(own)
+        returns.append([later(row, k) for k in range(len(row.policy))])
+    return advantages, returns
+
+
+ESTIMATORS = {
+    "gae": gae,
+    "grpo": grpo,
+    "grpo_vectorized": grpo,
+    "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "rloo": rloo,
+    "rloo_vectorized": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": optimal_token_baseline,
+}
+
+
+# -- losses ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Response:
+    """Per token: current and old log-prob, advantage, m, importance weight."""
+
+    new: list[float]
+    old: list[float]
+    a: list[float]
+    m: list[int]
+    w: list[float] | None = None
+
+    @property
+    def kept(self) -> list[int]:
+        return [t for t, m in enumerate(self.m) if m]
+
+    def d(self, t: int) -> float:
+        return self.new[t] - self.old[t]
+
+    def ratio(self, t: int) -> float:
+        return math.exp(min(max(self.d(t), -20.0), 20.0))
+
+
+@dataclass
+class Term:
+    """x, dx/dlogp of a token, and its indicators."""
+
+    x: float
+    slope: float
+    told: dict[str, float] = field(default_factory=dict)
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def vanilla(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    a, ratio = r.a[t], r.ratio(t)
+    plain, clipped = -a * ratio, -a * clip(ratio, 1 - c.low, 1 + c.high)
+    x, slope = (clipped, 0.0) if clipped > plain else (plain, -a * ratio)
+    cut = a < 0 and x > -a * c.cap
+    if cut:
+        x, slope = -a * c.cap, 0.0
+    return Term(x, slope, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": cut})
+
+
+def gspo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    log_q = math.fsum(r.d(j) for j in r.kept) / len(r.kept)
+    q, a = math.exp(min(log_q, 10.0)), r.a[t]
+    plain, clipped = -a * q, -a * clip(q, 1 - c.low, 1 + c.high)
+    slope = 0.0 if clipped > plain or log_q > 10 else -a * q
+    return Term(max(plain, clipped), slope, {"pg_clipfrac": clipped > plain})
+
+
+def sapo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    a, ratio = r.a[t], r.ratio(t)
+    tau = c.tau_pos if a > 0 else c.tau_neg
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return Term(-a * 4 / tau * gate, -a * 4 * gate * (1 - gate) * ratio, {"pg_clipfrac": 0.0})
+
+
+def cispo(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    limited = clip(r.ratio(t), 1 - c.low, 1 + c.high)
+    slope = -limited * r.a[t]
+    return Term(slope * r.new[t], slope, {"pg_clipfrac": limited != r.ratio(t)})
+
+
+def gpg_loss(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    return Term(-r.a[t] * r.new[t], -r.a[t])
+
+
+def dro(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    return Term(-(r.a[t] * r.new[t] - c.beta * r.d(t) ** 2 / 2), -(r.a[t] - c.beta * r.d(t)))
+
+
+def covariance(r: Response, t: int, batch: list[Response]) -> float:
+    advantages = [other.a[j] for other in batch for j in other.kept]
+    log_probs = [other.new[j] for other in batch for j in other.kept]
+    return (r.a[t] - mean(advantages)) * (r.new[t] - mean(log_probs))
+
+
+def clip_cov_candidate(r: Response, t: int, c: Any, batch: list[Response]) -> bool:
+    """Which of them get 0 is drawn; the product's draw is taken from it, and must be of these."""
+    by_ppo = -r.a[t] * clip(r.ratio(t), 1 - c.low, 1 + c.high) > -r.a[t] * r.ratio(t)
+    return c.lb < covariance(r, t, batch) < c.ub and not by_ppo
+
+
+def clip_cov(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    plain, clipped = -r.a[t] * r.ratio(t), -r.a[t] * clip(r.ratio(t), 1 - c.low, 1 + c.high)
+    zero = (batch.index(r), t) in c.zeroed
+    if zero:
+        return Term(0.0, 0.0, {"pg_clipfrac": 1.0})
+    return Term(max(plain, clipped), 0.0 if clipped > plain else plain, {"pg_clipfrac": 0.0})
+
+
+def kl_cov(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    everyone = sorted((covariance(other, j, batch) for other in batch for j in other.kept), reverse=True)
+    count = max(1, int(c.kl_ratio * len(everyone)))
+    x = -r.a[t] * r.ratio(t)
+    slope = x
+    if covariance(r, t, batch) >= everyone[count - 1]:
+        x += c.coef * abs(r.d(t))
+        slope += c.coef * ((r.d(t) > 0) - (r.d(t) < 0))
+    return Term(x, slope, {"ppo_kl": abs(r.d(t))})
+
+
+def dppo(r: Response, t: int, c: Any, allowed: bool) -> Term:
+    slope = -r.a[t] * min(r.ratio(t), c.cap) if allowed else 0.0
+    told = {"pg_clipfrac": not allowed, "pg_clipfrac_lower": r.ratio(t) > c.cap}
+    return Term(slope * r.new[t], slope, told)
+
+
+def dppo_tv(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    moved = math.exp(r.new[t]) - math.exp(r.old[t])
+    return dppo(r, t, c, moved <= c.high if r.a[t] > 0 else moved >= -c.low)
+
+
+def dppo_kl(r: Response, t: int, c: Any, batch: list[Response]) -> Term:
+    pi, old = math.exp(r.new[t]), math.exp(r.old[t])
+    far = old * (r.old[t] - r.new[t]) + (1 - old) * math.log((1 - old + 1e-8) / (1 - pi + 1e-8))
+    return dppo(r, t, c, (far <= c.high or pi <= old) if r.a[t] > 0 else (far <= c.low or pi >= old))
+
+
+LOSSES = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "sapo": sapo,
+    "cispo": cispo,
+    "gpg": gpg_loss,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}
+
+Found = tuple[float, list[list[float]], dict[str, float]]
+
+
+def loss(name: str, batch: list[Response], c: Any, mode: str, horizon: float) -> Found:
+    """Value, gradient per token and metrics of a whole mini-batch."""
+    if name == "geo_mean":
+        return geo_mean(batch, c)
+    tokens = sum(len(r.kept) for r in batch)
+    carrying = sum(bool(r.kept) for r in batch)
+    value, told = 0.0, {"ppo_kl": 0.0}
+    slopes = [[0.0] * len(r.new) for r in batch]
+    for i, r in enumerate(batch):
+        for t in r.kept:
+            term = LOSSES[name](r, t, c, batch)
+            share = {
+                "token-mean": 1 / tokens,
+                "token-sum": 1.0,
+                "seq-mean-token-sum": 1 / carrying,
+                "seq-mean-token-mean": 1 / carrying / len(r.kept),
+                "seq-mean-token-sum-norm": 1 / carrying / horizon,
+            }[mode] * (1.0 if r.w is None else r.w[t])
+            value += share * term.x
+            slopes[i][t] = share * term.slope
+            for key, number in {"ppo_kl": -r.d(t), **term.told}.items():
+                told[key] = told.get(key, 0.0) + float(number) / tokens
+    return value, slopes, told
+
+
+def geo_mean(batch: list[Response], c: Any) -> Found:
+    carrying = sum(bool(r.kept) for r in batch)
+    tokens = sum(len(r.kept) for r in batch)
+    value, told = 0.0, dict.fromkeys(("ppo_kl", "pg_clipfrac", "pg_clipfrac_lower"), 0.0)
+    slopes = [[0.0] * len(r.new) for r in batch]
+    for i, r in enumerate(batch):
+        if not r.kept:
+            continue
+        size = len(r.kept)
+        limited = {
+            t: min(r.d(t), c.high) if r.a[t] > 0 else max(r.d(t), -c.low) if r.a[t] < 0 else 0.0
+            for t in r.kept
+        }
+        ratio = math.exp(math.fsum(limited.values()) / size)
+        advantage = math.fsum(r.a[t] for t in r.kept) / size
+        weight = 1.0 if r.w is None else math.prod(r.w[t] ** (1 / size) for t in r.kept)
+        value += -advantage * ratio * weight / carrying
+        for t in r.kept:
+            passes = (r.a[t] > 0 and r.d(t) < c.high) or (r.a[t] < 0 and r.d(t) > -c.low)
+            slopes[i][t] = -advantage * ratio * weight / size / carrying if passes else 0.0
+            outside = not -c.low <= r.d(t) <= c.high
+            told["pg_clipfrac"] += (outside and r.a[t] > 0) / tokens
+            told["pg_clipfrac_lower"] += (outside and r.a[t] < 0) / tokens
+            told["ppo_kl"] -= r.d(t) / tokens
+    return value, slopes, told

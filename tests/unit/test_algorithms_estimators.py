@@ -1,0 +1,230 @@
+"""Every advantage estimator against its slow reference: as users call it, and through the driver, cut into segments or not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import algorithm_references as slow
+from verl.algorithms import core_algos
+from verl.algorithms.driver import compute_advantages
+from verl.algorithms.registry import ESTIMATORS
+from verl.algorithms.token_advantage import discounted_sums
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
+
+NAMES = sorted(slow.ESTIMATORS)
+COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "is_weights")
+
+
+def config(**settings: Any) -> SimpleNamespace:
+    defaults = {
+        "norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False,
+        "gdpo_reward_keys": ["accuracy", "form"], "gdpo_reward_weights": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(defaults | settings))
+
+
+def random_rows(seed: int, dense: bool = False) -> list[slow.Row]:
+    """Groups of one to five; equal scores, ties, empty responses, tool tokens and tokens out of the loss among them."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for g in range(int(rng.integers(1, 5))):
+        kind = rng.choice(["spread", "equal", "ties"])
+        for _ in range(int(rng.integers(1, 6))):
+            length = int(rng.integers(0, 8))
+            p = (rng.random(length) < 0.75).astype(int).tolist()
+            m = [int(x and rng.random() < 0.8) for x in p]
+            score = {
+                "spread": float(np.float32(rng.normal())),
+                "equal": 0.1,
+                "ties": float(rng.integers(0, 2)),
+            }[kind]
+            rewards = [0.0] * length
+            policy = [t for t, x in enumerate(p) if x]
+            if dense and policy:
+                for t in policy:
+                    rewards[t] = float(rng.normal())
+            elif policy:
+                rewards[policy[-1]] = score
+            chosen = -rng.exponential(1, length)
+            columns = {
+                "values": rng.normal(size=length).tolist(),
+                "old_log_probs": chosen.tolist(),
+                "sum_pi_squared": np.minimum(1, np.exp(chosen) ** 2 + rng.random(length) * 0.1).tolist(),
+                "is_weights": rng.uniform(0, 2, length).tolist(),
+            }
+            parts = {"accuracy": float(rng.integers(0, 2)), "form": float(rng.normal())}
+            rows.append(slow.Row(rewards, p, m, f"g{g}", score, columns, parts, baseline=0.25 * g))
+    return rows
+
+
+def padded(rows: list[slow.Row], of: Any, width: int) -> torch.Tensor:
+    out = torch.zeros(len(rows), width, dtype=torch.float64)
+    for row, tensor in zip(rows, out, strict=True):
+        values = of(row)
+        tensor[: len(values)] = torch.tensor(values, dtype=torch.float64)
+    return out
+
+
+def as_users_call_it(name: str, rows: list[slow.Row], cfg: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(1, *(len(row.p) for row in rows))
+    rewards = padded(rows, lambda row: row.rewards, width)
+    for row, tensor in zip(rows, rewards, strict=True):
+        if not row.policy:
+            tensor[0] = row.score
+    keys = {key: np.array([row.parts[key] for row in rows], object) for key in ("accuracy", "form")}
+    given = {
+        "token_level_rewards": rewards,
+        "response_mask": padded(rows, lambda row: row.p, width),
+        "loss_mask": padded(rows, lambda row: row.m, width),
+        "index": np.array([row.uid for row in rows], object),
+        "config": cfg,
+        "norm_adv_by_std_in_grpo": cfg.norm_adv_by_std_in_grpo,
+        "gamma": cfg.gamma,
+        "lam": cfg.lam,
+        "non_tensor_batch": keys,
+        "reward_baselines": torch.tensor([row.baseline for row in rows]),
+        "rollout_is_weights": padded(rows, lambda row: row.columns["is_weights"], width),
+        **{c: padded(rows, lambda row, c=c: row.columns[c], width) for c in COLUMNS[:3]},
+    }
+    function = core_algos.get_adv_estimator_fn(name)
+    if name == "gae":
+        given = {
+            k: given[k]
+            for k in ("token_level_rewards", "values", "response_mask", "gamma", "lam", "loss_mask")
+        }
+    return function(**given)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
+    cfg = config(
+        norm_adv_by_std_in_grpo=seed % 2 == 0,
+        gamma=(1.0, 0.9, 0.0)[seed % 3],
+        lam=(1.0, 0.95)[seed % 2],
+        gdpo_reward_weights=[0.3, 1.7] if seed % 2 else None,
+    )
+    rows = random_rows(seed, dense=seed % 4 == 0)
+    expected = slow.ESTIMATORS[name](rows, cfg)
+    advantages, returns = expected if isinstance(expected, tuple) else (expected, expected)
+    found = as_users_call_it(name, rows, cfg)
+    for tensor, wanted in zip(found, (advantages, returns), strict=True):
+        for row, values, want in zip(rows, tensor, wanted, strict=True):
+            assert values[row.policy].tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
+            others = [t for t in range(len(values)) if t not in row.policy]
+            assert not values[others].any()
+
+
+def trajectories(rows: list[slow.Row], cut: bool) -> Batch:
+    """The same responses, whole or every one in up to three segments."""
+    out = []
+    for i, row in enumerate(rows):
+        length = len(row.p)
+        ends = [0, *([length // 3, length // 2] if cut and length > 3 else []), length]
+        segments = []
+        for start, end in itertools.pairwise(ends):
+            columns = {
+                c: np.array(row.columns[c][start:end], np.float32) for c in COLUMNS[:3] if c in row.columns
+            }
+            mask = np.array(row.p[start:end], bool)
+            segments.append(Segment(np.arange(3 + start), np.arange(end - start), mask, **columns))
+        prompt = Prompt(uid=row.uid, ids=np.arange(3), messages=[])
+        t = Trajectory(prompt, i, segments=segments, score=row.score, score_parts=dict(row.parts))
+        t.baseline = Trajectory(prompt, -1, np.arange(1), np.ones(1, bool), score=row.baseline)
+        if row.policy and row.s != row.score:
+            t.extra["token_scores"] = row.rewards
+        out.append(t)
+    return Batch(out)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_change_nothing_and_the_driver_says_the_same(name: str, seed: int) -> None:
+    cfg = config(adv_estimator=name, gamma=0.9, lam=0.95)
+    rows = random_rows(seed, dense=seed == 4)
+    for row in rows:
+        row.m = row.p
+        del row.columns["is_weights"]
+    whole, cut = trajectories(rows, False), trajectories(rows, True)
+    metrics = [compute_advantages(batch, cfg, rollout_n=1) for batch in (whole, cut)]
+    assert metrics[0] == metrics[1]
+    expected = slow.ESTIMATORS[name](rows, cfg)
+    pair = expected if isinstance(expected, tuple) else (expected, expected)
+    for column, wanted in zip(("advantages", "returns"), pair, strict=True):
+        for row, a, b, want in zip(rows, whole, cut, wanted, strict=True):
+            assert np.array_equal(getattr(a, column), getattr(b, column)), "cutting changes nothing"
+            assert getattr(a, column)[row.policy].tolist() == pytest.approx(want, rel=2e-5, abs=2e-6)
+            assert not getattr(a, column)[~np.array(row.p, bool)].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_response_and_nothing_in_the_loss(name: str) -> None:
+    cfg = config(adv_estimator=name)
+    compute_advantages(Batch([]), cfg, rollout_n=2)
+    rows = [
+        slow.Row([], [], [], "a", 1.0, {c: [] for c in COLUMNS[:3]}, {"accuracy": 1.0, "form": 0.0})
+        for _ in range(2)
+    ]
+    batch = trajectories(rows, False)
+    compute_advantages(batch, cfg, rollout_n=2)
+    assert [len(t.advantages) for t in batch] == [0, 0]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 64, 1000])
+def test_discounted_sums(factor: float, length: int) -> None:
+    values = np.random.default_rng(length).normal(size=length)
+    running, expected = 0.0, []
+    for value in values[::-1]:
+        running = value + factor * running
+        expected.insert(0, running)
+    assert discounted_sums(values, factor).tolist() == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+def test_gdpo_names_what_the_reward_does_not_return() -> None:
+    rows = random_rows(2)
+    batch = trajectories(rows, False)
+    for key, name in (("accuracy", None), ("form", float("nan"))):
+        batch[0].score_parts = {"accuracy": 1.0, "form": 1.0, key: name}
+        with pytest.raises(ValueError, match=f"finite number under '{key}'"):
+            compute_advantages(batch, config(adv_estimator="gdpo"), rollout_n=1)
+    with pytest.raises(ValueError, match=r"gdpo needs algorithm\.gdpo_reward_keys"):
+        compute_advantages(batch, config(adv_estimator="gdpo", gdpo_reward_keys=None), rollout_n=1)
+
+
+def test_a_group_whose_greedy_response_has_no_score_is_dropped() -> None:
+    rows = [slow.Row([1.0], [1], [1], uid, 1.0, baseline=0.5) for uid in "aabb"]
+    batch = trajectories(rows, False)
+    for t in batch:
+        if t.uid == "a":
+            t.baseline.score = None
+    metrics = compute_advantages(batch, config(adv_estimator="remax"), rollout_n=2)
+    assert metrics["training/dropped_groups"] == 1 and metrics["critic/reward_baseline/mean"] == 0.5
+    assert [t.loss_mask.tolist() for t in batch] == [[False], [False], [True], [True]]
+    assert [t.advantages.tolist() for t in batch] == [[0], [0], [0.5], [0.5]]
+    for t in batch:
+        t.baseline.score = None
+    assert math.isnan(
+        compute_advantages(batch, config(adv_estimator="remax"), 2)["critic/reward_baseline/mean"]
+    )
+
+
+def test_what_they_need() -> None:
+    more = {name: ESTIMATORS.needs(name) - {"response_mask", "token_rewards"} for name in NAMES}
+    squares = {"old_log_probs", "sum_pi_squared"}
+    expected = {"gae": {"values"}, "remax": {"reward_baselines"}}
+    expected |= {"optimal_token_baseline": squares, "tir_optimal_token_baseline": squares}
+    assert {name: needs for name, needs in more.items() if needs} == expected
+    batch = trajectories(random_rows(1), False)
+    for t in batch:
+        for segment in t.segments:
+            segment.put("values", None)
+    with pytest.raises(ValueError, match="adv_estimator=gae needs values, which this step does not have"):
+        compute_advantages(batch, config(adv_estimator="gae"), rollout_n=1)

@@ -1,0 +1,295 @@
+"""Every policy loss against its slow reference, value and gradient; and in the trainer, for any split into micro-batches and
+segments."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import algorithm_references as slow
+from tests.algorithms_rows import actor
+from verl.algorithms import core_algos
+from verl.algorithms.objective import ActorObjective, trajectory_tokens
+from verl.algorithms.policy_loss import MODES
+from verl.engine.training.base import MicroBatch
+from verl.trajectory import Prompt, Segment, Trajectory, segments_of
+from verl.workers.plan import UpdatePlan
+
+NAMES = sorted([*slow.LOSSES, "geo_mean"])
+OF_THE_MINI_BATCH = ("clip_cov", "kl_cov")
+H = 9.0
+
+
+def constants(**more: Any) -> SimpleNamespace:
+    defaults = {
+        "low": 0.2, "high": 0.3, "cap": 3.0, "tau_pos": 1.0, "tau_neg": 1.3, "beta": 0.7, "lb": 0.1, "ub": 1.5,
+        "clip_ratio": 0.3, "kl_ratio": 0.3, "coef": 0.4, "zeroed": set(),
+    }  # fmt: skip
+    return SimpleNamespace(**(defaults | more))
+
+
+def config_of(name: str, c: SimpleNamespace, mode: str = "token-mean", **more: Any) -> SimpleNamespace:
+    cfg = actor(
+        clip_ratio_low=c.low,
+        clip_ratio_high=c.high,
+        clip_ratio_c=c.cap,
+        loss_agg_mode=mode,
+        loss_mode=name,
+        **more,
+    )
+    cfg.policy_loss = SimpleNamespace(
+        loss_mode=name, clip_cov_ratio=c.clip_ratio, clip_cov_lb=c.lb, clip_cov_ub=c.ub, kl_cov_ratio=c.kl_ratio,
+        ppo_kl_coef=c.coef, dro_beta=c.beta, tau_pos=c.tau_pos, tau_neg=c.tau_neg,
+    )  # fmt: skip
+    return cfg
+
+
+def random_responses(seed: int, weighted: bool = False) -> list[slow.Response]:
+    """Log ratios small and large, advantages of 0, tokens out of the loss, a response without any."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(int(rng.integers(2, 6))):
+        length = int(rng.integers(1, 7))
+        new = -rng.exponential(1.5, length) - 0.01
+        old = np.minimum(new + rng.normal(0, rng.choice([0.0, 0.2, 2.0]), length), -1e-3)
+        a = np.where(rng.random(length) < 0.1, 0.0, rng.normal(size=length))
+        m = (rng.random(length) < 0.8) & (i != 1)
+        weights = rng.uniform(0.2, 2, length).tolist() if weighted else None
+        out.append(slow.Response(new.tolist(), old.tolist(), a.tolist(), m.astype(int).tolist(), weights))
+    out[0].m[0] = 1
+    return out
+
+
+def padded(batch: list[slow.Response], of: Any, filling: float = 0.0) -> torch.Tensor:
+    out = torch.full((len(batch), max(len(r.new) for r in batch)), filling, dtype=torch.float64)
+    for tensor, r in zip(out, batch, strict=True):
+        tensor[: len(r.new)] = torch.tensor(of(r), dtype=torch.float64)
+    return out
+
+
+def check(found: slow.Found, expected: slow.Found, rel: float = 1e-7) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=rel, abs=1e-9)
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert a == pytest.approx(b, rel=rel, abs=1e-8)
+    for name, value in expected[2].items():
+        assert found[2][f"actor/{name}"] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+
+
+def public(name: str, batch: list[slow.Response], cfg: Any, mode: str) -> slow.Found:
+    log_prob = padded(batch, lambda r: r.new).requires_grad_()
+    loss, metrics = core_algos.get_policy_loss_fn(name)(
+        padded(batch, lambda r: r.old),
+        log_prob,
+        padded(batch, lambda r: r.a),
+        padded(batch, lambda r: r.m),
+        mode,
+        cfg,
+        padded(batch, lambda r: r.w) if batch[0].w is not None else None,
+    )
+    loss.backward()
+    slopes = [row[: len(r.new)].tolist() for row, r in zip(log_prob.grad, batch, strict=True)]
+    return loss.item(), slopes, metrics
+
+
+def with_zeroed(c: SimpleNamespace, batch: list[slow.Response], cfg: Any, mode: str) -> SimpleNamespace:
+    """clip_cov draws: what it drew (rows whose gradient is 0 for no other reason) has to be candidates, of the right number."""
+    found = (
+        core_algos.compute_policy_loss_clip_cov.on_inputs
+    )  # the product's draw, made visible by its own column
+    assert found is not None
+    from verl.algorithms.covariance_loss import TO_ZERO
+    from verl.algorithms.registry import MiniBatchTokens
+
+    def flat(of: Any) -> np.ndarray:
+        return padded(batch, of).numpy().ravel()
+
+    width = max(len(r.new) for r in batch)
+    owner = np.repeat(np.arange(len(batch)), width)
+    tokens = MiniBatchTokens(
+        *map(flat, (lambda r: r.new, lambda r: r.old, lambda r: r.a)), flat(lambda r: r.m) > 0, owner
+    )
+    drawn = {(int(i) // width, int(i) % width) for i in np.flatnonzero(TO_ZERO.compute(tokens, cfg))}
+    candidates = {
+        (i, t) for i, r in enumerate(batch) for t in r.kept if slow.clip_cov_candidate(r, t, c, batch)
+    }
+    count = max(1, int(c.clip_ratio * sum(len(r.kept) for r in batch)))
+    assert drawn <= candidates and len(drawn) == min(count, len(candidates))
+    c.zeroed = drawn
+    return c
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_public_form_equals_the_loop(name: str, seed: int) -> None:
+    c, mode = constants(), MODES[seed % len(MODES)]
+    batch = random_responses(seed, weighted=seed % 3 == 1)
+    cfg = config_of(name, c)
+    cfg.global_batch_info = {"loss_scale_factor": H}
+    if name == "clip_cov":
+        with_zeroed(c, batch, cfg, mode)
+    check(public(name, batch, cfg, mode), slow.loss(name, batch, c, mode, H))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_in_the_loss_is_zero(name: str) -> None:
+    batch = [slow.Response([-1.0, -2.0], [-1.5, -1.0], [1.0, -1.0], [0, 0]) for _ in range(2)]
+    value, slopes, metrics = public(name, batch, config_of(name, constants()), "seq-mean-token-mean")
+    assert value == 0 and not any(map(any, slopes)) and all(np.isfinite(list(metrics.values())))
+
+
+def segments(batch: list[slow.Response], cut: bool) -> list[Trajectory]:
+    out = []
+    for i, r in enumerate(batch):
+        length = len(r.new)
+        ends = [0, *([length // 2] if cut and length > 1 else []), length]
+        parts = []
+        for start, end in itertools.pairwise(ends):
+            columns = {"old_log_probs": r.old, "advantages": r.a} | (
+                {} if r.w is None else {"is_weights": r.w}
+            )
+            given = {name: np.array(values[start:end], np.float64) for name, values in columns.items()}
+            given["loss_mask"] = np.array(r.m[start:end], bool)
+            parts.append(
+                Segment(np.arange(3 + start), np.arange(end - start), np.ones(end - start, bool), **given)
+            )
+        out.append(
+            Trajectory(
+                Prompt(uid=f"g{i // 2}", ids=np.arange(3), messages=[]), i % 2, segments=parts, score=0.0
+            )
+        )
+    return out
+
+
+def trained(
+    name: str, batch: list[slow.Response], cfg: Any, cut: bool, micro_batches: int
+) -> tuple[slow.Found, np.ndarray | None]:
+    """Through the plan and the objective of the trainer, in several micro-batches of segments."""
+    rows = segments(batch, cut)
+    now = {id(s): None for row in rows for s in row.segments}
+    for row, r in zip(rows, batch, strict=True):
+        start = 0
+        for s in row.segments:
+            now[id(s)] = np.array(r.new[start : start + s.length])
+            start += s.length
+    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1)
+    mini = plan._mini_batch(rows)
+    passed = plan.needs_pass(mini)
+    assert passed == (name in OF_THE_MINI_BATCH or (cut and name in ("gspo", "geo_mean")))
+    if passed:
+        mini, _ = plan.corrected(
+            mini, lambda found: np.concatenate([now[id(s)] for s in found]), step=3, number=1
+        )
+    leaves = {id(s): torch.from_numpy(now[id(s)]).requires_grad_() for s in segments_of(rows)}
+    counts = trajectory_tokens(mini.usable)
+    tokens_of = None if counts is None else dict(zip(map(id, mini.usable), counts, strict=True))
+    objective = ActorObjective(cfg, mini.denominators, tokens_of=tokens_of)
+    total, sums = 0.0, {}
+    for part in range(micro_batches):
+        chosen = mini.usable[part::micro_batches]
+        if not chosen:
+            continue
+        loss, metrics = objective(MicroBatch(chosen, torch.cat([leaves[id(s)] for s in chosen])))
+        loss.backward()
+        total += loss.item()
+        for key, (value, weight) in metrics.items():
+            old = sums.get(key, (0.0, 0.0))
+            sums[key] = (old[0] + value, old[1] + weight)
+    slopes = [
+        [
+            g
+            for s in row.segments
+            for g in (leaves[id(s)].grad.tolist() if leaves[id(s)].grad is not None else [0.0] * s.length)
+        ]
+        for row in rows
+    ]
+    column = [row.mini_batch_values for row in rows]
+    told = {key: value / weight for key, (value, weight) in sums.items() if weight}
+    drawn = None if any(v is None for v in column) else np.concatenate(column)
+    return (total, slopes, told), drawn
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trainer_computes_the_loop_for_any_batching_and_segments(
+    name: str, cut: bool, micro_batches: int
+) -> None:
+    for seed, mode in zip(range(20, 25), MODES, strict=True):
+        c, batch = constants(), random_responses(seed, weighted=seed == 21)
+        batch = [r for r in batch if r.kept]
+        cfg = config_of(name, c, mode, data_loader_seed=1, ppo_mini_batch_size=8, ppo_epochs=1, shuffle=False)
+        found, drawn = trained(name, batch, cfg, cut, micro_batches)
+        if name == "clip_cov":
+            ends = np.cumsum([0, *(len(r.new) for r in batch)])
+            places = [
+                (i, int(t - ends[i]))
+                for t in np.flatnonzero(drawn)
+                for i in [np.searchsorted(ends, t, "right") - 1]
+            ]
+            c.zeroed = set(places)
+            assert all(slow.clip_cov_candidate(batch[i], t, c, batch) for i, t in places)
+        check(found, slow.loss(name, batch, c, mode, H), rel=1e-6)
+
+
+def test_before_the_first_update_old_log_probs_are_the_current_ones() -> None:
+    """No pass is run, even where a trajectory has several segments and old log-probs are not known yet."""
+    batch = random_responses(3)
+    for known in (True, False):
+        rows = segments([r for r in batch if r.kept], cut=True)
+        if not known:
+            for row in rows:
+                row.old_log_probs = None
+        plan = UpdatePlan(
+            config_of("gspo", constants(), ppo_mini_batch_size=8, ppo_epochs=1),
+            max_response_length=H,
+            batch_prompts=1,
+        )
+
+        def never(found: list[Segment]) -> np.ndarray:
+            raise AssertionError("a pass")
+
+        mini, metrics = plan.corrected(plan._mini_batch(rows), never, step=1, number=0)
+        assert metrics == {} and not any(s.mini_batch_values.any() for s in mini.usable)
+
+
+def test_the_draw_of_clip_cov_follows_the_step() -> None:
+    c = constants(lb=-100.0, ub=100.0)
+    batch = random_responses(30) + random_responses(31)
+    rows = segments([r for r in batch if r.kept], cut=False)
+    cfg = config_of("clip_cov", c, data_loader_seed=1, ppo_mini_batch_size=8, ppo_epochs=1)
+    plan = UpdatePlan(cfg, max_response_length=H, batch_prompts=1)
+    drawn = []
+    for step, number in ((1, 0), (1, 0), (1, 1), (2, 0)):
+        plan.corrected(
+            plan._mini_batch(rows),
+            lambda found: np.concatenate([s.old_log_probs for s in found]),
+            step,
+            number,
+        )
+        drawn.append(np.concatenate([row.mini_batch_values for row in rows]).tolist())
+    assert drawn[0] == drawn[1] and drawn[0] != drawn[2] and drawn[0] != drawn[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("dro", {"dro_beta": None}, "dro_beta must be greater than 0"),
+        ("dro", {"dro_beta": 0.0}, "dro_beta must be greater than 0"),
+        ("sapo", {"tau_pos": 0.0}, "tau_pos and tau_neg must be greater than 0"),
+    ],
+)
+def test_constants_that_cannot_be(name: str, settings: dict[str, Any], said: str) -> None:
+    one = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=said):
+        core_algos.get_policy_loss_fn(name)(one, one, one, one, config={"policy_loss": settings})
+
+
+def test_without_a_config_the_constants_are_the_defaults() -> None:
+    batch = random_responses(5)
+    expected = slow.loss("dppo_tv", batch, constants(low=0.2, high=0.2, cap=20.0), "token-mean", H)
+    check(public("dppo_tv", batch, None, "token-mean"), expected)

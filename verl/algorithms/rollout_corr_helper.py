@@ -1,0 +1,110 @@
+"""Correction and divergence on tensors, as users call them: `verl.trainer.ppo.rollout_corr_helper`.
+
+The loop does the same on its trajectories with `verl.algorithms.correction` and `verl.algorithms.agreement`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.agreement import Agreement
+from verl.algorithms.correction import (
+    Tokens,
+    correction_metrics,
+    importance_weights,
+    parse_rules,
+    parse_weighting,
+    rejection,
+)
+
+
+def compute_offpolicy_metrics(
+    old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor | None, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """Divergence between trainer and sampler over policy tokens; tensors [N, L], computed in float64.
+
+    Names without prefix: kl, k3_kl, {training,rollout}_{ppl,log_ppl}, log_ppl_{diff,abs_diff,diff_max,
+    diff_min}, ppl_ratio, chi2_token, chi2_seq. Without the sampler's log-probs only training_ppl and
+    training_log_ppl. nan where there is no token.
+    """
+    mask = response_mask.bool().cpu().numpy()
+    old = old_log_prob.detach().double().cpu().numpy()
+    mu = None if rollout_log_prob is None else rollout_log_prob.detach().double().cpu().numpy()
+    chosen = [i for i in range(len(mask)) if mask[i].any()]
+    pairs = ((old[i][mask[i]], None if mu is None else mu[i][mask[i]]) for i in chosen)
+    return Agreement.over(pairs, bool(mu is not None)).divergence()
+
+
+def compute_rollout_correction_weights(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Importance weights [N, L] in the dtype of log_ratio = old − mu, 0 where the mask is; metrics without prefix.
+
+    ValueError for a kind or a threshold that cannot be.
+    """
+    how = parse_weighting(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
+    tokens, mask = _flat(log_ratio, response_mask)
+    weights, metrics = importance_weights(tokens, how)
+    return _rectangle(weights, mask, log_ratio), metrics
+
+
+def compute_rollout_rejection_mask(
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_rs: str = "token_k1",
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """response_mask [N, L] without what `rollout_rs` drops, in its dtype; metrics without prefix.
+
+    ValueError for a name or a threshold that cannot be.
+    """
+    tokens, mask = _flat(log_ratio, response_mask)
+    kept, metrics = rejection(tokens, parse_rules(rollout_rs, rollout_rs_threshold))
+    return _rectangle(kept, mask, response_mask), metrics
+
+
+def compute_rollout_correction_and_rejection_mask(
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[Any, torch.Tensor, dict[str, float]]:
+    """Both, and the divergence: (DataProto with `rollout_is_weights` or None, mask [N, L], `rollout_corr/…`)."""
+    from verl.data_proto import DataProto
+
+    log_ratio = old_log_prob.detach() - rollout_log_prob.detach()
+    metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
+    weights, mask = None, response_mask
+    if rollout_is:
+        values, found = compute_rollout_correction_weights(
+            log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
+        )
+        weights, metrics = DataProto.from_dict({"rollout_is_weights": values}), metrics | found
+    if rollout_rs:
+        mask, found = compute_rollout_rejection_mask(
+            log_ratio, response_mask, rollout_rs, rollout_rs_threshold
+        )
+        metrics |= found
+    return weights, mask, correction_metrics(metrics)
+
+
+def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:
+    mask = response_mask.bool().cpu().numpy()
+    return Tokens.of(log_ratio.detach().double().cpu().numpy()[mask], np.nonzero(mask)[0]), mask
+
+
+def _rectangle(values: np.ndarray, mask: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    out = np.zeros(mask.shape)
+    out[mask] = values
+    return torch.from_numpy(out).to(like.device, like.dtype)

@@ -1,0 +1,114 @@
+"""Policy losses whose ratio is that of a whole response, over all its segments: gspo, geo_mean (algorithms.md §6).
+
+A row of `LossInputs` is a segment. Where a trajectory has several, what is summed over all of them comes from the pass before
+the mini-batch's update, as the column `mini_batch_values`; otherwise the row says all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.policy_loss import (
+    CLIP_KEYS,
+    LossInputs,
+    PolicyLoss,
+    agg_loss,
+    clip_bounds,
+    masked,
+    public_form,
+)
+from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
+from verl.config.settings import setting
+
+GSPO_LIMIT = 10.0
+
+
+def _means(tokens: MiniBatchTokens, values: np.ndarray) -> np.ndarray:
+    """For each token the mean of the values [ΣL] over the tokens in the loss of its trajectory; 0 without any."""
+    mask, owner = tokens.loss_mask, tokens.trajectory
+    sums = np.bincount(owner[mask], weights=values[mask], minlength=owner.max(initial=0) + 1)
+    counts = np.bincount(owner[mask], minlength=len(sums))
+    return np.asarray((sums / np.maximum(counts, 1))[owner])
+
+
+def _response_log_ratios(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+    """log q_i on every token of trajectory i."""
+    return _means(tokens, tokens.log_probs - tokens.old_log_probs)
+
+
+RESPONSE_LOG_RATIOS = WholeMiniBatch(_response_log_ratios, only_segments=True)
+
+
+@LOSSES.register("gspo", whole=RESPONSE_LOG_RATIOS, keys=CLIP_KEYS)
+@public_form
+def compute_policy_loss_gspo(inputs: LossInputs) -> PolicyLoss:
+    """q_i = exp(Σ_t m·d / T_i), q_t = sg(q_i)·exp(logp − sg(logp)) with log q ≤ 10; x = max(−Aq, −A·clip(q, 1−ε_lo, 1+ε_hi)).
+
+    Metrics: pg_clipfrac, share of tokens where the clipped term is the larger. The paper has ε_lo 3e-4, ε_hi 4e-4, aggregated
+    by seq-mean-token-mean. Source: GSPO, arXiv 2507.18071.
+    """
+    low, high = clip_bounds(inputs.config)
+    if "mini_batch_values" in inputs.columns:
+        mean = inputs.columns["mini_batch_values"]
+    else:
+        mean = _row_means(inputs.log_ratio(), inputs.loss_mask).unsqueeze(-1)
+    log_probs = masked(inputs.log_probs, inputs.loss_mask)
+    ratio = (mean.detach() + log_probs - log_probs.detach()).clamp(max=GSPO_LIMIT).exp()
+    plain = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(1 - low, 1 + high)
+    loss = inputs.policy_term(torch.maximum(plain, clipped))
+    return loss, inputs.metrics(pg_clipfrac=clipped > plain)
+
+
+def _row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[b]: mean over the masked tokens of each row; 0 without any."""
+    return masked(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def _response_terms(tokens: MiniBatchTokens, config: Any) -> np.ndarray:
+    """Ā_i·ρ_i·w_i of `compute_policy_loss_geo_mean` on every token of trajectory i."""
+    low, high = clip_bounds(config)
+    difference, advantages = tokens.log_probs - tokens.old_log_probs, tokens.advantages
+    limited = np.where(advantages > 0, np.minimum(difference, high), np.maximum(difference, -low))
+    exponent = _means(tokens, np.where(advantages == 0, 0.0, limited))
+    if tokens.weights is not None:
+        with np.errstate(divide="ignore"):
+            exponent += _means(tokens, np.log(tokens.weights))
+    return _means(tokens, advantages) * np.exp(exponent)
+
+
+RESPONSE_TERMS = WholeMiniBatch(_response_terms, only_segments=True)
+
+
+@LOSSES.register("geo_mean", whole=RESPONSE_TERMS, keys=CLIP_KEYS)
+@public_form
+def compute_policy_loss_geo_mean(inputs: LossInputs) -> PolicyLoss:
+    """GMPO: x_i = −Ā_i·ρ_i, one value per response, ρ_i = exp(Σ_t m·d̂ / T_i), Ā_i = Σ_t m·A / T_i; the loss is Σ_i x_i / B.
+
+    d̂ = min(d, ε_hi) where A > 0, max(d, −ε_lo) where A < 0, 0 where A = 0. `loss_agg_mode` changes nothing. The importance
+    weight of a response is exp(Σ_t m·log w / T_i). Metrics: pg_clipfrac (A > 0) and pg_clipfrac_lower (A < 0), shares of tokens
+    with d outside [−ε_lo, ε_hi]. The paper has ε = 0.4. Source: GMPO, arXiv 2507.20673.
+    """
+    low, high = clip_bounds(inputs.config)
+    advantages, mask, difference = inputs.advantages, inputs.loss_mask, inputs.log_ratio()
+    limited = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    limited = torch.where(advantages == 0, torch.zeros_like(difference), limited)
+    own = mask.sum(-1).clamp(min=1)
+    share = own / (own if inputs.trajectory_tokens is None else inputs.trajectory_tokens.clamp(min=1))
+    exponent = _row_means(limited, mask) * share
+    if "mini_batch_values" in inputs.columns:
+        whole = _row_means(inputs.columns["mini_batch_values"], mask)
+    else:
+        whole = _row_means(advantages, mask) * exponent.detach().exp()
+        if inputs.rollout_is_weights is not None:
+            whole = whole * _row_means(inputs.rollout_is_weights.log(), mask).exp()
+    # The value of a response is told by its segments in proportion to their tokens; the gradient of each is whole.
+    terms = -whole * (share + (exponent - exponent.detach()).exp() - 1) / own
+    counts = setting(inputs.config, "global_batch_info", {})
+    loss = agg_loss(terms.unsqueeze(-1).expand_as(mask), mask, "seq-mean-token-sum", **counts)
+    outside = (difference > high) | (difference < -low)
+    upper, lower = outside & (advantages > 0), outside & (advantages < 0)
+    return loss, inputs.metrics(pg_clipfrac=upper, pg_clipfrac_lower=lower)

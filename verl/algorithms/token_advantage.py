@@ -1,0 +1,182 @@
+"""Advantage estimators whose advantages differ from token to token (algorithms.md §3).
+
+Recursions run over the policy tokens of a response, over all its segments, and step over the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.advantage import (
+    Arrays,
+    EstimatorInputs,
+    GroupStatistics,
+    Result,
+    Tensors,
+    on_tensors,
+    whiten_tokens,
+    written_on,
+)
+from verl.algorithms.registry import ESTIMATORS
+from verl.config.settings import setting
+
+
+def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
+    """y_k = Σ_{j ≥ k} factor^{j−k}·x_j, float64 [K].
+
+    By doubling: a pass adds to every window the one after it, so that log₂ K passes do instead of K steps, or fewer where
+    what is further away no longer counts.
+    """
+    if factor == 1:
+        return np.cumsum(values[::-1])[::-1]
+    sums, window = values.astype(np.float64), 1
+    while window < len(sums) and factor > 1e-30:
+        sums[:-window] += factor * sums[window:]
+        window, factor = 2 * window, factor * factor
+    return sums
+
+
+def gae(inputs: EstimatorInputs) -> Result:
+    """`compute_gae_advantage_return` on policy tokens."""
+    advantages, returns = [], []
+    for rewards, values in zip(inputs.column("token_rewards"), inputs.column("values"), strict=True):
+        following = np.append(values[1:], 0.0)[: len(values)]
+        errors = rewards + inputs.gamma * following - values
+        advantages.append(discounted_sums(errors, inputs.gamma * inputs.lam))
+        returns.append(advantages[-1] + values)
+    return whiten_tokens(advantages, inputs), returns
+
+
+@ESTIMATORS.register("gae", needs={"values"}, keys=["gamma", "lam"])
+@written_on(gae)
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    loss_mask: torch.Tensor | None = None,
+) -> Tensors:
+    """δ_k = r_k + γV_{k+1} − V_k; a_k = δ_k + γλ·a_{k+1}; returns a + V; A = whiten(a). V after the last policy token is 0.
+
+    All tensors [N, L]. Sources: GAE, arXiv 1506.02438; PPO, arXiv 1707.06347.
+    """
+    columns = {"values": values, "loss_mask": loss_mask}
+    return on_tensors(gae, token_level_rewards, response_mask, columns, gamma=gamma, lam=lam)
+
+
+def reinforce_plus_plus(inputs: EstimatorInputs) -> Result:
+    """`compute_reinforce_plus_plus_outcome_advantage` on policy tokens."""
+    returns = [discounted_sums(rewards, inputs.gamma) for rewards in inputs.column("token_rewards")]
+    return whiten_tokens(returns, inputs), returns
+
+
+@ESTIMATORS.register("reinforce_plus_plus", keys=["gamma"])
+@written_on(reinforce_plus_plus)
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    loss_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> Tensors:
+    """G_k = r_k + γG_{k+1}; A = whiten(G); returns G. γ is `config.gamma`, 1 without. Source: arXiv 2501.03262."""
+    gamma = setting(config, "gamma", 1.0)
+    columns = {"loss_mask": loss_mask}
+    return on_tensors(reinforce_plus_plus, token_level_rewards, response_mask, columns, gamma=gamma)
+
+
+def remax(inputs: EstimatorInputs) -> Result:
+    """`compute_remax_outcome_advantage` on policy tokens."""
+    if inputs.baselines is None:
+        raise ValueError("remax needs reward_baselines, the score of a greedy response to each prompt")
+    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
+    return [own - baseline for own, baseline in zip(returns, inputs.baselines, strict=True)], returns
+
+
+@ESTIMATORS.register("remax", needs={"reward_baselines"})
+@written_on(remax)
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    **_: Any,
+) -> Tensors:
+    """A_k = Σ_{j ≥ k} r_j − b_g; returns Σ_{j ≥ k} r_j. reward_baselines [N]: b_g, the score of the prompt's greedy response.
+
+    Source: ReMax, arXiv 2310.10505.
+    """
+    baselines = reward_baselines.detach().double().cpu().numpy()
+    return on_tensors(remax, token_level_rewards, response_mask, baselines=baselines)
+
+
+def optimal_token_baseline(inputs: EstimatorInputs) -> Result:
+    """`compute_optimal_token_baseline_advantage` on policy tokens."""
+    returns = [discounted_sums(rewards, 1.0) for rewards in inputs.column("token_rewards")]
+    weights = _gradient_norms(inputs)
+    group = GroupStatistics.of(inputs.scores, inputs.index)
+    advantages = list(returns)
+    for members in group.groups.members():
+        if len(members) == 1:
+            continue
+        baseline = _group_baseline([returns[i] for i in members], [weights[i] for i in members])
+        for i in members:
+            width = min(len(baseline), len(returns[i]))
+            advantages[i] = returns[i].copy()
+            advantages[i][:width] -= baseline[:width]
+            if group.equal[i]:
+                advantages[i] = np.zeros_like(returns[i])
+    return advantages, returns
+
+
+def _gradient_norms(inputs: EstimatorInputs) -> Arrays:
+    """W_k = Σ_{j ≤ k} (1 − 2π_j + Σ_v π(v)²)·c_j² of each response, c the importance weight (1 where there is none)."""
+    try:
+        corrections = inputs.column("is_weights")
+    except ValueError:  # the step has no correction
+        corrections = [np.ones(int(length)) for length in inputs.lengths]
+    columns = zip(inputs.column("old_log_probs"), inputs.column("sum_pi_squared"), corrections, strict=True)
+    return [np.cumsum((1 - 2 * np.exp(old) + squares) * c**2) for old, squares, c in columns]
+
+
+def _group_baseline(returns: Arrays, weights: Arrays) -> np.ndarray:
+    """b_k = Σ_j G·W / (Σ_j W + 1e-8) over members that have a token k, up to the second-longest length."""
+    width = sorted(map(len, returns))[-2]
+    above, below = np.zeros(width), np.zeros(width)
+    for own, weight in zip(returns, weights, strict=True):
+        size = min(width, len(own))
+        above[:size] += own[:size] * weight[:size]
+        below[:size] += weight[:size]
+    return above / (below + 1e-8)
+
+
+@ESTIMATORS.register("optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
+@ESTIMATORS.register("tir_optimal_token_baseline", needs={"old_log_probs", "sum_pi_squared"})
+@written_on(optimal_token_baseline)
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Sequence[Any],
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    **_: Any,
+) -> Tensors:
+    """A_k = G_k − b_{g,k}; returns G_k = Σ_{j ≥ k} r_j. The baseline weighs the group's returns at token k by W_k, the expected
+    squared norm of the gradient so far.
+
+    w_k = (1 − 2π_k + Σ_v π(v)²)·c_k², W_k = Σ_{j ≤ k} w_j; b_{g,k} = Σ_j G_{j,k}W_{j,k} / (Σ_j W_{j,k} + 1e-8) over members that
+    have a token k. b is 0 in a group of one and beyond the second-longest length; A is 0 where all scores of a group are equal.
+    Tensors [N, L], index [N]. Source: Optimal Token Baseline (Li et al. 2025).
+    """
+    columns = {
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
+        "is_weights": rollout_is_weights,
+    }
+    return on_tensors(optimal_token_baseline, token_level_rewards, response_mask, columns, index=index)
