@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,8 @@ async def compute_score(
     }
     key = os.environ.get(api_key_variable)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-
-    def ask() -> Any:
-        url = _completions(reward_router_address)
-        return post_json(url, body, timeout=request_seconds, headers=headers, problem=_problem)
-
+    url = _completions(reward_router_address)
+    ask = partial(post_json, url, body, timeout=request_seconds, headers=headers, problem=_problem)
     answer = await asyncio.get_running_loop().run_in_executor(_threads(max_concurrent), ask)
     choice = answer["choices"][0]
     said = choice["message"]["content"]
@@ -130,9 +127,7 @@ def _question(extra_info: Mapping[str, Any]) -> str:
         return str(extra_info["question"])
     messages = extra_info.get("messages")
     if not messages:
-        raise ValueError(
-            "the judge's template needs {question}: the row has neither extra_info.question nor messages"
-        )
+        raise ValueError("the template needs {question}: the row has neither extra_info.question nor messages")
     if isinstance(messages, str):
         return messages
     if len(messages) == 1:

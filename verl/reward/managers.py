@@ -35,9 +35,7 @@ def register(name: str) -> Callable[[type], type]:
 
     def add(cls: type) -> type:
         if _CLASSES.setdefault(name, cls) is not cls:
-            raise ValueError(
-                f"reward manager {name!r} is already registered by {_CLASSES[name].__qualname__}"
-            )
+            raise ValueError(f"reward manager {name!r}: already registered by {_CLASSES[name].__qualname__}")
         return cls
 
     return add

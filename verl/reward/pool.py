@@ -36,7 +36,6 @@ from verl.reward.outcome import Outcome, failed
 # the limit, after which the process is killed.
 START_LIMIT, STACK_WAIT, EXIT_WAIT, ASYNC_GRACE = 300.0, 0.5, 1.0, 2.0
 START_ATTEMPTS = 3
-JUDGE = "pkg://verl.reward.judge"
 CONCURRENCY = 128  # calls at once in a process with an async function
 
 
@@ -54,11 +53,6 @@ class FunctionSpec:
     batch: bool = False
     positional: bool = False
     manager: dict[str, Any] | None = None
-
-    @property
-    def sees_prompt(self) -> bool:
-        """True for the function of ours that asks a judge, who is told what the question was."""
-        return self.path == JUDGE
 
     @property
     def label(self) -> str:

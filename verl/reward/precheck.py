@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.outcome import Outcome, RewardPrecheckError, UnknownSource
-from verl.reward.rules import rule_for
+from verl.reward.outcome import Outcome, RewardPrecheckError
+from verl.reward.rules import rule_or_none
 
 if TYPE_CHECKING:
     from verl.reward.runner import RewardRunner
@@ -26,14 +26,6 @@ _FORMS = {
     "search_qa": "<answer>{}</answer>",
 }
 _NO_OUTPUT = "```python\npass\n```"
-
-
-def rule_or_none(data_source: str) -> str | None:
-    """Name of the built-in rule of a source, None if it has none."""
-    try:
-        return rule_for(data_source)
-    except UnknownSource:
-        return None
 
 
 def truth_text(ground_truth: Any) -> str:
@@ -125,12 +117,9 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
 
 def _line(probe: Probe) -> str:
     full, empty = probe.of_reference.score or 0.0, probe.of_empty.score or 0.0
-    known = probe.reference != _NO_OUTPUT
-    hint = (
-        "  <- the right answer earns nothing here; `verl reward check` shows more"
-        if known and full <= empty
-        else ""
-    )
+    known, hint = probe.reference != _NO_OUTPUT, ""
+    if known and full <= empty:
+        hint = "  <- the right answer earns nothing here; `verl reward check` shows more"
     what = f"the reference {short(probe.reference, 40)}" if known else "a program without output"
     return (
         f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "

@@ -35,16 +35,21 @@ def known_sources() -> list[str]:
     return list(_TABLE)
 
 
-def rule_for(data_source: str) -> str:
-    """Name of the rule's module (`gsm8k`, `math`, …). UnknownSource lists what is known."""
+def rule_or_none(data_source: str) -> str | None:
+    """Name of the rule's module (`gsm8k`, `math`, …), None if the source has no rule."""
     source = str(data_source)
     if source in _TABLE:
         return _TABLE[source]
-    for name, rule in _TABLE.items():
-        if name.endswith("*") and source.startswith(name[:-1]):
-            return rule
+    prefixed = (rule for name, rule in _TABLE.items() if name.endswith("*") and source.startswith(name[:-1]))
+    return next(prefixed, None)
+
+
+def rule_for(data_source: str) -> str:
+    """As `rule_or_none`. UnknownSource lists what is known."""
+    if rule := rule_or_none(data_source):
+        return rule
     raise UnknownSource(
-        f"data_source {source!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"data_source {str(data_source)!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
         f"or use one of: {', '.join(known_sources())}"
     )
 

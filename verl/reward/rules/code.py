@@ -9,17 +9,17 @@ Expected outputs stay here: the program cannot print what it does not know.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from verl.reward.sandbox import local, service
-from verl.reward.sandbox.local import Ran
 
 MAX_CASES = 10
 SECONDS = 10.0
@@ -103,9 +103,7 @@ def _assert(case: str) -> Case:
 def _call(name: str, given: Any, expected: Any) -> Case:
     """Arguments are one JSON value a line, or a list of them; a result may stand in a list of its own."""
     if isinstance(given, str):
-        text = "\n".join(json.dumps(json.loads(line)) for line in given.splitlines() if line.strip())
-    else:
-        text = "\n".join(json.dumps(value) for value in given)
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
     wanted = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
 
     def passes(output: str) -> bool:
@@ -115,7 +113,7 @@ def _call(name: str, given: Any, expected: Any) -> Case:
         result = _json_or_text(line)
         return _same(result, wanted) or (isinstance(wanted, list) and _same([result], wanted))
 
-    return Case(_IMPORTS, _CALL.format(name=name), text, passes)
+    return Case(_IMPORTS, _CALL.format(name=name), "\n".join(map(json.dumps, given)), passes)
 
 
 def _printed(given: Any, expected: Any) -> Case:
@@ -187,31 +185,19 @@ def compute_score(
     program = program_of(solution_str)
     if program is None or not program.strip():
         return 0.0
-    memory = memory_limit_mb or 1024
+    run = local.run if sandbox_fusion_url is None else functools.partial(service.run, sandbox_fusion_url)
 
     def passed(case: Case) -> bool:
-        source = _joined(case, program)
+        # A program with imports from __future__ must begin with them.
+        before = "" if "from __future__" in program else case.before
+        source = before + program + case.after
         with concurrent_semaphore or nullcontext():
-            ran = _run(sandbox_fusion_url, source, case.text, memory)
+            ran = run(source, case.text, seconds=SECONDS, memory_mb=memory_limit_mb or 1024)
         return ran.finished and case.passes(ran.output)
 
     if sandbox_fusion_url is None or max_concurrent == 1:
-        return _share([passed(case) for case in cases])
-    with ThreadPoolExecutor(max_concurrent) as threads:
-        return _share(list(threads.map(passed, cases)))
-
-
-def _run(url: str | None, source: str, text: str, memory_mb: int) -> Ran:
-    if url is None:
-        return local.run(source, text, seconds=SECONDS, memory_mb=memory_mb)
-    return service.run(url, source, text, seconds=SECONDS, memory_mb=memory_mb)
-
-
-def _joined(case: Case, program: str) -> str:
-    """A program with imports from __future__ must begin with them."""
-    before = "" if "from __future__" in program else case.before
-    return before + program + case.after
-
-
-def _share(passed: Sequence[bool]) -> float:
-    return sum(passed) / len(passed)
+        results = [passed(case) for case in cases]
+    else:
+        with ThreadPoolExecutor(max_concurrent) as threads:
+            results = list(threads.map(passed, cases))
+    return sum(results) / len(results)

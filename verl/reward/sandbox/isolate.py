@@ -3,7 +3,7 @@
     python isolate.py '{"program", "memory_mb", "seconds", "readable", "scratch", "namespaces", "environment", "report"}'
 
 It runs alone, before any of that code: this file imports nothing of verl. What could not be done is written, as JSON,
-into the pipe `report`; without system call filter or without protection of files nothing is run at all.
+into the open file `report`; without system call filter or without protection of files nothing is run at all.
 
     limits         CPU time, address space, size of a file, open files (and threads, where the kernel counts them here)
     namespaces     user, network, mounts with a small file system in memory of its own, IPC; only where they are allowed
@@ -109,11 +109,8 @@ def namespaces(scratch):
     allowed."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _libc.unshare, _NEW_USER | _NEW_NETWORK | _NEW_IPC | _NEW_MOUNTS)
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
+    ids = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+    for name, text in ids.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     _call("mount", _libc.mount, b"none", b"/", None, ctypes.c_ulong(_PRIVATE_RECURSIVELY), None)
@@ -185,9 +182,7 @@ def shut_in(job):
     """Everything, in the order in which it is possible. Returns why there are no namespaces, or None."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _ARCHITECTURES:
-        raise OSError(
-            f"code is run on Linux on {' or '.join(_ARCHITECTURES)}, this is {sys.platform} {machine}"
-        )
+        raise OSError(f"it needs Linux on {' or '.join(_ARCHITECTURES)}, this is {sys.platform} {machine}")
     column, architecture = _ARCHITECTURES[machine]
     without = None
     try:

@@ -75,12 +75,12 @@ def _try_once(memory_mb: int) -> dict[str, Any]:
 
 
 def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Ran, dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder:
-        source, scratch = Path(folder, "program.py"), Path(folder, "scratch")
+    with tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        source, scratch = folder / "program.py", folder / "scratch"
         scratch.mkdir()
         source.write_text(program, "utf-8", "replace")
-        Path(folder, "in").write_text(text, "utf-8", "replace")
-        receive, send = os.pipe()
+        (folder / "in").write_text(text, "utf-8", "replace")
         job = {
             "program": str(source),
             "scratch": str(scratch),
@@ -89,16 +89,12 @@ def _run(program: str, text: str, seconds: float, memory_mb: int) -> tuple[Ran, 
             "namespaces": NAMESPACES,
             "readable": [*_readable(), str(source)],
             "environment": _ENVIRONMENT | {"HOME": str(scratch), "TMPDIR": str(scratch)},
-            "report": send,
         }
-        with os.fdopen(receive, "rb") as reports:
-            try:
-                note = _start(Path(folder), job)
-            finally:
-                os.close(send)
-            lines = reports.read().splitlines()
-        report = json.loads(lines[-1]) if lines else {"error": f"its process ended too early: {note}"}
-        output, errors = _text(folder, "out"), _text(folder, "err")
+        note = _start(folder, job)
+        output, errors, said = (
+            (folder / name).read_text("utf-8", "replace") for name in ("out", "err", "report")
+        )
+    report = json.loads(said.splitlines()[-1]) if said else {"error": f"its process ended too early: {note}"}
     if "error" in report:
         raise SandboxFailed(f"code cannot be run here: {report['error']}")
     return Ran(output, not note, f"{note} {errors[-_SHOWN:]}".strip()), report
@@ -111,28 +107,23 @@ def _start(folder: Path, job: dict[str, Any]) -> str:
         open(folder / "in", "rb") as given,
         open(folder / "out", "wb") as out,
         open(folder / "err", "wb") as err,
+        open(folder / "report", "wb") as report,
     ):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", ISOLATE, json.dumps(job)],
-            stdin=given,
-            stdout=out,
-            stderr=err,
-            env=_ENVIRONMENT,
-            pass_fds=(job["report"],),
-            start_new_session=True,
-        )
+        job = job | {"report": report.fileno()}
         try:
-            status = process.wait(limit)
+            ended = subprocess.run(
+                [sys.executable, "-I", "-S", ISOLATE, json.dumps(job)],
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env=_ENVIRONMENT,
+                pass_fds=(report.fileno(),),
+                start_new_session=True,
+                timeout=limit,
+            )
         except subprocess.TimeoutExpired:
             return f"it took more than {limit:g} s"
-        finally:
-            process.kill()
-            process.wait()
-    return f"exit status {status}" if status else ""
-
-
-def _text(folder: str, name: str) -> str:
-    return Path(folder, name).read_text("utf-8", "replace")
+    return f"exit status {ended.returncode}" if ended.returncode else ""
 
 
 @cache
