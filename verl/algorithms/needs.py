@@ -91,6 +91,8 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
     needed = needed_columns(config)
     if updates_per_step > 1 and not parse_correction(config.algorithm.rollout_correction).bypass:
         needed |= {"old_log_probs"}
+    if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
+        needed |= {"old_log_probs"}
     chosen = [one for one in PASSES if needed & set(one.outputs.values())]
     squares = setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False)
     return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]

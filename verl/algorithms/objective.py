@@ -77,7 +77,8 @@ class LossConfig(Map):
     """The actor's config as a policy loss sees it: its settings, `global_batch_info` and `rollout_correction`."""
 
     def __init__(self, actor: Any, global_batch_info: dict[str, Any], rollout_correction: Any = None):
-        super().__init__(actor if isinstance(actor, dict) else vars(actor))
+        settings = actor if isinstance(actor, dict) else {**vars(actor), **getattr(actor, "_extra", {})}
+        super().__init__(settings)
         self.update(global_batch_info=global_batch_info, rollout_correction=rollout_correction)
 
 

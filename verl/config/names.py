@@ -216,7 +216,6 @@ FEATURES: dict[str, Absent] = {
         "agent loops listed in a file", "register the loop in a module of model.external_lib"
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "algorithm.use_pf_ppo": Absent("PF-PPO", "set it to False"),
     "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }

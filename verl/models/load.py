@@ -8,7 +8,8 @@ architecture's own initialisation; whether it did is checked.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,10 @@ def load_model(
     where = check_directory(path)
     config = load_config(where, model_cfg)
     try:
-        loaded: Any = _kind(config, head, path).from_pretrained(
-            where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
-        )
+        with _quiet():
+            loaded: Any = _kind(config, head, path).from_pretrained(
+                where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"model.path={path}: cannot be loaded as a causal language model: {error}{_damaged(where)}"
@@ -67,6 +69,19 @@ def load_model(
         )
     check_supported(module, path)
     return module.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No table of weights that are missing or left over: `load_model` refuses what matters."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _kind(config: Any, head: str, path: str | Path) -> Any:

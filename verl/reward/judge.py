@@ -127,7 +127,7 @@ def _question(extra_info: Mapping[str, Any]) -> str:
         return str(extra_info["question"])
     messages = extra_info.get("messages")
     if not messages:
-        raise ValueError("the template needs {question}: the row has neither extra_info.question nor messages")
+        raise ValueError("{question} is needed: the row has neither extra_info.question nor messages")
     if isinstance(messages, str):
         return messages
     if len(messages) == 1:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.needs import passes, with_old_log_probs
+from verl.algorithms.pf_ppo import rows_of_update
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation
@@ -42,7 +43,6 @@ class PPOTrainer:
     def __init__(self, config: Config, parts: Parts, total_steps: int):
         self.config, self.parts, self.total_steps = config, parts, total_steps
         self.step = 0
-        self.last_batch: Batch | None = None
         self.policy = parts.workers.policy
         self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.passes = passes(config, self.policy.updates_per_step)
@@ -87,7 +87,6 @@ class PPOTrainer:
                 with parts.phases("save_checkpoint"):
                     parts.tracking.flush()  # a step that is never computed again has its responses on disk
                     parts.checkpoints.save(self, batch, metrics | record.facts(step, batch))
-        self.last_batch = batch
         record.log(step, batch, metrics)
         parts.report.write(last=step == self.total_steps)
         record.check_limits(step, metrics)
@@ -120,12 +119,13 @@ class PPOTrainer:
                 roles[one.role].forward(batch, one.name, one.outputs)
         with phases("adv"):
             beta = parts.kl_controller.value if parts.kl_controller is not None else None
-            n = self.config.actor_rollout_ref.rollout.n
-            metrics: dict[str, Any] = compute_advantages(batch, self.config.algorithm, n, beta)
+            algorithm, n = self.config.algorithm, parts.rollouts.settings.n
+            metrics: dict[str, Any] = compute_advantages(batch, algorithm, n, beta)
+            trained = rows_of_update(batch, algorithm, (self.config.trainer.seed, step), metrics)
         updates = {}
         for role in parts.workers.trained(policy=warm):
             with phases(role.phase), self.colocation.computing(role, optimizer=True):
-                updates[role.name] = role.update(batch, step=step)
+                updates[role.name] = role.update(trained, step=step)
         if parts.kl_controller is not None:
             parts.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
         parts.stream.update(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from verl.algorithms.agreement import first_step_bound, first_step_disagreement
 from verl.algorithms.correction import parse_correction, weights_of_the_update
 from verl.algorithms.value_loss import explained_variance
+from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import Timeline, profiled, step_times
 from verl.trajectory import COLUMNS
@@ -167,6 +169,7 @@ class StepRecord:
 
     def _of_policy(self, batch: Batch, update: UpdateResult) -> dict[str, Any]:
         metrics: dict[str, Any] = weights_of_the_update(batch.trajectories, self._correction)
+        metrics |= variance_proxies(batch.trajectories, update.metrics.get("actor/grad_norm", math.nan))
         if update.tokens:
             shared, epochs = update.computed / update.tokens, self._config.actor_rollout_ref.actor.ppo_epochs
             metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)

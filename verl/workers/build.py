@@ -53,7 +53,7 @@ def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> 
 
 def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
     """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
-    from verl.models.load import load_config
+    from verl.models.load import check_directory, load_config
 
     critic = config.critic
     settings = {
@@ -64,17 +64,21 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     }
     policy = config.actor_rollout_ref.model
     path = critic.model.path or policy.path
-    theirs, own = (
-        load_config(place, group).get_text_config().vocab_size
-        for place, group in ((policy.path, policy), (path, critic.model))
-    )
-    if own != theirs:
-        raise UserError(
-            f"critic.model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's "
-            "tokens, so use a model of the same family"
-        )
     options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
-    engine = _engine(config, path, settings, platform, **options)
+    try:
+        check_directory(path)
+        own, theirs = (
+            load_config(place, group).get_text_config().vocab_size
+            for place, group in ((path, critic.model), (policy.path, policy))
+        )
+        if own != theirs:
+            raise UserError(
+                f"model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's tokens, "
+                "so use a model of the same family"
+            )
+        engine = _engine(config, path, settings, platform, **options)
+    except UserError as error:
+        raise UserError(f"critic.{error}") from error
     engine.schedule(total_steps)
     return engine
 

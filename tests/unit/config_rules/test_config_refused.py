@@ -112,13 +112,8 @@ REFUSED = [
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
     (["critic.strategy=torchtitan"], ["TorchTitan"]),
     # not in this release
-    (
-        ["algorithm.adv_estimator=remax"],
-        ["remax is not in this release; set algorithm.adv_estimator=", "grpo"],
-    ),
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
-    (["critic.enable=True"], ["the critic"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
