@@ -235,7 +235,8 @@ def test_no_window_of_a_minute_holds_too_many(gaps: list[float], rpm: int, tpm: 
         wait = gate.try_start(now)
         assert wait is not None
         if wait:
-            assert gate.try_start(now + wait * 0.9) != 0.0
+            if wait > 1e-3:  # shorter waits are rounded up to that
+                assert gate.try_start(now + wait * 0.9) != 0.0
             now += wait + 1e-6
             assert gate.try_start(now) == 0.0
         starts.append(now)

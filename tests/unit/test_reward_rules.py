@@ -276,9 +276,7 @@ def test_sources() -> None:
     with pytest.raises(UnknownSource, match=r"'openai/gsm8'.*openai/gsm8k.*aime\*") as caught:
         default_compute_score("openai/gsm8", "", "1")
     assert "custom_reward_function.path" in str(caught.value)
-    with pytest.raises(ValueError, match="not in this release"):
-        default_compute_score("codecontests", "", "1")
-    assert list(unsupported(["openai/gsm8k", "nope", "apps"])) == ["nope", "apps"]
+    assert list(unsupported(["openai/gsm8k", "nope", "apps"])) == ["nope"]
 
 
 def test_a_misspelt_keyword_of_a_built_in_rule_is_refused() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, PYTHON
 from verl.platform import probe
 from verl.platform.host import cores
+from verl.reward.sandbox import local as sandbox
 from verl.versions import HOLES, satisfies
 from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
 
@@ -145,6 +146,18 @@ def _machine() -> Iterator[Finding]:
     todo = "allow connections on 127.0.0.1: several processes need them" if problem else ""
     text = problem or "can be opened and reached"
     yield Finding("machine", "loopback ports", text, WARN if problem else OK, todo)
+    yield _sandbox()
+
+
+def _sandbox() -> Finding:
+    problem, without = sandbox.state()
+    if problem:
+        todo = "only for rewards that run code: reward_model.sandbox_fusion.url names a service that runs it"
+        return Finding("machine", "code sandbox", problem, NOTE, todo)
+    if without:
+        text = f"works; programs cannot write files, as namespaces are not allowed here ({without})"
+        return Finding("machine", "code sandbox", text, NOTE)
+    return Finding("machine", "code sandbox", "works")
 
 
 def _memory() -> Iterator[Finding]:

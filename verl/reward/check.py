@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +19,8 @@ import numpy as np
 from verl.errors import UserError
 from verl.reward.outcome import Outcome
 from verl.reward.pool import FunctionSpec
-from verl.reward.precheck import (
-    GARBAGE,
-    HOSTILE,
-    forms,
-    reference_responses,
-    rule_or_none,
-    short,
-    truth_text,
-)
-from verl.reward.rules import unsupported
+from verl.reward.precheck import GARBAGE, HOSTILE, forms, reference_responses, short, truth_text
+from verl.reward.rules import rule_or_none, unsupported
 from verl.reward.rules.gsm8k import clean_number, same_number
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
@@ -102,11 +94,15 @@ class Report:
             console.print("[green]nothing looks wrong[/]")
 
 
-def _by_label(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
-    out: dict[str, list[Trial]] = {}
+def _grouped(trials: Iterable[Trial], key: Callable[[Trial], str]) -> dict[str, list[Trial]]:
+    groups: dict[str, list[Trial]] = {}
     for trial in trials:
-        out.setdefault(trial.label, []).append(trial)
-    return out
+        groups.setdefault(key(trial), []).append(trial)
+    return groups
+
+
+def _by_label(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
+    return _grouped(trials, lambda trial: trial.label)
 
 
 def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], int, list[str]]:
@@ -170,16 +166,14 @@ def _plan(prompts: Sequence[Prompt], i: int, built_in: bool) -> Iterator[tuple[s
     """What to try on row i."""
     prompt = prompts[i]
     right = reference_responses(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
-    other = [(OTHER + label, text) for label, text in _another(prompts, i, built_in)]
-    hostile = HOSTILE if i < HOSTILE_ROWS else ()
-    kinds = (
-        ("reference", right),
-        ("empty", [("empty", "")]),
-        ("other", other),
-        ("garbage", GARBAGE),
-        ("hostile", hostile),
-    )
-    for kind, texts in kinds:
+    kinds: dict[str, Sequence[tuple[str, str]]] = {
+        "reference": right,
+        "empty": [("empty", "")],
+        "other": [(OTHER + label, text) for label, text in _another(prompts, i, built_in)],
+        "garbage": GARBAGE,
+        "hostile": HOSTILE if i < HOSTILE_ROWS else (),
+    }
+    for kind, texts in kinds.items():
         for label, text in texts:
             yield kind, label, prompt, text
 
@@ -223,10 +217,8 @@ def _failures(label: str, total: int, failed: Sequence[Trial]) -> str:
 
 def _judge_scores(report: Report, built_in: bool) -> None:
     """Compare, row by row, what the reference earns with what every wrong response earns."""
-    rows: dict[str, list[Trial]] = {}
-    for trial in report.trials:
-        if trial.outcome.error is None:
-            rows.setdefault(trial.prompt.uid, []).append(trial)
+    scored = [trial for trial in report.trials if trial.outcome.error is None]
+    rows = _grouped(scored, lambda trial: trial.prompt.uid)
     low: list[tuple[Trial, float]] = []
     high: dict[str, list[tuple[Trial, float]]] = {}
     for trials in rows.values():

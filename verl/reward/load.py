@@ -73,11 +73,9 @@ def calling_style(
     )
 
 
-def _problem(
-    signature: inspect.Signature, positional: Sequence[str], keywords: Mapping[str, Any]
-) -> str | None:
+def _problem(signature: inspect.Signature, values: Sequence[str], keywords: Mapping[str, Any]) -> str | None:
     try:
-        signature.bind(*positional, **keywords)
+        signature.bind(*values, **keywords)
     except TypeError as error:
         return str(error)
     return None

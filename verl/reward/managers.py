@@ -35,9 +35,7 @@ def register(name: str) -> Callable[[type], type]:
 
     def add(cls: type) -> type:
         if _CLASSES.setdefault(name, cls) is not cls:
-            raise ValueError(
-                f"reward manager {name!r} is already registered by {_CLASSES[name].__qualname__}"
-            )
+            raise ValueError(f"reward manager {name!r}: already registered by {_CLASSES[name].__qualname__}")
         return cls
 
     return add
@@ -118,7 +116,7 @@ class Manager:
         offered = {
             "config": config,
             "tokenizer": self._tokenizer,
-            "compute_score": _compute_score(config.custom_reward_function),
+            "compute_score": _compute_score(config),
             "num_examine": 0,
             "reward_fn_key": config.data.reward_fn_key,
             "reward_router_address": None,
@@ -162,14 +160,14 @@ class Manager:
         return Trajectory(prompt, response_ids=ids, response_mask=mask, **response)
 
 
-def _compute_score(custom: Any) -> Callable[..., Any]:
+def _compute_score(config: Any) -> Callable[..., Any]:
     """`compute_score` as the manager gets it: the custom function with its kwargs, else the built-in table."""
+    custom = config.custom_reward_function
     if custom.path is None:
-        from verl.reward.rules import default_compute_score
+        from verl.reward.rules import default_compute_score, options_of
 
-        function: Callable[..., Any] = default_compute_score
-    else:
-        function = load_function(custom.path, custom.name)
+        return functools.partial(default_compute_score, **options_of(config))
+    function = load_function(custom.path, custom.name)
     return functools.partial(function, **custom.reward_kwargs) if custom.reward_kwargs else function
 
 

@@ -7,7 +7,6 @@ import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from verl.errors import UserError
@@ -38,6 +37,18 @@ class UnknownSource(RewardError, ValueError):
 
 class VerifyFailed(RewardError, RuntimeError):
     """math-verify could not decide (time limit, crash, an error of its own): the response is failed, not wrong."""
+
+
+class SandboxFailed(RewardError, RuntimeError):
+    """The sandbox, not the program in it, did not work: the response is failed, not wrong."""
+
+
+class ServiceFailed(RewardError, RuntimeError):
+    """A service over the network gave no usable answer: the response is failed, not wrong."""
+
+
+class JudgeFailed(RewardError, RuntimeError):
+    """A judge answered without a verdict: the response is failed, not wrong."""
 
 
 class RewardPrecheckError(UserError, RewardError, ValueError):
@@ -136,14 +147,12 @@ def _number(value: Any, what: str) -> float:
         raise BadScore(f"{what} is the text {value[:60]!r}, not a number; return float(...) of it")
     if _holds_one(value):
         value = value.item()
+    if not hasattr(value, "__float__"):
+        raise BadScore(f"{what} is a {type(value).__name__}, no number; return one, or a dict with 'score'")
     try:
-        number = float(value) if isinstance(value, Real) or hasattr(value, "__float__") else None
+        number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadScore(f"{what} cannot be read as a number: {type(error).__name__}: {error}") from error
-    if number is None:
-        raise BadScore(
-            f"{what} is a {type(value).__name__}, not a number; return a number, or a dict with 'score'"
-        )
     if not math.isfinite(number):
         raise BadScore(f"{what} is {number}; a score must be finite")
     return number

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.reward.outcome import Outcome, RewardPrecheckError, UnknownSource
-from verl.reward.rules import rule_for
+from verl.reward.outcome import Outcome, RewardPrecheckError
+from verl.reward.rules import rule_or_none
 
 if TYPE_CHECKING:
     from verl.reward.runner import RewardRunner
@@ -25,14 +25,7 @@ _FORMS = {
     "geo3k": "<think>So it is.</think> \\boxed{{{}}}",
     "search_qa": "<answer>{}</answer>",
 }
-
-
-def rule_or_none(data_source: str) -> str | None:
-    """Name of the built-in rule of a source, None if it has none."""
-    try:
-        return rule_for(data_source)
-    except UnknownSource:
-        return None
+_NO_OUTPUT = "```python\npass\n```"
 
 
 def truth_text(ground_truth: Any) -> str:
@@ -45,8 +38,14 @@ def truth_text(ground_truth: Any) -> str:
 
 
 def forms(data_source: str, truth: str, built_in: bool) -> list[tuple[str, str]]:
-    """(label, text) of ways to write a final answer: the rule's; for a custom function also the bare text."""
-    form = _FORMS.get(rule_or_none(data_source) or "", "{}")
+    """(label, text) of ways to write a final answer: the rule's; for a custom function also the bare text.
+
+    None for code, whose truth is tests, from which no program can be made.
+    """
+    rule = rule_or_none(data_source)
+    if built_in and rule == "code":
+        return []
+    form = _FORMS.get(rule or "", "{}")
     written = form.format(truth)
     if built_in or written == truth:
         return [("", written)]
@@ -62,9 +61,10 @@ def reference_responses(
     """
     truth = truth_text(ground_truth)
     found = [(f"ground truth{label}", text) for label, text in forms(data_source, truth, built_in)]
+    only_code = not found
     for key in ("answer", "response"):
         solution = (extra_info or {}).get(key)
-        if isinstance(solution, str) and solution.strip():
+        if isinstance(solution, str) and solution.strip() and (not only_code or "```" in solution):
             found.append((f"extra_info.{key}", solution))
     return found
 
@@ -106,7 +106,7 @@ async def precheck(runner: RewardRunner, prompts: Sequence[Prompt], rows: int = 
 async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
     built_in = runner.settings.function.path is None
     references = reference_responses(prompt.data_source, prompt.ground_truth, prompt.extra_info, built_in)
-    texts = [text for _, text in references]
+    texts = [text for _, text in references] or [_NO_OUTPUT]  # which tries the sandbox
     outcomes = await asyncio.gather(*(runner.try_function(prompt, text) for text in [*texts, ""]))
     for text, outcome in zip([*texts, ""], outcomes, strict=True):
         if outcome.error is not None:
@@ -117,10 +117,13 @@ async def _probe(runner: RewardRunner, prompt: Prompt) -> Probe:
 
 def _line(probe: Probe) -> str:
     full, empty = probe.of_reference.score or 0.0, probe.of_empty.score or 0.0
-    hint = "  <- the right answer earns nothing here; `verl reward check` shows more" if full <= empty else ""
+    known, hint = probe.reference != _NO_OUTPUT, ""
+    if known and full <= empty:
+        hint = "  <- the right answer earns nothing here; `verl reward check` shows more"
+    what = f"the reference {short(probe.reference, 40)}" if known else "a program without output"
     return (
         f"reward check: {probe.prompt.data_source or 'no data_source'} row {probe.prompt.row}: "
-        f"the reference {short(probe.reference, 40)} scores {full:g}, an empty response {empty:g}{hint}"
+        f"{what} scores {full:g}, an empty response {empty:g}{hint}"
     )
 
 

@@ -24,6 +24,7 @@ from verl.trajectory import Batch, Prompt, Trajectory
 
 SHOWN_PER_REASON = 2
 SHOWN_IN_ALL = 10
+JUDGE = "pkg://verl.reward.judge"
 
 Events = Callable[..., None]
 
@@ -114,6 +115,8 @@ class RewardRunner:
             }
             for t in trajectories
         ]
+        if function.path == JUDGE:  # it is told what the question was
+            rows[0]["extra_info"].setdefault("messages", trajectories[0].prompt.messages)
         if function.batch:
             return Call({f"{name}s": [row[name] for row in rows] for name in rows[0]}, count=count)
         # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
@@ -127,9 +130,7 @@ class RewardRunner:
         missing = [key for key in self.settings.required_parts if key not in outcome.parts]
         if outcome.error is None and missing:
             found = ", ".join(outcome.parts) or "none"
-            problem = (
-                f"its result lacks {', '.join(missing)} (algorithm.gdpo_reward_keys); keys there: {found}"
-            )
+            problem = f"its result lacks {', '.join(missing)} (algorithm.gdpo_reward_keys); it has {found}"
             outcome = failed("value", problem, seconds=outcome.seconds)
         if outcome.error is not None:
             self._fail(trajectory, outcome)
@@ -234,9 +235,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
 
 def _text(trajectory: Trajectory) -> str:
     if trajectory.text is None:
-        raise ValueError(
-            f"response {trajectory.index} of {trajectory.uid} has no text: decode it before scoring"
-        )
+        raise ValueError(f"response {trajectory.index} of {trajectory.uid} is to be decoded before scoring")
     return trajectory.text
 
 

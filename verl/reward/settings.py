@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.reward.managers import manager_function
 from verl.reward.pool import FunctionSpec, RateGate
+from verl.reward.rules import options_of
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class RewardSettings:
             if manager == "batch" and not function.batch:
                 manager = "naive"
         limited = manager in ("rate_limited", "limited")
+        sandboxes = model.sandbox_fusion.max_concurrent if function.path is None else model.num_workers
         limits = (model.max_concurrent, model.max_rpm, model.max_tpm, model.estimated_tokens_per_request)
         return cls(
             function=function,
             manager=manager,
-            num_workers=model.num_workers,
+            num_workers=min(model.num_workers, sandboxes),
             timeout=model.timeout,
             max_error_ratio=model.max_error_ratio,
             overlong=_overlong(config),
@@ -74,7 +76,7 @@ def _function(config: Any, manager: str) -> FunctionSpec:
     return FunctionSpec(
         path=path,
         name=custom.name,
-        kwargs=dict(custom.reward_kwargs),
+        kwargs=dict(custom.reward_kwargs) if path else options_of(config),
         batch=manager == "batch" and path is not None,
         positional=manager == "prime",
     )

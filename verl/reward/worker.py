@@ -112,14 +112,12 @@ class Function:
                 check_kwargs(self.kwargs)
             self.call = default_compute_score
         else:
-            from verl.reward import load
+            from verl.reward.load import calling_style, is_async, load_function
 
-            self.call = load.load_function(init["path"], init["name"])
-            style = load.calling_style(
-                self.call, self.kwargs, batch=self.batch, positional=init["positional"]
-            )
+            self.call = load_function(init["path"], init["name"])
+            style = calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
             self.positional = style == "positional"
-            self.is_async = load.is_async(self.call)
+            self.is_async = is_async(self.call)
 
     def __call__(self, message: dict[str, Any]) -> Any:
         arguments, kwargs = message["arguments"], {**message["kwargs"], **self.kwargs}
@@ -134,9 +132,7 @@ class Function:
             return [outcome_of(value, seconds)]
         values = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(values, list | tuple):
-            problem = (
-                f"it returned a {type(value).__name__}; a batch function returns a list of {count} scores"
-            )
+            problem = f"it returned a {type(value).__name__}; a batch function returns a list of scores"
         elif len(values) != count:
             problem = f"it returned {len(values)} scores for {count} responses"
         else:

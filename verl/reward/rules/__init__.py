@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -23,9 +24,10 @@ _TABLE: dict[str, str] = {
     **{f"numina_{name}": "numina" for name in _NUMINA},
     "hiyouga/geometry3k": "geo3k",
     **{f"searchR1_{name}": "search_qa" for name in _SEARCH},
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     "aime*": "math_dapo",
 }
-_LATER = ("codecontests", "apps", "codeforces", "taco")
+_SANDBOX = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb", "max_concurrent")
 
 
 def known_sources() -> list[str]:
@@ -33,21 +35,21 @@ def known_sources() -> list[str]:
     return list(_TABLE)
 
 
-def rule_for(data_source: str) -> str:
-    """Name of the rule's module (`gsm8k`, `math`, …). UnknownSource lists what is known."""
+def rule_or_none(data_source: str) -> str | None:
+    """Name of the rule's module (`gsm8k`, `math`, …), None if the source has no rule."""
     source = str(data_source)
     if source in _TABLE:
         return _TABLE[source]
-    for name, rule in _TABLE.items():
-        if name.endswith("*") and source.startswith(name[:-1]):
-            return rule
-    if source in _LATER:
-        raise UnknownSource(
-            f"data_source {source!r}: running code written by the model is not in this release; "
-            "score it with custom_reward_function.path=your_file.py"
-        )
+    prefixed = (rule for name, rule in _TABLE.items() if name.endswith("*") and source.startswith(name[:-1]))
+    return next(prefixed, None)
+
+
+def rule_for(data_source: str) -> str:
+    """As `rule_or_none`. UnknownSource lists what is known."""
+    if rule := rule_or_none(data_source):
+        return rule
     raise UnknownSource(
-        f"data_source {source!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"data_source {str(data_source)!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
         f"or use one of: {', '.join(known_sources())}"
     )
 
@@ -67,6 +69,7 @@ def _rule(name: str) -> Callable[..., Any]:
     return importlib.import_module(f"verl.reward.rules.{name}").compute_score
 
 
+@functools.cache
 def _options(rule: str) -> list[str]:
     """Keywords a rule takes besides the response and the truth."""
     return [p for p in inspect.signature(_rule(rule)).parameters if p not in ("solution_str", "ground_truth")]
@@ -74,13 +77,26 @@ def _options(rule: str) -> list[str]:
 
 def check_kwargs(kwargs: Iterable[str]) -> None:
     """RewardLoadError if no built-in rule takes one of these `custom_reward_function.reward_kwargs`."""
+    asked = [name for name in kwargs if name not in _SANDBOX]
+    if not asked:
+        return
     known = dict.fromkeys(option for rule in dict.fromkeys(_TABLE.values()) for option in _options(rule))
-    for name in kwargs:
+    for name in asked:
         if name not in known:
             raise RewardLoadError(
                 f"custom_reward_function.reward_kwargs.{name}: no built-in reward takes it (they take: "
                 f"{', '.join(known)}); for a function of your own set custom_reward_function.path"
             )
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Keyword arguments of `default_compute_score` that the checked configuration of a run sets."""
+    model = config.reward_model
+    options = {"memory_limit_mb": model.sandbox_fusion.memory_limit_mb}
+    if model.sandbox_fusion.url:
+        share = model.sandbox_fusion.max_concurrent // model.num_workers
+        options |= {"sandbox_fusion_url": model.sandbox_fusion.url, "max_concurrent": max(1, share)}
+    return options | dict(config.custom_reward_function.reward_kwargs)
 
 
 def default_compute_score(
@@ -95,10 +111,13 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score a response by the rule of its data_source: a number, or a dict with `score`.
 
-    `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are
-    for code sources, which are not in this release. Raises UnknownSource, ValueError where the row has no
-    ground truth, VerifyFailed where equality could not be decided. Safe to call from several threads.
+    `kwargs` reach the rule if it names them (`method`, `format_score`, `score`). The sandbox arguments are for code sources
+    (see `verl.reward.rules.code`). Raises UnknownSource, ValueError where the row has no ground truth, VerifyFailed where
+    equality could not be decided, SandboxFailed or ServiceFailed where code could not be run. Safe to call from several
+    threads.
     """
     rule = rule_for(data_source)
-    chosen = {name: kwargs[name] for name in _options(rule) if name in kwargs} if kwargs else {}
+    sandbox = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+    options = {**kwargs, **dict(zip(_SANDBOX, sandbox, strict=False))}
+    chosen = {name: options[name] for name in _options(rule) if name in options}
     return _rule(rule)(solution_str=solution_str, ground_truth=ground_truth, **chosen)

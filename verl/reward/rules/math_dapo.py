@@ -43,11 +43,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
         raise ValueError("math_dapo: the row has no ground truth (reward_model.ground_truth is empty)")
     tail = solution_str[-TAIL:]
     found = _ANSWER.findall(tail)
-    boxed = None if found else last_boxed(tail[-BOX_TAIL:])
-    if found:
-        answer = last_boxed(found[-1])
-        pred = normalise(found[-1] if answer is None else answer)
-    else:
-        pred = INVALID if boxed is None else normalise(boxed)
+    answer = last_boxed(found[-1] if found else tail[-BOX_TAIL:])
+    if answer is None and found:
+        answer = found[-1]
+    pred = "" if answer is None else normalise(answer)
     right = pred not in ("", INVALID) and pred == normalise(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred or INVALID}

@@ -120,10 +120,8 @@ def _in_helper(answer: str, truth: str, limit: float) -> bool:
             spec = FunctionSpec(path="pkg://verl.reward.rules.verify", name="compare_task")
             _helper = (os.getpid(), Pool(spec, workers=1))
         pool = _helper[1]
-    call = Call(
-        {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}
-    )
-    (outcome,) = pool.submit(call, timeout=limit + 60).result()
+    row = {"data_source": "", "solution_str": answer, "ground_truth": truth, "extra_info": {"limit": limit}}
+    (outcome,) = pool.submit(Call(row), timeout=limit + 60).result()
     if outcome.error is not None:
         raise VerifyFailed(outcome.error)
     return outcome.score == 1.0

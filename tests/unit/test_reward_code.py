@@ -1,0 +1,215 @@
+"""Code sources: which program is taken from a response, what passes a case, and services that run programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.unit.http_service import serving
+from tests.unit.test_reward_parts import settings
+from tests.unit.test_reward_runner import answer
+from verl.reward import default_compute_score, http
+from verl.reward.outcome import ServiceFailed
+from verl.reward.precheck import precheck
+from verl.reward.rules.code import program_of
+from verl.reward.runner import RewardRunner
+
+DOUBLE = {"inputs": ["1", "2", "30"], "outputs": ["2\n", "4", " 60 "]}
+CALLS = {"fn_name": "f", "inputs": ["1\n[2, 3]", "4\n[]"], "outputs": ["[1, 2, 3]", "[4]"]}
+
+
+def fenced(program: str) -> str:
+    return f"I think so.\n```python\n{program}\n```\nDone."
+
+
+def score(program: str, truth: Any, **kwargs: Any) -> Any:
+    return default_compute_score("codecontests", fenced(program), truth, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("no code", None),
+        ("```python\na\n```\n```python\nb\n```", "\nb\n"),
+        ("```python\na\n``` and ```python\nb", "\nb"),
+        ("```\na\n```\n```\nb\n```", "\na\n"),
+        ("```py\na\n```", "a\n"),
+        ("``` never closed", None),
+    ],
+)
+def test_the_program_of_a_response(response: str, program: str | None) -> None:
+    found = program_of(response)
+    assert (found and found.strip()) == (program and program.strip())
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "expected"),
+    [
+        ("print(int(input()) * 2)", DOUBLE, 1.0),
+        ("print(int(input()) * 2)", json.dumps(DOUBLE), 1.0),
+        ("print(input() * 2)", DOUBLE, 0.0),
+        ("print(2)", DOUBLE, 1 / 3),
+        ("syntax error", DOUBLE, 0.0),
+        ("", DOUBLE, 0.0),
+        ("print(int(input()) * 2)\nraise SystemExit(1)", DOUBLE, 0.0),
+        ("print(0.30000000000000004)", {"inputs": [""], "outputs": ["0.3"]}, 1.0),
+        ("print('0.31')", {"inputs": [""], "outputs": ["0.3"]}, 0.0),
+        ("print('1\\n2')", {"inputs": [""], "outputs": ["1 2"]}, 0.0),
+        ("print(1)", {"inputs": [""] * 20, "outputs": ["1"] * 10 + ["2"] * 10}, 1.0),
+        ("def f(a, b): return [a, *b]", CALLS, 1.0),
+        ("class Solution:\n  def f(self, a: int, b: List[int]): print('noise'); return (a, *b)", CALLS, 1.0),
+        ("from __future__ import annotations\ndef f(a, b): return [a, *b]", CALLS, 1.0),
+        ("def f(a, b): return [a]", CALLS, 0.5),
+        ("def g(a, b): return [a, *b]", CALLS, 0.0),
+        ("def f(n): return n + 1", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]}, 1.0),
+        ("def f(n): return 10 ** n", {"fn_name": "f", "inputs": [[400], [0]], "outputs": [0.5, 1.0]}, 0.5),
+        ("print('[' * 100000)", {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, 0.0),
+        (
+            "def f(n): return eval('[' * 80 + ']' * 80)",
+            {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
+            0.0,
+        ),
+        ("print('1\\n' * 5000000)", {"inputs": [""], "outputs": ["1"]}, 0.0),
+        ("def f(n): return n + 1", {"assert_case": ["assert f(1) == 2", "assert f(1) == 3"]}, 0.5),
+        ("import os\nos._exit(0)", {"assert_case": ["assert f(1) == 2"]}, 0.0),
+    ],
+)
+def test_share_of_cases_passed(program: str, truth: Any, expected: float) -> None:
+    assert score(program, truth) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {},
+        "[]",
+        "no json",
+        {"inputs": ["1"], "outputs": []},
+        {"fn_name": "f(", "inputs": [[1]], "outputs": [1]},
+    ],
+)
+def test_a_row_without_usable_tests_is_no_zero(truth: Any) -> None:
+    with pytest.raises(ValueError):
+        score("print(1)", truth)
+
+
+class Service:
+    """Answers as SandboxFusion does, without running anything: a program's comment says what becomes of it."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.lock:
+            self.bodies.append(body | {"path": path})
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return self.answer(body)
+        finally:
+            with self.lock:
+                self.at_once -= 1
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
+        what = body["code"].strip().removeprefix("# ")
+        right = {"status": "Finished", "return_code": 0, "stdout": str(2 * int(body["stdin"])), "stderr": ""}
+        if what == "recovers" and len(self.bodies) > 2:
+            what = "right"
+        return {
+            "right": (200, {"status": "Success", "message": "", "run_result": right}),
+            "slow": (200, {"status": "Failed", "message": "", "run_result": {"status": "TimeLimitExceeded"}}),
+            "broken": (200, {"status": "SandboxError", "message": "no runner is free"}),
+            "recovers": (504, "gateway"),
+            "nonsense": (200, "<html>"),
+            "other json": (200, [1]),
+            "refused": (422, {"detail": "no such language"}),
+        }[what]
+
+
+@pytest.fixture()
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSES", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected", "tries"),
+    [
+        ("right", 1.0, 3),
+        ("slow", 0.0, 3),
+        ("recovers", 1.0, 5),
+        ("broken", "SandboxError.*no runner is free", 4),
+        ("nonsense", "no JSON: <html>", 4),
+        ("other json", "no result of a program", 4),
+        ("refused", "refuses: status 422.*no such language", 1),
+    ],
+)
+def test_a_service_runs_programs(no_pauses: None, what: str, expected: float | str, tries: int) -> None:
+    service = Service()
+    with serving(service) as url:
+        if isinstance(expected, str):
+            with pytest.raises(ServiceFailed, match=expected):
+                score(f"# {what}", DOUBLE, sandbox_fusion_url=url, memory_limit_mb=64)
+        else:
+            assert score(f"# {what}", DOUBLE, sandbox_fusion_url=url, memory_limit_mb=64) == expected
+    assert len(service.bodies) == tries
+    body = service.bodies[0]
+    assert (body["path"], body["language"], body["memory_limit_MB"], body["run_timeout"]) == (
+        "/run_code",
+        "python",
+        64,
+        10,
+    )
+
+
+def test_a_service_that_is_not_there(no_pauses: None) -> None:
+    with pytest.raises(ServiceFailed, match=r"127\.0\.0\.1:9/x gave no usable answer in 4 tries"):
+        score("print(1)", DOUBLE, sandbox_fusion_url="http://127.0.0.1:9/x")
+    with pytest.raises(ServiceFailed, match="no http"):
+        score("print(1)", DOUBLE, sandbox_fusion_url="file:///etc/passwd")
+
+
+def test_programs_at_a_time_at_a_service() -> None:
+    service, semaphore = Service(), threading.Semaphore(2)
+    with serving(service) as url:
+        many = {"inputs": ["1"] * 10, "outputs": ["2"] * 10}
+        assert (
+            score("# right", many, sandbox_fusion_url=url, concurrent_semaphore=semaphore, max_concurrent=8)
+            == 1.0
+        )
+    assert len(service.bodies) == 10 and service.most_at_once <= 2
+
+
+def test_a_run_scores_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Service()) as url:
+        for where, program in (([], "print(int(input()) * 2)"), ([f"sandbox_fusion.url={url}"], "# right")):
+            runner = RewardRunner(None, settings=settings("reward_model.num_workers=1", *where))
+            right, wrong = (
+                answer(fenced(text), truth=DOUBLE, data_source="taco", extra_info={})
+                for text in (program, "")
+            )
+            asyncio.run(runner.score_batch([right, wrong]))
+            assert (right.score, wrong.score) == (1.0, 0.0), (right.score_error, wrong.score_error)
+            if not where:
+                right.prompt.extra_info["answer"] = "Twice the number."
+                asyncio.run(precheck(runner, [right.prompt]))
+                assert "a program without output scores 0" in capsys.readouterr().err
+                right.prompt.extra_info["answer"] = right.text
+                asyncio.run(precheck(runner, [right.prompt]))
+                assert "scores 1, an empty response 0" in capsys.readouterr().err
+            runner.close()
+
+
+def test_programs_at_a_time_are_shared_by_the_processes() -> None:
+    def shares(*words: str) -> tuple[int, Any]:
+        found = settings("sandbox_fusion.url=http://x", *words)
+        return found.num_workers, found.function.kwargs["max_concurrent"]
+
+    assert shares() == (8, 8)
+    assert shares("sandbox_fusion.max_concurrent=3") == (3, 1)
+    assert shares("sandbox_fusion.max_concurrent=20", "reward_model.num_workers=4") == (4, 5)

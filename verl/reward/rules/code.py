@@ -1,0 +1,203 @@
+r"""Code: the response's program is run on test cases, in a sandbox; the score is the share of cases that it passes.
+
+    response ─→ program ─┬ + a case's input     ─→ what it prints         ≟ the case's output
+                         ├ + a call of fn_name  ─→ the result, as JSON    ≟ the case's output
+                         └ + an assert          ─→ a word, after it holds ≟ the word
+
+Expected outputs stay here: the program cannot print what it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from verl.reward.sandbox import local, service
+
+MAX_CASES = 10
+SECONDS = 10.0
+TOLERANCE = 1e-6
+TIMES_LONGER, ROOM = 16, 4096
+"""An output longer than this many times the expected one, and ROOM characters, is a different one: it is not taken apart."""
+
+# Solutions to tasks about a function or a class use these without importing them.
+_IMPORTS = """import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+_CALL = """
+
+import json as _json, sys as _sys
+_arguments = [_json.loads(_line) for _line in _sys.stdin.read().splitlines() if _line.strip()]
+_function = getattr(Solution(), {name!r}) if hasattr(globals().get("Solution"), {name!r}) else {name}
+_sys.stdout.write("\\n" + _json.dumps(_function(*_arguments), default=list) + "\\n")
+"""
+_ASSERT = """
+
+{case}
+import sys as _sys
+_sys.stdout.write("\\n" + _sys.stdin.readline() + "\\n")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: what is put before and after the solution, the input, and what makes the output right."""
+
+    before: str
+    after: str
+    text: str
+    passes: Callable[[str], bool]
+
+
+def program_of(response: str) -> str | None:
+    """The last ```` ```python ```` block, else the first fenced block, None without any. A last block may be open."""
+    if "```python" in response:
+        return response.rsplit("```python", 1)[1].split("```", 1)[0]
+    parts = response.split("```", 2)
+    if len(parts) < 3:
+        return None
+    first, _, rest = parts[1].partition("\n")
+    return rest if first.strip().isalnum() else parts[1]
+
+
+def cases_of(ground_truth: Any) -> list[Case]:
+    """The first MAX_CASES cases. ValueError says what is wrong with the row's tests."""
+    tests = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(tests, Mapping):
+        raise ValueError("code: the ground truth must hold inputs and outputs, or assert_case")
+    asserts = tests.get("assert_case")
+    if asserts:
+        return [_assert(case) for case in _listed(asserts)[:MAX_CASES]]
+    inputs, outputs = _listed(tests.get("inputs")), _listed(tests.get("outputs"))
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"code: the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    name = tests.get("fn_name")
+    if name and not str(name).isidentifier():
+        raise ValueError(f"code: fn_name {name!r} is no name of a function")
+    pairs = list(zip(inputs, outputs, strict=True))[:MAX_CASES]
+    return [_call(str(name), *pair) if name else _printed(*pair) for pair in pairs]
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _assert(case: str) -> Case:
+    word = secrets.token_hex(8)
+    return Case(_IMPORTS, _ASSERT.format(case=case), word, lambda output: _last_line(output) == word)
+
+
+def _call(name: str, given: Any, expected: Any) -> Case:
+    """Arguments are one JSON value a line, or a list of them; a result may stand in a list of its own."""
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+    wanted = _json_or_text(expected) if isinstance(expected, str) else json.loads(json.dumps(expected))
+
+    def passes(output: str) -> bool:
+        line = _last_line(output)
+        if _too_long(line, json.dumps(wanted)):
+            return False
+        result = _json_or_text(line)
+        return _same(result, wanted) or (isinstance(wanted, list) and _same([result], wanted))
+
+    return Case(_IMPORTS, _CALL.format(name=name), "\n".join(map(json.dumps, given)), passes)
+
+
+def _printed(given: Any, expected: Any) -> Case:
+    text, wanted = ("\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected))
+    return Case("", "", text, lambda output: _same_text(output, wanted))
+
+
+def _last_line(output: str) -> str:
+    return output.rstrip().rsplit("\n", 1)[-1]
+
+
+def _too_long(output: str, wanted: str) -> bool:
+    return len(output) > TIMES_LONGER * len(wanted) + ROOM
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _same(result: Any, wanted: Any) -> bool:
+    """Equal; numbers with a fraction within TOLERANCE."""
+    if isinstance(result, list) and isinstance(wanted, list):
+        return len(result) == len(wanted) and all(map(_same, result, wanted))
+    if isinstance(result, float) or isinstance(wanted, float):
+        return _close(result, wanted)
+    return bool(result == wanted)
+
+
+def _same_text(output: str, wanted: str) -> bool:
+    """The same words line by line; blanks and empty lines at the end do not count, nor the digits of a fraction."""
+    output = output.rstrip()
+    if _too_long(output, wanted):
+        return False
+    mine, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, wanted))
+    return len(mine) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    return word == wanted or ("." in wanted and _close(word, wanted))
+
+
+def _close(result: Any, wanted: Any) -> bool:
+    """True for two numbers, or texts of numbers, within TOLERANCE."""
+    try:
+        return math.isclose(float(result), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    max_concurrent: int = 1,
+) -> float:
+    """Passed cases over cases run. SandboxFailed or ServiceFailed where that cannot be found out; ValueError without tests.
+
+    With `sandbox_fusion_url` the service there runs the programs, at most `max_concurrent` at a time, each under
+    `concurrent_semaphore` if there is one; else a local sandbox, one after another.
+    """
+    cases = cases_of(ground_truth)
+    program = program_of(solution_str)
+    if program is None or not program.strip():
+        return 0.0
+    run = local.run if sandbox_fusion_url is None else functools.partial(service.run, sandbox_fusion_url)
+
+    def passed(case: Case) -> bool:
+        # A program with imports from __future__ must begin with them.
+        before = "" if "from __future__" in program else case.before
+        source = before + program + case.after
+        with concurrent_semaphore or nullcontext():
+            ran = run(source, case.text, seconds=SECONDS, memory_mb=memory_limit_mb or 1024)
+        return ran.finished and case.passes(ran.output)
+
+    if sandbox_fusion_url is None or max_concurrent == 1:
+        results = [passed(case) for case in cases]
+    else:
+        with ThreadPoolExecutor(max_concurrent) as threads:
+            results = list(threads.map(passed, cases))
+    return sum(results) / len(results)

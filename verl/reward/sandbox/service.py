@@ -1,0 +1,43 @@
+"""Run a Python program by a remote sandbox with the interface of SandboxFusion (`POST …/run_code`)."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from verl.reward.http import post_json
+from verl.reward.sandbox.local import Ran
+
+QUEUE_SECONDS = 30.0
+"""What a service may take on top of the program's own time."""
+
+
+def run(url: str, program: str, text: str = "", *, seconds: float = 10.0, memory_mb: int = 1024) -> Ran:
+    """As `local.run`, by the service at `url` (its address, or that of its `run_code`). ServiceFailed if it does not do it."""
+    if not urlsplit(url).path.strip("/"):
+        url = url.rstrip("/") + "/run_code"
+    body = {
+        "language": "python",
+        "code": program,
+        "stdin": text,
+        "compile_timeout": seconds,
+        "run_timeout": seconds,
+        "memory_limit_MB": memory_mb,
+        "files": {},
+        "fetch_files": [],
+    }
+    answer = post_json(url, body, timeout=2 * seconds + QUEUE_SECONDS, problem=_problem)
+    result = answer.get("run_result") or answer.get("compile_result") or {}
+    finished = answer["status"] == "Success"
+    note = "" if finished else f"{result.get('status')}: {result.get('stderr') or ''}"
+    return Ran(str(result.get("stdout") or ""), finished, note)
+
+
+def _problem(answer: Any) -> str | None:
+    """A service that could not run the program says so in `status`; a program that failed is an answer."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("run_result") or {}, dict):
+        return f"it is no result of a program: {answer!r}"
+    status = answer.get("status")
+    if status == "Failed" or (status == "Success" and answer.get("run_result")):
+        return None
+    return f"status {status!r}: {answer.get('message') or answer}"
