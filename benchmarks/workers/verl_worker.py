@@ -70,7 +70,8 @@ class Memory:
         if phase not in PHASES:
             yield
             return
-        self.platform.reset_peak_memory()
+        if not self.platform.on_host:
+            self.platform.module.reset_peak_memory_stats()
         yield
         self.platform.synchronize()
         free, total = self.platform.memory()

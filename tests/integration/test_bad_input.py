@@ -322,7 +322,7 @@ def test_no_model_directory(tiny, fork_server, tmp_path) -> None:
     [
         (["data.train_batchsize=4"], 2, ["no key data.train_batchsize", "nearest: data.train_batch_size"]),
         (["actor_rolout_ref.actor.optim.lr=1"], 2, ["nearest: actor_rollout_ref.actor.optim.lr"]),
-        (["data.train_batch_size=100"], 2, ["data.train_batch_size=100", "24 rows", "24 or less"]),
+        (["data.train_batch_size=100"], 2, ["data.train_batch_size=100", "24 rows", "lower it to 24"]),
         (["data.train_batch_size=0"], 2, ["data.train_batch_size=0", "at least 1"]),
         (["actor_rollout_ref.actor.ppo_mini_batch_size=-1"], 2, ["ppo_mini_batch_size=-1", "at least 1"]),
         (
