@@ -130,7 +130,7 @@ class Ranks:
         self.calls = DirectCalls(self.workers[0]) if dp_ranks is None else FarCalls(self.workers)
         facts = [{"dp_rank": rank, "roles": ["actor", "ref"]} for rank in self.dp_ranks]
         group = WorkerGroup(self.calls, facts, plan=update_plan(config))
-        self.policy, self.reference = Policy("actor", group), Role("ref", group)
+        self.policy, self.reference = Policy("actor", group, group.plan), Role("ref", group)
 
     def steps(self) -> list[dict[str, Any]]:
         """What each update did, over the ranks that hold different rows."""
@@ -225,10 +225,10 @@ def test_a_batch_travels_once_and_then_only_what_is_new() -> None:
     batch = batch_of(LENGTHS)
     ranks, _ = run([0, 1], settings(ppo_epochs=2), batch, first=True)
     assert [method for method, _ in ranks.calls.sent] == ["receive_rows", "forward", "update", "advance"]
-    news = dict(ranks.calls.sent)["update"][0][0]
+    news = dict(ranks.calls.sent)["update"][0][1]
     assert sorted(news) == ["advantages", "loss_mask"]
     ranks.policy.update(batch, step=2)
-    assert dict(ranks.calls.sent)["update"][0][0] == {}
+    assert dict(ranks.calls.sent)["update"][0][1] == {}
 
 
 # -- mini-batches ------------------------------------------------------------------------------------------------

@@ -45,13 +45,15 @@ def test_a_need_that_nothing_produces_is_refused(
 ) -> None:
     from verl.algorithms.registry import ESTIMATORS
 
-    ESTIMATORS.register("wants_values", needs={"values"})(lambda token_level_rewards, **kwargs: None)
+    ESTIMATORS.register("wants_a_teacher", needs={"teacher_log_probs"})(
+        lambda token_level_rewards, **kwargs: None
+    )
     try:
-        words = [PLUG_IN, "algorithm.adv_estimator=wants_values"]
+        words = [PLUG_IN, "algorithm.adv_estimator=wants_a_teacher"]
         assert main(tiny.overrides(tmp_path / "out", *words)) == 2
     finally:
-        del ESTIMATORS.functions["wants_values"]
-    assert "wants_values" in (text := capfd.readouterr().err) and "critic" in text
+        del ESTIMATORS.functions["wants_a_teacher"]
+    assert "wants_a_teacher" in (text := capfd.readouterr().err) and "a teacher" in text
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])

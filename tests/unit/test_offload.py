@@ -198,7 +198,7 @@ def test_a_training_rank_does_the_same(
     worker.onload("actor", True)
     counts = asdict(count_denominators(rows, 12.0))
     mini = {"rows": [0, 1, 2, 3], "denominators": counts, "trajectory_tokens": None}
-    result = worker.update(codec.collect(rows, ["advantages"]), [mini])
+    result = worker.update("actor", codec.collect(rows, ["advantages"]), [mini])
     assert not result["results"][0]["refused"]
     worker.offload("actor")
     worker.send_weights(None, [], 1, False)

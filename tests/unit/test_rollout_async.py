@@ -99,7 +99,13 @@ class Run:
         rollouts = RolloutManager(engine, settings_, decode=lambda ids: "", on_finished=self._score)
         rewards = Space(score_batch=self._nothing, check_errors=lambda batch: {})
         workers = Space(
-            policy=self, roles={"actor": self}, sampler=engine, weight_sync=self, profiler=None, devices=1
+            policy=self,
+            roles={"actor": self},
+            trained=lambda policy: [self],
+            sampler=engine,
+            weight_sync=self,
+            profiler=None,
+            devices=1,
         )
         parts = Parts(
             self.stream,
@@ -124,7 +130,7 @@ class Run:
 
     # the actor and the weight sync, as far as the loop asks
 
-    updates_per_step = 1
+    name, phase, updates_per_step = "actor", "update_actor", 1
 
     def memory(self) -> dict[str, float]:
         return {}

@@ -71,6 +71,7 @@ class EngineModel:
 
 def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) -> EngineModel:
     """The model of one process, loaded or as given: a given one keeps its tensors and their requires_grad."""
+    head = head_class(settings.head)
     if module is None:
         assert settings.path is not None, "give model_path or module"
         module = models.load_model(settings.path, settings.model_cfg, head=settings.head)
@@ -85,7 +86,7 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     if lora is not None:
         adapter = inject(module, lora)
         adapter.materialise(AdapterSource(module, lora, settings.seed, None), settings.device)
-    return EngineModel(head_class(settings.head)(module.eval()), FusedForwards(module), adapter)
+    return EngineModel(head(module.eval()), FusedForwards(module), adapter)
 
 
 def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
