@@ -169,7 +169,8 @@ class StepRecord:
 
     def _of_policy(self, batch: Batch, update: UpdateResult) -> dict[str, Any]:
         metrics: dict[str, Any] = weights_of_the_update(batch.trajectories, self._correction)
-        metrics |= variance_proxies(batch.trajectories, update.metrics.get("actor/grad_norm", math.nan))
+        if batch.has("sum_pi_squared"):
+            metrics |= variance_proxies(batch.trajectories, update.metrics.get("actor/grad_norm", math.nan))
         if update.tokens:
             shared, epochs = update.computed / update.tokens, self._config.actor_rollout_ref.actor.ppo_epochs
             metrics["perf/prompt_sharing_saved_ratio"] = max(0.0, 1 - shared)
