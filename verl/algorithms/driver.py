@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.advantage import EPSILON, Arrays, Estimator, EstimatorInputs
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
+from verl.algorithms.pf_ppo import resample
 from verl.algorithms.registry import ESTIMATORS, Algorithm
 from verl.config.settings import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
@@ -70,6 +71,16 @@ def compute_advantages(
         found = _baselines(Batch({t.uid: t for t in rows}.values()))
         metrics["critic/reward_baseline/mean"] = math.nan if found is None else float(np.mean(found))
     return metrics
+
+
+def rows_of_update(batch: Batch, algorithm: Any, seed: Sequence[int], metrics: dict[str, float]) -> Batch:
+    """What a step's updates train on: the batch, or with `use_pf_ppo` responses drawn from it; what is to be logged of that is added
+    to `metrics`."""
+    if not setting(algorithm, "use_pf_ppo", False):
+        return batch
+    drawn, found = resample(batch, algorithm, seed)
+    metrics |= found
+    return drawn
 
 
 def has_outcome(trajectory: Trajectory) -> bool:

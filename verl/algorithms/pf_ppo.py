@@ -46,18 +46,6 @@ def resample(batch: Batch, algorithm: Any, seed: int | Sequence[int]) -> tuple[B
     return Batch(chosen, batch.meta), {"training/pf_ppo/unique_ratio": ratio}
 
 
-def rows_of_update(
-    batch: Batch, algorithm: Any, seed: int | Sequence[int], metrics: dict[str, float]
-) -> Batch:
-    """What the updates of a step train on: the batch, or with `use_pf_ppo` responses drawn from it, whose share of distinct ones is
-    added to `metrics`."""
-    if not setting(algorithm, "use_pf_ppo", False):
-        return batch
-    drawn, found = resample(batch, algorithm, seed)
-    metrics |= found
-    return drawn
-
-
 def _copy(trajectory: Trajectory) -> Trajectory:
     out = copy.copy(trajectory)
     out.segments = [copy.copy(segment) for segment in trajectory.segments]

@@ -163,7 +163,7 @@ class RolloutManager:
 
     async def _completion(self, group: PromptGroup) -> None:
         await asyncio.gather(*self._responses[group])
-        await self.scored([row for row in group.responses if row is not None])
+        await self.scored(row for row in (*group.responses, group.baseline) if row is not None)
 
     async def collect(self, groups: Sequence[PromptGroup]) -> Batch:
         """Take these groups, whose responses are all back. RolloutError when too many responses were lost."""

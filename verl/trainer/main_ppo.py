@@ -5,18 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from verl.config.command_line import resolve
+from verl.trainer.run import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say; returns the exit status (0 done, 2 configuration, 3 machine, 4 last checkpoint not written, else the run's)."""
-    try:
-        config = resolve(argv, "ppo")
-    except SystemExit as left:
-        return int(left.code or 0)
-    from verl.trainer.run import run_ppo
-
-    return run_ppo(config)
+    return run_command(argv, "ppo", "verl.trainer.run:train_ppo")
 
 
 if __name__ == "__main__":

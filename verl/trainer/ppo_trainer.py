@@ -2,13 +2,14 @@
 
     driver: one process, holds prompts, trajectories and scalars, never a model
 
-    schedule → rollouts.take → rewards → passes (old log-probs, reference, …) → advantages → policy.update
-                  ↑ waits for the sampler  (scored while sampling)                                 │
-                  └─────────────────── weight sync (version = step) ←──────────────────────────────┘
+    schedule.take → rewards → passes (old log-probs, reference, values, …) → advantages → update (critic, policy)
+          ↑ waits for the sampler  (scored while sampling)                                        │
+          └──────────────────── weight sync (version = step) ←────────────────────────────────────┘
 
-A step, in `_train_step`: sample the step's groups; score what is not scored yet; run the forward passes that the algorithm
-declared (`verl.algorithms.needs`), each by the role that it names; turn scores into advantages; update the policy; push its
-weights to the sampler; validate, save, log.
+A step, in `_train_step`: sample the step's groups (with `algorithm.filter_groups` those whose responses differ); score what is not
+scored yet; run the forward passes that the algorithm declared (`verl.algorithms.needs`), each by the role that it names; turn
+scores into advantages; update the critic, if there is one, and then the policy, unless the critic is still warming up; push the
+policy's weights to the sampler; validate, save, log.
 
 Who waits for whom: the loop waits for the last response of the step's oldest groups (`gen`), then for scores that are not there
 yet (`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in flight, and the sampler waits
@@ -22,9 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.driver import compute_advantages
+from verl.algorithms.driver import compute_advantages, rows_of_update
 from verl.algorithms.needs import passes, with_old_log_probs
-from verl.algorithms.pf_ppo import rows_of_update
 from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,17 @@ EXIT_UNSAVED = 4
 EXIT_INTERRUPTED = 130
 
 
-def run_ppo(config: Config) -> int:
-    """Train by reinforcement; returns the exit status of `run_guarded`."""
-    return run_guarded(config, _train)
+def run_command(argv: Sequence[str] | None, entry: str, work: str) -> int:
+    """Resolve and check the configuration of an entry point, then do its work, a function of (config, tracking) given as
+    "module:name", which is imported last. Returns the exit status of `run_guarded`, or that of the check."""
+    from verl.config.command_line import resolve
+
+    try:
+        config = resolve(argv, entry)
+    except SystemExit as left:
+        return int(left.code or 0)
+    module, _, name = work.partition(":")
+    return run_guarded(config, getattr(importlib.import_module(module), name))
 
 
 def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
@@ -139,7 +148,8 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
     return code
 
 
-def _train(config: Config, tracking: Any) -> None:
+def train_ppo(config: Config, tracking: Any) -> None:
+    """Build the parts and train by reinforcement."""
     from verl.rollout.event_loop import BackgroundLoop
     from verl.tracking.hooks import RunHooks
     from verl.tracking.profiler import announce
