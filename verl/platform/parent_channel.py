@@ -69,7 +69,8 @@ def to_plain(value: Any, where: str = "value", arrays: bool = False) -> Any:
         if isinstance(value, simple):
             return simple(value)
     if hasattr(value, "tolist"):  # numpy arrays and scalars, torch tensors
-        if arrays and getattr(value, "ndim", 0) and hasattr(value, "tobytes") and value.dtype.kind in "biuf":
+        has_axes = getattr(value, "ndim", None)  # None or 0: a scalar
+        if arrays and has_axes and hasattr(value, "tobytes") and value.dtype.kind in "biuf":
             data = base64.b64encode(value.tobytes()).decode("ascii")
             return {_TAG: "array", "v": [value.dtype.str, list(value.shape), data]}
         return to_plain(value.tolist(), where, arrays)
