@@ -64,6 +64,19 @@ AGENT_LOOP_ARGUMENTS = (
 """Keywords of an agent loop's `run` that mean one thing in every run. A data column of that name is found in `columns`."""
 
 
+STATUSES = (
+    "completed",
+    "length",
+    "max_turns",
+    "max_calls",
+    "invalid_calls",
+    "timeout",
+    "environment_error",
+    "aborted",
+)
+"""How a trajectory ended, in the words of `rollout.agent.on_status`."""
+
+
 @dataclass(slots=True, eq=False)
 class Prompt:
     """One row of the data, rendered and tokenised once.
@@ -149,11 +162,13 @@ class Trajectory:
     """One attempt at a prompt. Give `segments`, or the ids, mask and columns of a single one, whose context is the prompt.
 
     finish_reason  how it ended: stop, length, abort, or lost (by the sampler: never scored, in no statistic)
+    status         one of STATUSES: what the loop says, or else what follows from finish_reason
     num_turns      turns of the dialogue, the user's included
     score          float, or None while unscored or when scoring failed (then `score_error` says why)
     score_parts    what else the reward function returned
     fields         what the agent loop returned in extra_fields: dumped, and shown to the reward function
-    extra          notes of the parts that handled it: interruptions, token_scores, score_failure
+    extra          notes of the parts that handled it: interruptions, token_scores, step_reward (added to the score), reward_scores,
+                   score_failure, agent_loop (where it is not the single turn), resamples, without_gradient
     baseline       the greedy response to the prompt, where the estimator compares with one (remax); never trained on
 
     Columns are attributes: those of all segments joined, None unless every segment has them.
@@ -171,6 +186,7 @@ class Trajectory:
         "score_error",
         "score_parts",
         "segments",
+        "status",
         "text",
         "timing",
     )
@@ -185,6 +201,7 @@ class Trajectory:
         *,
         segments: Sequence[Segment] | None = None,
         finish_reason: str = "stop",
+        status: str | None = None,
         versions: tuple[int, ...] = (0,),
         text: str | None = None,
         num_turns: int = 2,
@@ -208,6 +225,7 @@ class Trajectory:
         for segment in self.segments:
             segment.uid, segment.index, segment.trajectory = prompt.uid, index, self
         self.finish_reason, self.num_turns, self.text = finish_reason, num_turns, text
+        self.status = status or {"length": "length", "abort": "aborted"}.get(finish_reason, "completed")
         self.score, self.score_error = score, score_error
         self.score_parts, self.timing = score_parts or {}, timing or {}
         self.fields, self.extra = fields or {}, extra or {}

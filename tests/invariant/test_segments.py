@@ -6,6 +6,7 @@ A segment whose context is the whole text before it computes what the uncut traj
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,9 @@ def actor_config(mode: str, **more: Any) -> Any:
     return SimpleNamespace(**(settings | more))
 
 
-def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, Any]:
+def updated(
+    cut: bool, actor: Any, correction: Any = None, change: Callable[[Trajectory], None] | None = None
+) -> tuple[Batch, Any, Any]:
     """A step's passes and updates of a tiny model in this process, by the product's own roles."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
@@ -77,6 +80,8 @@ def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, 
     group = WorkerGroup(DirectCalls(worker), [{"dp_rank": 0, "roles": ["actor"]}], plan=plan)
     policy: Any = roles_of(group)["actor"]
     batch = Batch(trajectories(cut))
+    for row in batch if change else ():
+        change(row)
     policy.forward(batch, "old_log_prob", {"log_probs": "old_log_probs", "entropy": "entropy"})
     compute_advantages(batch, algorithm, 3)
     seen = []
@@ -89,6 +94,25 @@ def updated(cut: bool, actor: Any, correction: Any = None) -> tuple[Batch, Any, 
 
     engine.step = watched  # type: ignore[method-assign]
     return batch, policy.update(batch, step=1), seen
+
+
+def test_tokens_that_tools_wrote_carry_no_gradient() -> None:
+    """Those at a response's end may be any: nothing that the policy wrote depends on them."""
+
+    def others(token: int) -> Callable[[Trajectory], None]:
+        def change(row: Trajectory) -> None:
+            ids, mask = row.response_ids.copy(), row.response_mask.copy()
+            ids[-2:], mask[-2:] = token, False
+            row.response_ids, row.response_mask = ids, mask
+            row.rollout_log_probs = row.rollout_log_probs * mask
+
+        return change
+
+    one, other = (updated(False, actor_config("token-mean"), change=others(token)) for token in (3, 77))
+    assert one[1].metrics == pytest.approx(other[1].metrics, rel=1e-6)
+    for a, b in zip(one[2], other[2], strict=True):
+        assert_close(a, b, 1e-7)
+        assert any(float(values.abs().max()) > 0 for values in a.values())
 
 
 @pytest.mark.parametrize("size", [None, 1])

@@ -19,8 +19,8 @@ from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
+from verl.rollout.requests import ResumableGeneration
 from verl.rollout.schedule import PromptSchedule
-from verl.rollout.session import ResumableGeneration
 from verl.tracking.timer import Phases
 from verl.trainer.ppo_trainer import PPOTrainer
 from verl.trainer.run import Parts

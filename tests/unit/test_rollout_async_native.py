@@ -17,7 +17,7 @@ from verl.engine.rollout.base import SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.manager import RolloutManager, RolloutSettings
-from verl.rollout.session import ResumableGeneration
+from verl.rollout.requests import ResumableGeneration
 from verl.trajectory import Prompt
 
 DRAWN = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, repetition_penalty=1.1)

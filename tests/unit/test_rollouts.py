@@ -9,6 +9,7 @@ from tests.counting import instructions
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings, response_seed
+from verl.rollout.session import Session
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt, Trajectory
 
 
@@ -232,11 +233,12 @@ def test_an_answer_costs_the_driver_the_same_however_long_it_is() -> None:
 
 
 def test_the_loop_of_one_turn_makes_no_list_of_its_tokens() -> None:
-    async def generate(ids, sampling):
+    async def send(ids, sampling, media):
         return Completion(np.arange(5), np.zeros(5, np.float32), "stop")
 
-    loop = agent_loop.SingleTurnAgent(generate)
-    output = asyncio.run(loop.run(SamplingParams(max_tokens=8), prompt_ids=np.arange(2)))
+    session = Session(send, SamplingParams(max_tokens=8))
+    loop = agent_loop.SingleTurnAgent(server_manager=agent_loop.ServerManager(session))
+    output = asyncio.run(loop.run(session.sampling, prompt_ids=np.arange(2)))
     for column in (output.response_ids, output.response_mask, output.response_logprobs):
         assert isinstance(column, np.ndarray) and len(column) == 5
     assert output.response_mask.all()

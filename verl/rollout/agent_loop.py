@@ -1,50 +1,150 @@
 """Agent loops: how one response comes about from a prompt. The only part that knows of turns and tools.
 
-A loop asks the engine for tokens through `self.generate` and returns token ids with a mask; sampled ids are
-kept as sampled and never re-tokenised. `single_turn_agent` asks once.
+A loop writes tokens through its session (`verl.rollout.session`): `self.session.chat` for dialogues, `self.generate` for token ids.
+Sampled ids are kept as sampled and never re-tokenised. `single_turn_agent` asks once, `tool_agent` runs tools,
+`environment_agent` plays with an environment. The names of the public system (`server_manager`, `ct_…`) are there for loops
+written for it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
+from verl.errors import UserError
 from verl.trajectory import AGENT_LOOP_ARGUMENTS
 
-Generate = Callable[..., Awaitable[Completion]]
+if TYPE_CHECKING:
+    from verl.rollout.session import Session
+
+
+class EnvironmentFailed(RuntimeError):
+    """What the policy acts in failed: the trajectory has no score, never one of 0, and is sampled again."""
 
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs."""
+    """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs.
+
+    status: how the trajectory ended where the sampler does not say it (`verl.trajectory.STATUSES`). metrics: seconds of
+    `tool_calls`; `token_scores` and `step_reward` of environments; others are kept. routed_experts is not used yet.
+    """
 
     prompt_ids: Any
     response_ids: Any
     response_mask: Any
     response_logprobs: Any = None
+    routed_experts: Any = None
     multi_modal_data: dict[str, Any] = field(default_factory=dict)
     reward_score: float | None = None
     num_turns: int = 2
     metrics: dict[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    status: str | None = None
+
+
+def outputs_of(session: Session, **about: Any) -> list[AgentLoopOutput]:
+    """An output for each segment of a session; `about`: what is said of the trajectory, on the last of them."""
+    segments = session.segments()
+    if not segments:
+        nothing = np.zeros(0, np.int64)
+        return [AgentLoopOutput(nothing, nothing, nothing.astype(bool), nothing.astype(np.float32), **about)]
+    return [
+        AgentLoopOutput(s.context, s.tokens, s.mask, s.log_probs, **(about if s is segments[-1] else {}))
+        for s in segments
+    ]
+
+
+class SamplingDict(dict[str, Any]):
+    """Settings of the sampler as users' loops get them: a dict that may be changed, readable as attributes too."""
+
+    def __init__(self, sampling: SamplingParams):
+        super().__init__(asdict(sampling), logprobs=True)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What the public system's `server_manager.generate` gives."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerManager:
+    """The public system's way to the sampler, over a session. Images and the like are those of the row's prompt."""
+
+    def __init__(self, session: Session):
+        self.session = session
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Any,
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        video_data: Any = None,
+        **more: Any,
+    ) -> TokenOutput:
+        """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica."""
+        media = {name: data for name, data in (("image", image_data), ("video", video_data)) if data}
+        done = await self.session.generate(prompt_ids, sampling_params, media or None)
+        reason = "aborted" if done.finish_reason == "abort" else "completed"
+        return TokenOutput(done.token_ids.tolist(), done.log_probs.tolist(), None, reason, done.num_preempted)
 
 
 class AgentLoopBase(ABC):
     """Base of every loop; one instance serves one response.
 
-    `generate(prompt_ids, sampling)` samples with this response's seed and group; `tokenizer` and `config` are
-    the run's.
+    `session` samples with this response's seed and group, `generate` is its method; `tokenizer` and `config` are the run's.
+    The constructor has the public system's arguments: a subclass hands on what it gets.
     """
 
-    def __init__(self, generate: Generate, tokenizer: Any = None, config: Any = None, **kwargs: Any):
-        self.generate = generate
-        self.tokenizer = tokenizer
-        self.config = config
+    def __init__(
+        self,
+        trainer_config: Any = None,
+        server_manager: Any = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+        dataset_cls: Any = None,
+        data_config: Any = None,
+        hf_model_type: str | None = None,
+        **kwargs: Any,
+    ):
+        self.config = getattr(trainer_config, "config", trainer_config)
+        self.data_config = getattr(data_config, "config", data_config)
+        self.rollout_config = self.config and self.config.actor_rollout_ref.get("rollout")
+        self.server_manager = server_manager
+        self.session: Session = server_manager.session
+        self.generate = self.session.generate
+        self.tokenizer, self.processor = tokenizer, processor
+        self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
+        self.apply_chat_template_kwargs = (self.data_config or {}).get("apply_chat_template_kwargs", {})
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop, for `run_in_executor`."""
+        return asyncio.get_running_loop()
 
     @abstractmethod
     async def run(
@@ -53,6 +153,59 @@ class AgentLoopBase(ABC):
         """Produce one response to the row, as one output or, where history was dropped or rewritten, a list of them, one for
         each token sequence that the model saw: `prompt_ids`, `raw_prompt`, `data_source`, `extra_info`, `uid`,
         `sample_index`, then the row's other columns, as keywords; `columns` has all of those by name."""
+
+    async def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
+    ) -> list[int]:
+        """Ids of a whole dialogue with the generation prompt."""
+        return [int(i) for i in self.session.boundaries.whole(messages, tools)]
+
+    ct_build_initial_tokens = apply_chat_template
+
+    async def ct_merge_non_assistant_msg(
+        self,
+        previous_messages: list[dict[str, Any]],
+        updated_messages: list[dict[str, Any]],
+        runtime_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        tools: Any = None,
+        **media: Any,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """(object with `token_ids`, mask, log-probs) after the messages that follow the model's turn: `updated_messages` begin with
+        `previous_messages`, whose last is that turn. UserError where the template has no boundary there."""
+        ids = list(runtime_token_ids)
+        following = updated_messages[len(previous_messages) :]
+        between = self.session.boundaries.between(previous_messages[-1], following, tools, ids[-1])
+        if between is None:
+            raise UserError(
+                "the chat template rewrites earlier turns: return the next turn as an output of its own"
+            )
+        added = [int(i) for i in between]
+        log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
+        return SimpleNamespace(token_ids=ids + added), [*response_mask, *[0] * len(added)], log_probs
+
+    async def ct_merge_assistant_token(
+        self,
+        runtime_token_ids: list[int],
+        assistant_token_ids: list[int],
+        response_mask: list[int],
+        response_logprobs: list[float] | None = None,
+        assistant_logprobs: list[float] | None = None,
+    ) -> tuple[Any, list[int], list[float] | None]:
+        """(object with `token_ids`, mask, log-probs) after sampled tokens."""
+        ids = [*runtime_token_ids, *assistant_token_ids]
+        log_probs = None
+        if response_logprobs is not None or assistant_logprobs is not None:
+            given = assistant_logprobs or [0.0] * len(assistant_token_ids)
+            log_probs = [*(response_logprobs or [0.0] * len(response_mask)), *given]
+        return SimpleNamespace(token_ids=ids), [*response_mask, *[1] * len(assistant_token_ids)], log_probs
+
+    async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Images and videos of messages: none in this release."""
+        return {}
+
+    process_multi_modal_info = process_vision_info
 
 
 def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +216,7 @@ def keywords(columns: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
+_ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environments"}
 
 
 def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
@@ -79,6 +233,8 @@ def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
 
 def get(name: str) -> type[AgentLoopBase]:
     """The loop registered under a name. ValueError naming the known ones."""
+    if name in _ELSEWHERE:
+        importlib.import_module(_ELSEWHERE[name])
     if name not in _LOOPS:
         raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted(_LOOPS))}")
     return _LOOPS[name]
@@ -89,13 +245,45 @@ def is_users(name: str) -> bool:
     return get(name).__module__.partition(".")[0] not in ("verl", "__main__")
 
 
+def runs_apart(name: str) -> bool:
+    """True if the loop runs code of the user's: it, or its tools or environment."""
+    return is_users(name) or getattr(get(name), "runs_users_code", False)
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {}
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """The further keywords of the constructor of a loop that a file listed."""
+    return _ARGUMENTS.get(name, {})
+
+
+def load_listed(path: str | None) -> None:
+    """Register the loops of a YAML list of `{name, _target_: module.Class, …keywords}`. UserError for what it cannot use."""
+    if not path:
+        return
+    import yaml
+
+    for entry in yaml.safe_load(Path(path).read_text(encoding="utf-8")) or ():
+        try:
+            arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+            module, _, name = entry["_target_"].rpartition(".")
+            cls = getattr(importlib.import_module(module), name)
+        except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "
+                "it needs name and _target_: module.Class"
+            ) from error
+        _LOOPS[entry["name"]], _ARGUMENTS[entry["name"]] = cls, arguments
+
+
 @register("single_turn_agent")
 class SingleTurnAgent(AgentLoopBase):
     """One prompt, one response."""
 
     async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
         """Sample once and mark every token as the policy's."""
-        completion = await self.generate(row["prompt_ids"], sampling_params)
+        completion: Completion = await self.generate(row["prompt_ids"], sampling_params)
         return AgentLoopOutput(
             prompt_ids=row["prompt_ids"],
             response_ids=completion.token_ids,

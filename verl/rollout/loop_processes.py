@@ -1,7 +1,7 @@
 """User-written agent loops in processes of their own, so that one that computes or blocks delays neither sampling nor the driver.
 
-    driver: LoopProcesses.run ──run──────→ child: loop.run(sampling, **row)
-            Session.generate  ←─generate──        self.generate
+    driver: LoopProcesses.run ──run──────→ child: LoopRunner.run: loop.run(sampling, **row)
+            TrajectoryCalls   ←─generate──        session.generate
                               ──completion→
                               ←─outputs, or error─
 
@@ -26,7 +26,8 @@ from verl.platform.child_process import ChildProcess
 from verl.platform.host import usable
 from verl.platform.parent_channel import ParentChannel, encode
 from verl.rollout import agent_loop
-from verl.rollout.session import Session
+from verl.rollout.loop_runner import LoopRunner
+from verl.rollout.requests import TrajectoryCalls
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
 
@@ -45,7 +46,7 @@ class LoopUnusable(UserError):
 class _Run:
     """One trajectory in a process."""
 
-    session: Session
+    session: TrajectoryCalls
     outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -77,7 +78,7 @@ class LoopProcesses:
     async def run(
         self,
         name: str,
-        session: Session,
+        session: TrajectoryCalls,
         sampling: SamplingParams,
         columns: dict[str, Any],
         own: dict[str, Any],
@@ -169,7 +170,8 @@ class LoopProcesses:
         result: dict[str, Any] = {"call": message["call"]}
         try:
             sampling = SamplingParams(**message["sampling"])
-            completion = await run.session.generate(np.asarray(message["prompt_ids"], np.int64), sampling)
+            ids = np.asarray(message["prompt_ids"], np.int64)
+            completion = await run.session.generate(ids, sampling, message["media"])
             result["completion"] = asdict(completion)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
@@ -199,15 +201,16 @@ def main(channel: ParentChannel) -> None:
             trust_remote_code=model.trust_remote_code,
             chat_template=model.custom_chat_template,
         )
+        child = _Child(channel, tokenizer, config)
     except Exception as error:
         channel.send({"unusable": f"{type(error).__name__}: {error}"})
         return
-    asyncio.run(_Child(channel, tokenizer, config).serve())
+    asyncio.run(child.serve())
 
 
 class _Child:
     def __init__(self, channel: ParentChannel, tokenizer: Any, config: Any):
-        self._channel, self._tokenizer, self._config = channel, tokenizer, config
+        self._channel, self._runner = channel, LoopRunner(tokenizer, config)
         self._runs: dict[int, asyncio.Task[None]] = {}
         self._calls: dict[int, asyncio.Future[Completion]] = {}
         self._numbers = itertools.count()
@@ -228,11 +231,11 @@ class _Child:
     async def _run(self, message: dict[str, Any]) -> None:
         number = message["run"]
 
-        async def generate(prompt_ids: Any, sampling: SamplingParams) -> Completion:
+        async def send(prompt_ids: Any, sampling: SamplingParams, media: Any) -> Completion:
             call = next(self._numbers)
             self._calls[call] = asyncio.get_running_loop().create_future()
-            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "sampling": asdict(sampling)}
-            self._channel.send(request, arrays=True)
+            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "media": media}
+            self._channel.send(request | {"sampling": asdict(sampling)}, arrays=True)
             try:
                 return await self._calls[call]
             finally:
@@ -240,11 +243,12 @@ class _Child:
 
         try:
             importlib.import_module(message["module"])
-            loop = agent_loop.get(message["name"])(generate, self._tokenizer, self._config)
-            row = agent_loop.keywords(message["columns"], message["own"])
-            outputs = await loop.run(SamplingParams(**message["sampling"]), **row)
-            found = outputs if isinstance(outputs, list) else [outputs]
-            self._channel.send({"run": number, "outputs": [vars_of(output) for output in found]}, arrays=True)
+            sampling = SamplingParams(**message["sampling"])
+            outputs = await self._runner.run(
+                message["name"], send, sampling, message["columns"], message["own"]
+            )
+            found = [{name: getattr(output, name) for name in output.__slots__} for output in outputs]
+            self._channel.send({"run": number, "outputs": found}, arrays=True)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self._channel.send({"run": number, "error": text, "traceback": traceback.format_exc()})
@@ -259,10 +263,3 @@ class _Child:
             future.set_exception(RuntimeError(message["error"]))
         else:
             future.set_result(Completion(**message["completion"]))
-
-
-def vars_of(output: agent_loop.AgentLoopOutput) -> dict[str, Any]:
-    """The fields of an output by name. TypeError for anything else that a loop returned."""
-    if not isinstance(output, agent_loop.AgentLoopOutput):
-        raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
-    return {name: getattr(output, name) for name in output.__slots__}

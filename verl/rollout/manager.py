@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopFailed, LoopProcesses
-from verl.rollout.session import ResumableGeneration, Session
+from verl.rollout.loop_runner import LoopRunner
+from verl.rollout.requests import ResumableGeneration, TrajectoryCalls
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
+SINGLE_TURN = "single_turn_agent"
 GREEDY = -1
 """The number of a group's greedy response: none of the n that are trained on."""
 
@@ -36,22 +38,25 @@ class RolloutError(RuntimeError):
     explained = True
 
 
-def response_seed(seed: int, uid: str, index: int) -> int:
-    """63-bit seed of one response, from the run's seed, the prompt's uid and the response's number."""
+def response_seed(seed: int, uid: str, index: int | str) -> int:
+    """63-bit seed of one response, from the run's seed, the prompt's uid and the response's number (and attempt)."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside the n."""
+    """What the sampling side needs to know of the configuration. `greedy_baseline`: one greedy response a group beside the n.
+    `on_status`: what becomes of a trajectory by its status (score, mask, drop, resample), score where it is not named."""
 
     sampling: SamplingParams
     n: int
     seed: int
-    default_loop: str = "single_turn_agent"
+    default_loop: str = SINGLE_TURN
     max_lost_ratio: float = 0.1
     greedy_baseline: bool = False
+    on_status: Mapping[str, str] = field(default_factory=dict)
+    max_resamples: int = 0
 
     @property
     def per_prompt(self) -> int:
@@ -107,8 +112,7 @@ class RolloutManager:
         self.requests = ResumableGeneration(engine)
         self._decode = decode
         self._on_finished = on_finished
-        self._tokenizer = tokenizer
-        self._config = config
+        self._runner = LoopRunner(tokenizer, config)
         self._open_processes = processes
         self._processes: LoopProcesses | None = None
         self._event = event or (lambda kind, **fields: None)
@@ -284,9 +288,33 @@ class RolloutManager:
     async def _response(
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str
     ) -> Trajectory:
+        """One trajectory, sampled again while its status asks for it, and what its status makes of it."""
+        for attempt in range(self.settings.max_resamples + 1):
+            trajectory = await self._attempt(prompt, index, sampling, prefix, attempt)
+            if attempt:
+                trajectory.extra["resamples"] = attempt
+            policy = self.settings.on_status.get(trajectory.status, "score")
+            if policy != "resample" or trajectory.finish_reason == "lost":
+                break
+            self._event(
+                "trajectory_failed", uid=prompt.uid, index=index, status=trajectory.status,
+                attempt=attempt, error=trajectory.fields.get("failure"),
+            )  # fmt: skip
+        if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
+            why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
+            trajectory.score, trajectory.finish_reason = None, "lost"
+            trajectory.score_error = f"left out, status {trajectory.status}: {why}"
+        elif policy == "mask":
+            trajectory.extra["without_gradient"] = True
+        return trajectory
+
+    async def _attempt(
+        self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str, attempt: int
+    ) -> Trajectory:
         settings = self.settings
-        session = Session(self.requests, prompt, index, prefix)
-        params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, index))
+        calls = TrajectoryCalls(self.requests, prompt, index, prefix, attempt)
+        number = f"{index}r{attempt}" if attempt else index
+        params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
         own = {
             "prompt_ids": prompt.ids,
             "raw_prompt": prompt.messages,
@@ -296,21 +324,21 @@ class RolloutManager:
             "sample_index": index,
         }
         name = prompt.agent_name or settings.default_loop
-        output: Any
         started = time.monotonic()
         try:
-            if self._open_processes is not None and agent_loop.is_users(name):
+            if self._open_processes is not None and agent_loop.runs_apart(name):
                 self._processes = self._processes or self._open_processes()
-                output = await self._processes.run(name, session, params, prompt.columns, own)
+                outputs = await self._processes.run(name, calls, params, prompt.columns, own)
             else:
-                loop = agent_loop.get(name)(session.generate, self._tokenizer, self._config)
-                output = await loop.run(params, **agent_loop.keywords(prompt.columns, own))
+                outputs = await self._runner.run(name, calls.generate, params, prompt.columns, own)
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
             return self._lost(prompt, index, error)
-        outputs = output if isinstance(output, list) else [output]
-        return self._trajectory(prompt, index, outputs, session.completions, time.monotonic() - started)
+        trajectory = self._trajectory(prompt, index, outputs, calls.completions, time.monotonic() - started)
+        if name != SINGLE_TURN:
+            trajectory.extra["agent_loop"] = name
+        return trajectory
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
@@ -348,6 +376,7 @@ class RolloutManager:
             raise ValueError(f"the agent loop returned no output ({prompt.uid})")
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
         segments = [_segment(prompt, output, versions) for output in outputs]
+        unrecorded = mask_unrecorded(segments, completions)
         ids = np.concatenate([segment.response_ids for segment in segments])
         text = _text(completions, ids)
         rewards = [output.reward_score for output in outputs if output.reward_score is not None]
@@ -355,10 +384,14 @@ class RolloutManager:
         for output in outputs:
             for name, found in merged.items():
                 found |= getattr(output, name)
+        metrics = merged["metrics"] | _interruptions(completions)
+        if unrecorded:
+            metrics["unrecorded_tokens"] = unrecorded
         return Trajectory(
             prompt,
             index,
             segments=segments,
+            status=outputs[-1].status,
             finish_reason=completions[-1].finish_reason if completions else "stop",
             text=self._decode(ids) if text is None else text,
             num_turns=max(output.num_turns for output in outputs),
@@ -367,8 +400,9 @@ class RolloutManager:
             timing={
                 "generate_sequences": seconds,
                 "num_preempted": float(sum(c.num_preempted for c in completions)),
+                **({"tool_calls": metrics["tool_calls"]} if "tool_calls" in metrics else {}),
             },
-            extra=merged["metrics"] | _interruptions(completions),
+            extra=metrics,
         )
 
     def _collect(self, groups: Sequence[PromptGroup]) -> Batch:
@@ -377,7 +411,10 @@ class RolloutManager:
             for trajectory in group.responses:
                 assert trajectory is not None
                 trajectory.baseline = group.baseline
-        lost = [t for t in batch if t.finish_reason == "lost"]
+        lost = [t for t in batch if t.finish_reason == "lost" and t.status == "completed"]
+        left_out = [t for t in batch if t.finish_reason == "lost"]
+        if left_out and len(left_out) == len(batch) > len(lost):
+            raise RolloutError(f"no trajectory of this step is left; the first: {left_out[0].score_error}")
         if lost and len(lost) > self.settings.max_lost_ratio * len(batch):
             raise RolloutError(
                 f"the sampler lost {len(lost)} of {len(batch)} responses; the first: {lost[0].score_error}"
@@ -407,6 +444,44 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple
     media = prompt.media | output.multi_modal_data
     log_probs = None if log_probs is None else log_probs * mask
     return Segment(context, ids, mask, versions=versions, media=media, rollout_log_probs=log_probs)
+
+
+def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:
+    """Take the policy's mark off tokens that the sampler did not give; returns how many.
+
+    Tokens of the policy count as sampled where, in order, they are the beginning of a completion that is not used up yet.
+    """
+    if len(segments) == len(completions) == 1:
+        only = segments[0].columns
+        if only["response_mask"].all() and np.array_equal(only["response_ids"], completions[0].token_ids):
+            return 0
+    left, count = [c.token_ids for c in completions], 0
+    for segment in segments:
+        ids, mask = segment.columns["response_ids"], segment.columns["response_mask"].copy()
+        at = 0
+        while at < len(ids):
+            if not mask[at]:
+                at += 1
+                continue
+            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
+            sizes = [_common(run, known) for known in left]
+            best = int(np.argmax(sizes)) if sizes else 0
+            if not sizes or not sizes[best]:
+                mask[at] = False
+                count, at = count + 1, at + 1
+                continue
+            del left[best]
+            at += sizes[best]
+        segment.columns["response_mask"] = mask
+        if segment.rollout_log_probs is not None:
+            segment.rollout_log_probs = segment.rollout_log_probs * mask
+    return count
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning of two arrays of ids."""
+    size = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:size] == b[:size], False)))
 
 
 def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:

@@ -1,159 +1,277 @@
-"""One trajectory's way to the sampler, and how its requests outlive a change of weights.
+"""A session: the only writer of a trajectory's tokens.
 
-Every call that an agent loop makes goes through its `Session`, which numbers it and names the group whose prefill it shares. Below
-the sessions of a run is one `ResumableGeneration`: `pause` ends every request with its partial output kept; once the weights are
-replaced, `resume` lets each go on from prompt + partial output, with the same seed and the positions it had reached. The caller
-gets one completion that names every version that wrote a part of it.
+`generate` samples a continuation of token ids, `chat` the next turn of a dialogue, `base_url` offers the same over HTTP to any
+program. Whatever is sampled is recorded: a call whose prompt goes on from tokens that are recorded adds to their segment (what was
+put in between is not the policy's), any other opens a new segment. A token sampled once stands in one segment once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.trajectory import Prompt
+from verl.engine.rollout.base import Completion, SamplingParams
+from verl.rollout.boundary import Boundaries, Message
+from verl.rollout.tools.parsers import ToolCall, parse
 
-_ABORT_AGAIN_S = 1.0
+Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
+
+_FIELDS = {f.name for f in fields(SamplingParams)}
+_OWN = ("max_tokens", "stop", "stop_token_ids")
+"""What a turn may say about its sampling: anything else would make the trainer's log-probs another distribution's."""
+_ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+_UNUSED = ("logprobs", "prompt_logprobs", "detokenize", "n")
+
+
+class OutOfTokens(ValueError):
+    """The next turn does not fit: data.max_response_length holds the tokens of all turns of a segment."""
+
+    code = "context_length_exceeded"
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """One segment. context int64 [P]; tokens int64, mask bool and log_probs float32, each [L]: what follows the context."""
+
+    context: np.ndarray
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def is_prefix_of(self, ids: np.ndarray) -> bool:
+        """True if `ids` begin with this segment."""
+        start, end = len(self.context), len(self.context) + len(self.tokens)
+        if len(ids) < end:
+            return False
+        return np.array_equal(ids[:start], self.context) and np.array_equal(ids[start:end], self.tokens)
+
+    def add(self, ids: np.ndarray, log_probs: np.ndarray | None = None) -> None:
+        """Append ids: sampled ones with their log-probs, or those of others."""
+        sampled = np.full(len(ids), log_probs is not None)
+        self.tokens = np.concatenate([self.tokens, ids])
+        self.mask = np.concatenate([self.mask, sampled])
+        values = np.zeros(len(ids), np.float32) if log_probs is None else log_probs
+        self.log_probs = np.concatenate([self.log_probs, values])
+
+
+@dataclass(slots=True)
+class Reply:
+    """One turn of the model. message: as a dialogue holds it, with `tool_calls`; calls: the same, those that cannot be read
+    too; finish_reason: stop, length or abort."""
+
+    message: dict[str, Any]
+    calls: list[ToolCall]
+    completion: Completion
+
+    @property
+    def finish_reason(self) -> str:
+        """How the turn ended."""
+        return self.completion.finish_reason
+
+
+@dataclass(slots=True, eq=False)
+class _Dialogue:
+    """A dialogue up to a turn of the model: its messages (see `_keys`), that turn, and its ids."""
+
+    messages: list[tuple[Any, ...]]
+    turn: Message
+    ids: np.ndarray
+    last_id: int | None
 
 
 class Session:
-    """Numbers the calls of one trajectory, so that no two of them draw from the same random stream.
+    """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
+    trajectory; longest: tokens of context and response together; tool_format: how the model writes calls.
 
-    The first calls of a group's sessions share the prefill of the prompt; later ones go to the replica that holds the
-    session's prefix. `completions`: what came back so far, in the order it did. prefix: keeps requests apart whose prompts
-    come from different files.
+    latest: the segment that was written last. full: a turn was refused because it had no room.
     """
 
-    def __init__(self, requests: ResumableGeneration, prompt: Prompt, index: int, prefix: str = ""):
-        self.completions: list[Completion] = []
-        self._requests, self._prompt = requests, prompt
-        self._group = f"{prefix}{prompt.uid}"
-        self.id = f"{self._group}#{index}"
-        self._calls = 0
-
-    async def generate(self, prompt_ids: Any, sampling: SamplingParams) -> Completion:
-        """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a session draws by (seed, k, position in the call)."""
-        call, self._calls = self._calls, self._calls + 1
-        options: dict[str, Any] = {"request_id": self.id, "group": self._group}
-        if call:
-            sampling = replace(sampling, call=call)
-            options = {"request_id": f"{self.id}.{call}", "session": self.id}
-        result = await self._requests.generate(
-            prompt_ids, sampling, media=self._prompt.media or None, **options
-        )
-        self.completions.append(result)
-        return result
-
-
-class ResumableGeneration:
-    """Requests under way in one engine. All calls are made on one event loop."""
-
-    def __init__(self, engine: RolloutEngine, clock: Callable[[], float] = time.monotonic):
-        self.engine = engine
-        self._clock = clock
-        self._under_way: set[str] = set()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self._pauses = 0
-        self._busy_since = 0.0
-        self._busy: list[tuple[float, float]] = []
-
-    async def generate(
+    def __init__(
         self,
-        prompt_ids: Sequence[int] | np.ndarray,
+        send: Send,
         sampling: SamplingParams,
         *,
-        request_id: str,
-        group: str | None = None,
-        **options: Any,
+        boundaries: Boundaries | None = None,
+        tokenizer: Any = None,
+        longest: int | None = None,
+        tool_format: str = "hermes",
+    ):
+        self.sampling = sampling
+        self.tokenizer = tokenizer
+        self.longest = longest
+        self._send, self._boundaries, self._format = send, boundaries, tool_format
+        self._segments: list[Recorded] = []
+        self._dialogues: list[_Dialogue] = []
+        self._opening: tuple[Any, Any, np.ndarray] | None = None
+        self._url: str | None = None
+        self.latest: Recorded | None = None
+        self.full = False
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What renders dialogues. RuntimeError for a session without a tokenizer."""
+        if self._boundaries is None:
+            raise RuntimeError("this session has no tokenizer: session.generate takes token ids")
+        return self._boundaries
+
+    async def generate(
+        self, prompt_ids: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, media: Any = None
     ) -> Completion:
-        """`RolloutEngine.generate`, carried on through any number of pauses; `options` are handed on to it."""
-        parts: list[Completion] = []
-        written = 0
-        while True:
-            await self._open.wait()
-            pauses = self._pauses
-            part = await self._ask(
-                _continued(prompt_ids, parts) if written else prompt_ids,
-                replace(sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written),
-                request_id=f"{request_id}~{len(parts)}" if parts else request_id,
-                group=None if written else group,
-                **options,
+        """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one."""
+        completion = await self._send(prompt_ids, self.params(sampling), media)
+        self._record(np.asarray(prompt_ids, np.int64), completion)
+        return completion
+
+    def params(self, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """The run's settings with what a mapping changes of them."""
+        if given is None or isinstance(given, SamplingParams):
+            return given or self.sampling
+        named = {_ALIASES.get(name, name): value for name, value in given.items() if name not in _UNUSED}
+        if unknown := [name for name in named if name not in _FIELDS]:
+            raise ValueError(
+                f"sampling parameters {', '.join(unknown)}: known are {', '.join(sorted(_FIELDS))}"
             )
-            parts.append(part)
-            written += len(part.token_ids)
-            interrupted = part.finish_reason == "abort" and pauses != self._pauses
-            if not interrupted or written >= sampling.max_tokens:
-                done = _joined(parts, "length" if interrupted else part.finish_reason)
-                # The text is the whole response's; of a response that began elsewhere these are not all its tokens.
-                return replace(done, text=None) if sampling.start else done
+        for name in ("stop", "stop_token_ids"):
+            if name in named:
+                value = named[name]
+                named[name] = (value,) if isinstance(value, str) else tuple(value or ())
+        return replace(self.sampling, **{name: value for name, value in named.items() if value is not None})
 
-    async def _ask(
-        self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any
-    ) -> Completion:
-        if not self._under_way:
-            self._busy_since = self._clock()
-            self._empty.clear()
-        self._under_way.add(request_id)
-        try:
-            return await self.engine.generate(prompt_ids, sampling, request_id=request_id, **how)
-        finally:
-            self._under_way.discard(request_id)
-            if not self._under_way:
-                self._busy.append((self._busy_since, self._clock()))
-                self._empty.set()
+    def begin(self, messages: Any, prompt_ids: np.ndarray, tools: Any = None) -> None:
+        """Make known that a dialogue of these messages and tools is `prompt_ids`, as the data rendered it."""
+        self._opening = (list(messages), tools, prompt_ids) if isinstance(messages, list) else None
 
-    async def pause(self) -> int:
-        """End every request, partial output kept; returns how many there were. Later ones wait for `resume`."""
-        self._open.clear()
-        self._pauses += 1
-        stopped = len(self._under_way)
-        while self._under_way:
-            self.engine.abort(list(self._under_way))
-            try:
-                await asyncio.wait_for(self._empty.wait(), _ABORT_AGAIN_S)
-            except TimeoutError:
-                continue  # a request that reached the engine after the abort is aborted now
-        return stopped
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
+    ) -> Reply:
+        """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they were sampled.
 
-    def resume(self) -> None:
-        """Let requests go on with the weights that the engine holds now."""
-        self._open.set()
+        sampling: max_tokens, stop, stop_token_ids. OutOfTokens if there is no room, BadRow where the template refuses the messages.
+        """
+        if wrong := [name for name in sampling if name not in _OWN]:
+            raise ValueError(
+                f"session.chat takes {', '.join(_OWN)}, not {', '.join(wrong)}: the run sets them"
+            )
+        ids = self._prompt(messages, tools)
+        completion = await self.generate(ids, self.fitting(ids, sampling))
+        reply = self._reply(completion, tools)
+        last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
+        full = np.concatenate([ids, completion.token_ids])
+        self._dialogues.append(_Dialogue(_keys([*messages, reply.message]), reply.message, full, last))
+        return reply
 
-    def busy(self) -> list[tuple[float, float]]:
-        """Spans of the clock in which the engine had requests, since the last call; one in progress is cut."""
-        spans, self._busy = self._busy, []
-        if self._under_way:
-            now = self._clock()
-            spans.append((self._busy_since, now))
-            self._busy_since = now
-        return spans
+    def fitting(self, ids: np.ndarray, given: Mapping[str, Any]) -> SamplingParams:
+        """The settings of a turn after `ids`, with a budget of what a segment may still have behind its context, and the longest
+        sequence. OutOfTokens if that is nothing."""
+        segment, params = self._segment_of(ids), self.params(given)
+        room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
+        if self.longest is not None:
+            room = min(room, self.longest - len(ids))
+        if room < 1:
+            self.full = True
+            raise OutOfTokens(f"the dialogue's {len(ids)} tokens leave no room for another turn")
+        return replace(params, max_tokens=min(room, params.max_tokens))
+
+    def segments(self) -> list[Recorded]:
+        """What was written so far."""
+        return list(self._segments)
+
+    @property
+    def base_url(self) -> str:
+        """This session over HTTP on loopback, as OpenAI's clients take a base URL; known to nobody else."""
+        from verl.rollout import http_sessions
+
+        if self._url is None:
+            self._url = http_sessions.open_session(self)
+        return self._url
+
+    def close(self) -> None:
+        """No more calls come over HTTP."""
+        from verl.rollout import http_sessions
+
+        if self._url is not None:
+            http_sessions.close_session(self._url)
+            self._url = None
+
+    def _segment_of(self, ids: np.ndarray) -> Recorded | None:
+        """The segment that ids go on from."""
+        return next((s for s in reversed(self._segments) if s.is_prefix_of(ids)), None)
+
+    def _record(self, ids: np.ndarray, completion: Completion) -> None:
+        segment = self._segment_of(ids)
+        if segment is None:
+            segment = Recorded(ids)
+            self._segments.append(segment)
+        segment.add(ids[len(segment.context) + len(segment.tokens) :])
+        segment.add(completion.token_ids, completion.log_probs)
+        self.latest = segment
+
+    def _earlier(self, messages: Sequence[Message]) -> _Dialogue | None:
+        """The longest dialogue of this session that the messages go on from."""
+        keys = _keys(messages)
+        found = [
+            d
+            for d in self._dialogues
+            if len(d.messages) < len(keys) and d.messages == keys[: len(d.messages)]
+        ]
+        return max(found, key=lambda d: len(d.messages), default=None)
+
+    def _prompt(self, messages: Sequence[Message], tools: Any) -> np.ndarray:
+        """The ids to sample after."""
+        earlier = self._earlier(messages)
+        if earlier is not None:
+            following = messages[len(earlier.messages) :]
+            between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
+            if between is not None:
+                return np.concatenate([earlier.ids, between])
+        if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
+            return self._opening[2]
+        return self.boundaries.whole(messages, tools)
+
+    def _reply(self, completion: Completion, tools: Any) -> Reply:
+        ids = completion.token_ids.tolist()
+        if ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder:
+            del ids[-1]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        content, calls = parse(self._format, text, tools) if tools else (text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if read := [call for call in calls if not call.error]:
+            message["tool_calls"] = [call.message() for call in read]
+        return Reply(message, calls, completion)
 
 
-def _continued(prompt_ids: Sequence[int] | np.ndarray, parts: list[Completion]) -> np.ndarray:
-    return np.concatenate([np.asarray(prompt_ids, np.int64), *(part.token_ids for part in parts)])
+def _key(messages: Sequence[Message], tools: Any) -> tuple[Any, ...]:
+    return _keys(messages), json.dumps(list(tools or []), sort_keys=True, default=str)
 
 
-def _joined(parts: list[Completion], reason: str) -> Completion:
-    """One completion out of its parts; a single part is returned as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return Completion(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        log_probs=np.concatenate([part.log_probs for part in parts]),
-        finish_reason=reason,
-        versions=tuple(sorted({v for part in parts if len(part.token_ids) for v in part.versions})),
-        num_preempted=sum(part.num_preempted for part in parts),
-        started=parts[0].started,
-        finished=parts[-1].finished,
-        parts=len(parts),
-        text=parts[-1].text,
-    )
+def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
+    """What makes two messages the same, whoever wrote them down: role, text, calls."""
+    return [
+        (
+            m["role"],
+            _text(m.get("content")),
+            m.get("tool_call_id"),
+            *map(_call_key, m.get("tool_calls") or ()),
+        )
+        for m in messages
+    ]
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
+    return (content or "").strip()
+
+
+def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # as OpenAI's clients send them
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return function["name"], json.dumps(arguments, sort_keys=True)

@@ -1,0 +1,109 @@
+"""What stands between two turns of the model, as token ids: sampled tokens are never decoded and encoded again.
+
+The chat template is rendered twice for a dialogue of dummies, up to the model's turn and with the messages that follow it:
+
+    [user, assistant MARK]              …MARK<end of turn>
+    [user, assistant MARK, tool …]      …MARK<end of turn><the tool's message><generation prompt>
+
+What follows the model's turn is the difference, where the second text goes on from the first behind MARK, and where the difference
+is the same in a longer dialogue. It is tokenised alone and stands behind the sampled ids. A template that fails this (one that
+rewrites the turns before) has no boundary: the dialogue is then rendered as a whole and opens a new segment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.data.rows import BadRow, ChatRenderer
+
+Message = Mapping[str, Any]
+
+_MARK = "verlTurnEndsHere"
+_SHORT: list[Message] = [{"role": "user", "content": "Hello."}]
+_LONG: list[Message] = [
+    {"role": "user", "content": "First question"},
+    {"role": "assistant", "content": "An answer"},
+    {"role": "user", "content": "Another question"},
+]
+
+
+class Boundaries:
+    """Renders dialogues and what stands between turns for one tokenizer; made once in a process.
+
+    kwargs: data.apply_chat_template_kwargs.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
+        self._chat = ChatRenderer(tokenizer, kwargs)
+        self._tokenizer = tokenizer
+        self._pure: dict[str, bool] = {}
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray:
+        """Ids int64 [P] of a whole dialogue with the generation prompt. BadRow where the template refuses it."""
+        return self._chat.ids(self._chat.text(messages, **_with(tools)))
+
+    def between(
+        self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
+    ) -> np.ndarray | None:
+        """Ids int64 [N] that come after the model's `turn` (its message) when `following` are said, the generation prompt at
+        their end. last_id: the last sampled token. None where the template has no boundary here."""
+        kind = f"{following[0]['role']} {bool(turn.get('tool_calls'))}"
+        if kind not in self._pure:
+            short, long = (self._difference(history, turn, following, tools) for history in (_SHORT, _LONG))
+            self._pure[kind] = short is not None and long is not None and short[1] == long[1]
+        found = self._difference(_SHORT, turn, following, tools) if self._pure[kind] else None
+        return None if found is None else self._chat.ids(self._after(*found, last_id))
+
+    def _difference(
+        self, history: list[Message], turn: Message, following: Sequence[Message], tools: Any
+    ) -> tuple[str, str] | None:
+        """(what the template writes after the turn's text, what the messages that follow add to it)."""
+        for dummy in _dummies(turn):
+            try:
+                before = self._chat.text([*history, dummy], generation=False, **_with(tools))
+                after = self._chat.text([*history, dummy, *following], **_with(tools))
+            except BadRow:
+                continue
+            ending, further = before.rpartition(_MARK)[2], after.rpartition(_MARK)[2]
+            if _MARK in before and _MARK in after and further.startswith(ending):
+                return ending, further[len(ending) :]
+        return None
+
+    def _after(self, ending: str, further: str, last_id: int | None) -> str:
+        """The text that has to follow the sampled tokens, without what the model wrote of the turn's end itself."""
+        written = ""
+        if last_id is not None and last_id in self._tokenizer.added_tokens_decoder:
+            written = self._tokenizer.added_tokens_decoder[last_id].content
+        if written and written in ending:
+            return ending.rpartition(written)[2] + further
+        if written and further.startswith(written):  # the model opens the next message to end its turn
+            return further[len(written) :]
+        end = self._tokenizer.eos_token or ""
+        if end and end in ending:  # the turn was cut
+            return end + ending.rpartition(end)[2] + further
+        return further
+
+
+def _with(tools: Any) -> dict[str, Any]:
+    return {"tools": list(tools)} if tools else {}
+
+
+def _dummies(turn: Message) -> list[Message]:
+    """The model's turn with the mark for its text; arguments of calls as a mapping, then as the text that some templates want."""
+    dummy = {"role": "assistant", "content": _MARK}
+    if not turn.get("tool_calls"):
+        return [dummy]
+    forms: tuple[Any, ...] = ({"text": _MARK}, json.dumps({"text": _MARK}))
+    return [
+        dummy
+        | {
+            "tool_calls": [
+                call | {"function": call["function"] | {"arguments": form}} for call in turn["tool_calls"]
+            ]
+        }
+        for form in forms
+    ]

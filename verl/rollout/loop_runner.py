@@ -1,0 +1,107 @@
+"""Runs agent loops in one process, the driver or one of their own: a session and a loop for each trajectory, its deadline, its end.
+
+LoopRunner.run ─→ Session ─→ send (TrajectoryCalls, or a message to the driver)
+              └→ the loop's run(sampling_params, **row) ─→ outputs with a status
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from verl.config.schema.base import select
+from verl.engine.rollout.base import SamplingParams
+from verl.rollout import agent_loop
+from verl.rollout.agent_loop import AgentLoopOutput, EnvironmentFailed, ServerManager, outputs_of
+from verl.rollout.boundary import Boundaries
+from verl.rollout.session import Send, Session
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class LoopRunner:
+    """What the loops of a process share: tokenizer, boundaries between turns, tools. config: the run's checked configuration."""
+
+    def __init__(self, tokenizer: Any = None, config: Any = None):
+        self.tokenizer, self.config = tokenizer, config
+        agent_loop.load_listed(self._key("agent.agent_loop_config_path"))
+        self._timeout = self._key("agent.trajectory_timeout")
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        return select(self.config, f"{ROLLOUT}.{name}", default)
+
+    @cached_property
+    def _boundaries(self) -> Boundaries | None:
+        if self.tokenizer is None:
+            return None
+        return Boundaries(self.tokenizer, select(self.config, "data.apply_chat_template_kwargs"))
+
+    @cached_property
+    def tools(self) -> Any:
+        """The run's tools, or None where none is configured."""
+        if not (self._key("multi_turn.tool_config_path") or self._key("multi_turn.function_tool_path")):
+            return None
+        from verl.rollout.tools.toolbox import Toolbox
+
+        return Toolbox.load(self._key("multi_turn"))
+
+    def session(self, send: Send, sampling: SamplingParams) -> Session:
+        """The session of a trajectory."""
+        return Session(
+            send,
+            sampling,
+            boundaries=self._boundaries,
+            tokenizer=self.tokenizer,
+            longest=self._key("max_model_len"),
+            tool_format=self._key("multi_turn.format", "hermes"),
+        )
+
+    async def run(
+        self, name: str, send: Send, sampling: SamplingParams, columns: dict[str, Any], own: dict[str, Any]
+    ) -> list[AgentLoopOutput]:
+        """What the loop registered as `name` gives for a row (see `agent_loop.keywords`).
+
+        A trajectory past its deadline, or one whose environment failed, gives what was written so far, with that status. Raises
+        what the loop raises besides; TypeError if it returns anything but outputs.
+        """
+        session = self.session(send, sampling)
+        session.begin(own["raw_prompt"], own["prompt_ids"])
+        params: Any = sampling
+        if agent_loop.is_users(name):
+            params = agent_loop.SamplingDict(sampling)
+        deadline = asyncio.timeout(self._timeout)
+        try:
+            async with deadline:
+                outputs = await self._loop(name, session).run(params, **agent_loop.keywords(columns, own))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
+            return outputs_of(session, status="timeout", extra_fields={"failure": why})
+        except EnvironmentFailed as error:
+            return outputs_of(session, status="environment_error", extra_fields={"failure": str(error)})
+        finally:
+            session.close()
+        found = outputs if isinstance(outputs, list) else [outputs]
+        for output in found:
+            if not isinstance(output, AgentLoopOutput):
+                raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
+        return found
+
+    def _loop(self, name: str, session: Session) -> agent_loop.AgentLoopBase:
+        from verl.data.plugins import RLHFDataset
+
+        more = {} if self.tools is None else {"tools": self.tools}
+        return agent_loop.get(name)(
+            trainer_config=SimpleNamespace(config=self.config),
+            server_manager=ServerManager(session),
+            tokenizer=self.tokenizer,
+            processor=None,
+            dataset_cls=RLHFDataset,
+            data_config=SimpleNamespace(config=select(self.config, "data")),
+            hf_model_type=None,
+            **more,
+            **agent_loop.arguments_of(name),
+        )

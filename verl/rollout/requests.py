@@ -1,0 +1,165 @@
+"""One trajectory's way to the sampler, and how its requests outlive a change of weights.
+
+Every call of a trajectory's session goes through its `TrajectoryCalls`, which numbers it and names the group whose prefill it
+shares. Below those of a run is one `ResumableGeneration`: `pause` ends every request with its partial output kept; once the weights are
+replaced, `resume` lets each go on from prompt + partial output, with the same seed and the positions it had reached. The caller
+gets one completion that names every version that wrote a part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.trajectory import Prompt
+
+_ABORT_AGAIN_S = 1.0
+
+
+class TrajectoryCalls:
+    """Numbers the calls of one trajectory, so that no two of them draw from the same random stream.
+
+    The first calls of a group's trajectories share the prefill of the prompt; later ones go to the replica that holds the
+    trajectory's prefix. `completions`: what came back so far, in the order it did. prefix: keeps requests apart whose prompts
+    come from different files; attempt: those of a trajectory that is sampled again.
+    """
+
+    def __init__(
+        self, requests: ResumableGeneration, prompt: Prompt, index: int, prefix: str = "", attempt: int = 0
+    ):
+        self.completions: list[Completion] = []
+        self._requests, self._prompt = requests, prompt
+        self._group = f"{prefix}{prompt.uid}"
+        self.id = f"{self._group}#{index}" + (f"r{attempt}" if attempt else "")
+        self._calls = 0
+
+    async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Any = None) -> Completion:
+        """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call)."""
+        call, self._calls = self._calls, self._calls + 1
+        options: dict[str, Any] = {"request_id": self.id}
+        if call:
+            sampling = replace(sampling, call=call)
+            options = {"request_id": f"{self.id}.{call}", "session": self.id}
+        elif np.array_equal(
+            prompt_ids, self._prompt.ids
+        ):  # what a loop puts before it is its trajectory's alone
+            options["group"] = self._group
+        result = await self._requests.generate(
+            prompt_ids, sampling, media=media or self._prompt.media or None, **options
+        )
+        self.completions.append(result)
+        return result
+
+
+class ResumableGeneration:
+    """Requests under way in one engine. All calls are made on one event loop."""
+
+    def __init__(self, engine: RolloutEngine, clock: Callable[[], float] = time.monotonic):
+        self.engine = engine
+        self._clock = clock
+        self._under_way: set[str] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._pauses = 0
+        self._busy_since = 0.0
+        self._busy: list[tuple[float, float]] = []
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        **options: Any,
+    ) -> Completion:
+        """`RolloutEngine.generate`, carried on through any number of pauses; `options` are handed on to it."""
+        parts: list[Completion] = []
+        written = 0
+        while True:
+            await self._open.wait()
+            pauses = self._pauses
+            part = await self._ask(
+                _continued(prompt_ids, parts) if written else prompt_ids,
+                replace(sampling, max_tokens=sampling.max_tokens - written, start=sampling.start + written),
+                request_id=f"{request_id}~{len(parts)}" if parts else request_id,
+                group=None if written else group,
+                **options,
+            )
+            parts.append(part)
+            written += len(part.token_ids)
+            interrupted = part.finish_reason == "abort" and pauses != self._pauses
+            if not interrupted or written >= sampling.max_tokens:
+                done = _joined(parts, "length" if interrupted else part.finish_reason)
+                # The text is the whole response's; of a response that began elsewhere these are not all its tokens.
+                return replace(done, text=None) if sampling.start else done
+
+    async def _ask(
+        self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str, **how: Any
+    ) -> Completion:
+        if not self._under_way:
+            self._busy_since = self._clock()
+            self._empty.clear()
+        self._under_way.add(request_id)
+        try:
+            return await self.engine.generate(prompt_ids, sampling, request_id=request_id, **how)
+        finally:
+            self._under_way.discard(request_id)
+            if not self._under_way:
+                self._busy.append((self._busy_since, self._clock()))
+                self._empty.set()
+
+    async def pause(self) -> int:
+        """End every request, partial output kept; returns how many there were. Later ones wait for `resume`."""
+        self._open.clear()
+        self._pauses += 1
+        stopped = len(self._under_way)
+        while self._under_way:
+            self.engine.abort(list(self._under_way))
+            try:
+                await asyncio.wait_for(self._empty.wait(), _ABORT_AGAIN_S)
+            except TimeoutError:
+                continue  # a request that reached the engine after the abort is aborted now
+        return stopped
+
+    def resume(self) -> None:
+        """Let requests go on with the weights that the engine holds now."""
+        self._open.set()
+
+    def busy(self) -> list[tuple[float, float]]:
+        """Spans of the clock in which the engine had requests, since the last call; one in progress is cut."""
+        spans, self._busy = self._busy, []
+        if self._under_way:
+            now = self._clock()
+            spans.append((self._busy_since, now))
+            self._busy_since = now
+        return spans
+
+
+def _continued(prompt_ids: Sequence[int] | np.ndarray, parts: list[Completion]) -> np.ndarray:
+    return np.concatenate([np.asarray(prompt_ids, np.int64), *(part.token_ids for part in parts)])
+
+
+def _joined(parts: list[Completion], reason: str) -> Completion:
+    """One completion out of its parts; a single part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return Completion(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        log_probs=np.concatenate([part.log_probs for part in parts]),
+        finish_reason=reason,
+        versions=tuple(sorted({v for part in parts if len(part.token_ids) for v in part.versions})),
+        num_preempted=sum(part.num_preempted for part in parts),
+        started=parts[0].started,
+        finished=parts[-1].finished,
+        parts=len(parts),
+        text=parts[-1].text,
+    )

@@ -1,0 +1,1 @@
+"""Tools that a model calls: how calls are written, what tools are, how they are found and run."""

@@ -1,0 +1,244 @@
+"""How models write tool calls: one small reader for each format, in one table.
+
+A reader takes the text of a turn, special tokens in it, and gives what was said besides the calls, and the calls. A call that
+cannot be read is a `ToolCall` with an error, which the model is told: nothing that looks like a call is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Types = Mapping[str, Mapping[str, Any]]
+"""Tool → its parameters' schemas, by name: formats without types need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. error: why it could not be read; then the name may be empty. id: as the model or we numbered it."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    id: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """As `tool_calls` of a message hold it; the arguments are a mapping, as templates take them."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+Read = Callable[[str, Types], tuple[str, list[ToolCall]]]
+ReadBody = Callable[[str, Types], list[ToolCall]]
+
+
+def parse(
+    tool_format: str, text: str, tools: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[str, list[ToolCall]]:
+    """(text without the calls, the calls in order) of a turn of the model. Calls inside its thinking are none.
+
+    tools: OpenAI schemas, from which formats without types take those of the arguments. KeyError for an unknown format.
+    """
+    thought, end, said = text.rpartition("</think>")
+    types = {
+        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
+        for tool in tools or ()
+    }
+    content, calls = PARSERS[tool_format](said, types)
+    numbered = [replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls)]
+    return thought + end + content.strip(), numbered
+
+
+# ------------------------------------------------------------------------------------------- bodies of single calls
+
+
+def _json(text: str, types: Types) -> list[ToolCall]:
+    """{"name": …, "arguments": {…}}, or a list of them."""
+    try:
+        found = json.loads(text, strict=False)
+    except ValueError as error:
+        return [ToolCall("", error=f"the call is no valid JSON: {error}")]
+    return [_from_json(one) for one in (found if isinstance(found, list) else [found])]
+
+
+def _from_json(found: Any) -> ToolCall:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall("", error='the call must be a JSON object with "name" and "arguments"')
+    return _with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
+
+
+def _with_arguments(name: str, arguments: Any) -> ToolCall:
+    """A call whose arguments are a mapping, or its JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, strict=False) if arguments.strip() else {}
+        except ValueError as error:
+            return ToolCall(name, error=f"the arguments are no valid JSON: {error}")
+    if arguments is not None and not isinstance(arguments, dict):
+        return ToolCall(name, error="the arguments must be a JSON object")
+    return ToolCall(name, arguments or {})
+
+
+def _typed(name: str, pairs: Iterable[tuple[str, str]], types: Types) -> ToolCall:
+    """A call whose arguments are text: what its schema says is no string is read as JSON."""
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        kind = types.get(name, {}).get(key, {}).get("type", "string")
+        arguments[key] = value
+        if kind != "string":
+            try:
+                arguments[key] = json.loads(value)
+            except ValueError:
+                if kind == "boolean" and value.strip().lower() in ("true", "false"):
+                    arguments[key] = value.strip().lower() == "true"
+    return ToolCall(name, arguments)
+
+
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.S)
+
+
+def _function_tags(text: str, types: Types) -> list[ToolCall]:
+    """<function=name><parameter=key>value</parameter></function>."""
+    found = _FUNCTION.findall(text)
+    if not found:
+        return [ToolCall("", error="the call has no <function=NAME>")]
+    return [_typed(name, _PARAMETER.findall(body), types) for name, body in found]
+
+
+_INVOKE = re.compile(r'<(?:｜DSML｜)?invoke name="?([^">]+)"?>(.*?)(?:</(?:｜DSML｜)?invoke>|\Z)', re.S)
+_INVOKED = re.compile(
+    r'<(?:｜DSML｜)?parameter name="?([^">]+)"?(?: string="(true|false)")?>(.*?)</(?:｜DSML｜)?parameter>',
+    re.S,
+)
+
+
+def _invoke_tags(text: str, types: Types) -> list[ToolCall]:
+    """<invoke name="…"><parameter name="…">value</parameter></invoke>; where a parameter says that it is no string, it is JSON."""
+    calls = []
+    for name, body in _INVOKE.findall(text):
+        known = {
+            key: {"type": "object" if string == "false" else "string"}
+            for key, string, _ in _INVOKED.findall(body)
+            if string
+        }
+        pairs = [(key, value.strip("\n")) for key, _, value in _INVOKED.findall(body)]
+        calls.append(_typed(name, pairs, {name: {**types.get(name, {}), **known}}))
+    return calls or [ToolCall("", error='the call has no <invoke name="NAME">')]
+
+
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", re.S)
+
+
+def _argument_pairs(text: str, types: Types) -> list[ToolCall]:
+    """name, then <arg_key>…</arg_key><arg_value>…</arg_value>."""
+    name = text.partition("<arg_key>")[0].strip()
+    if not re.fullmatch(r"[\w.-]+", name):
+        return [ToolCall("", error="the call does not begin with a tool's name")]
+    return [_typed(name, ((key.strip(), value) for key, value in _PAIR.findall(text)), types)]
+
+
+def _kimi(text: str, types: Types) -> list[ToolCall]:
+    """functions.name:0<|tool_call_argument_begin|>{…}."""
+    head, begin, arguments = text.partition("<|tool_call_argument_begin|>")
+    head = head.strip()
+    name = head.removeprefix("functions.").rpartition(":")[0]
+    if not begin or not name:
+        return [ToolCall("", error="the call is not functions.NAME:NUMBER<|tool_call_argument_begin|>{…}")]
+    return [replace(_with_arguments(name, arguments), id=head)]
+
+
+def _deepseek(text: str, types: Types) -> list[ToolCall]:
+    """function<｜tool▁sep｜>name and a JSON block, or name<｜tool▁sep｜>{…}."""
+    head, separator, rest = text.partition("<｜tool▁sep｜>")
+    if not separator:
+        return [ToolCall("", error="the call has no <｜tool▁sep｜>")]
+    if head.strip() != "function":
+        return [_with_arguments(head.strip(), rest)]
+    name, _, body = rest.strip().partition("\n")
+    return [_with_arguments(name.strip(), re.sub(r"^\s*```(?:json)?|```\s*$", "", body))]
+
+
+def _gemma(text: str, types: Types) -> list[ToolCall]:
+    """call:name{key:<|"|>text<|"|>,other:3}."""
+    found = re.fullmatch(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", text, re.S)
+    if not found:
+        return [ToolCall("", error="the call is not call:NAME{key:value}")]
+    parts = found[2].split('<|"|>')
+    keyed = (re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2])
+    strings = [json.dumps(part) for part in parts[1::2]] + [""]
+    return [_with_arguments(found[1], "".join(a + b for a, b in zip(keyed, strings, strict=False)))]
+
+
+# ------------------------------------------------------------------------------------------------- texts of a turn
+
+
+def _between(begin: str, end: str, read: ReadBody, section: str = "") -> Read:
+    """Calls between two marks, or from the first to the text's end; `section`: what may stand before the first."""
+    pattern = re.compile(f"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\\Z)", re.S)
+
+    def reader(text: str, types: Types) -> tuple[str, list[ToolCall]]:
+        content = text.partition(section)[0] if section else text
+        calls = [call for body in pattern.findall(text) for call in read(body.strip(), types)]
+        return content.partition(begin)[0], calls
+
+    return reader
+
+
+def _llama(text: str, types: Types) -> tuple[str, list[ToolCall]]:
+    """The whole text is JSON objects, `;` between them, perhaps after <|python_tag|>."""
+    content, tag, body = text.rpartition("<|python_tag|>")
+    body = body.strip()
+    if not body.startswith("{"):
+        return text, []
+    calls, decoder = [], json.JSONDecoder(strict=False)
+    while body:
+        try:
+            found, end = decoder.raw_decode(body)
+        except ValueError as error:
+            calls.append(ToolCall("", error=f"the call is no valid JSON: {error}"))
+            break
+        if not tag and not calls and not (isinstance(found, dict) and "name" in found):
+            return text, []  # an answer in JSON
+        calls.append(_from_json(found))
+        body = body[end:].lstrip("; \n")
+    return content, calls
+
+
+_HARMONY = re.compile(r"to=functions\.([\w.-]+)(.*?)<\|message\|>(.*?)(?=<\|call\|>|<\|end\|>|\Z)", re.S)
+_FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>|\Z)", re.S)
+
+
+def _harmony(text: str, types: Types) -> tuple[str, list[ToolCall]]:
+    """Messages to functions.name on the commentary channel; the answer is on the final channel."""
+    calls = [_with_arguments(name, body) for name, _, body in _HARMONY.findall(text)]
+    if "to=functions." in text and not calls:
+        calls = [ToolCall("", error="the call has no <|message|>{…}")]
+    final = _FINAL.search(text)
+    return (final[1] if final else ("" if calls else text)), calls
+
+
+PARSERS: dict[str, Read] = {
+    "hermes": _between("<tool_call>", "</tool_call>", _json),
+    "qwen3_coder": _between("<tool_call>", "</tool_call>", _function_tags),
+    "seed": _between("<seed:tool_call>", "</seed:tool_call>", _function_tags),
+    "glm": _between("<tool_call>", "</tool_call>", _argument_pairs),
+    "minimax": _between("<minimax:tool_call>", "</minimax:tool_call>", _invoke_tags),
+    "kimi": _between(
+        "<|tool_call_begin|>", "<|tool_call_end|>", _kimi, section="<|tool_calls_section_begin|>"
+    ),
+    "deepseek": _between(
+        "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek, section="<｜tool▁calls▁begin｜>"
+    ),
+    "deepseek_v4": _between("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _invoke_tags),
+    "gemma4": _between("<|tool_call>", "<tool_call|>", _gemma),
+    "llama3_json": _llama,
+    "gpt-oss": _harmony,
+}
+PARSERS["qwen"] = PARSERS["hermes"]
