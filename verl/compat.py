@@ -16,10 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_LATER_TOOLS = (
-    "tools and dialogues of many turns are not in this release; "
-    "the course of a response is decided by a verl.rollout.agent_loop.AgentLoopBase"
-)
+_TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tools.interactions"
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
 # Path that plug-ins import → one of our modules (the whole of it), or its names → "module:name" of ours.
@@ -34,6 +31,25 @@ SERVED: dict[str, str | dict[str, str]] = {
     "verl.experimental.agent_loop": {
         name: f"verl.rollout.agent_loop:{name}" for name in ("AgentLoopBase", "AgentLoopOutput", "register")
     },
+    "verl.tools.base_tool": {
+        name: f"verl.rollout.tools.base:{name}"
+        for name in ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")
+    },
+    "verl.tools.schemas": {
+        name: f"verl.rollout.tools.base:{name}"
+        for name in (
+            "OpenAIFunctionParametersSchema",
+            "OpenAIFunctionPropertySchema",
+            "OpenAIFunctionSchema",
+            "OpenAIFunctionToolSchema",
+            "ToolResponse",
+        )
+    },
+    "verl.tools.function_tool": {"function_tool": "verl.rollout.tools.base:function_tool"},
+    "verl.interactions.base": {"BaseInteraction": "verl.rollout.tools.interactions:BaseInteraction"},
+    "verl.workers.rollout.replica": {"TokenOutput": "verl.rollout.agent_loop:TokenOutput"},
+    "verl.utils.rollout_trace": {"rollout_trace_op": "verl.rollout.tools.base:rollout_trace_op"},
+    "verl.utils.profiler": {"simple_timer": "verl.rollout.tools.base:simple_timer"},
     "verl.utils.reward_score": {"default_compute_score": "verl.reward:default_compute_score"},
     "verl.utils.import_utils": {"load_extern_object": "verl.data.load_object:load_extern_object"},
     "verl.utils.dataset.rl_dataset": {
@@ -63,8 +79,8 @@ SERVED: dict[str, str | dict[str, str]] = {
 
 # What plug-ins do not reach: path (and all below it) → what there is instead. The longest path that fits counts.
 REFUSED: dict[str, str] = {
-    "verl.tools": _LATER_TOOLS,
-    "verl.interactions": _LATER_TOOLS,
+    "verl.tools": _TOOLS,
+    "verl.interactions": _TOOLS,
     "verl.experimental": "use verl.rollout.agent_loop, verl.data or verl.reward",
     "verl.single_controller": "use verl.workers, which places the roles that run beside a device",
     "verl.models": _MODELS,

@@ -88,8 +88,8 @@ def import_from(module: str, name: str | None) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        ("verl.tools.base_tool", "BaseTool", "not in this release"),
-        ("verl.interactions.base", None, "AgentLoopBase"),
+        ("verl.tools.mcp_base_tool", "MCPBaseTool", "verl.rollout.tools"),
+        ("verl.interactions.gsm8k_interaction", None, "verl.rollout.tools.interactions"),
         ("verl.single_controller.ray", None, "verl.workers"),
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),
         ("verl.utils.torch_functional", "masked_mean", "verl.algorithms.policy_loss"),

@@ -93,8 +93,8 @@ def prepare_outcomes(
 ) -> tuple[np.ndarray, int]:
     """Decide which responses count and set `loss_mask` of every trajectory.
 
-    Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses and all False
-    elsewhere. With `rollout_n` ≥ 2 and an estimator that compares the members of a group, a group left with one scored
+    Returns (usable bool [N], number of groups dropped). loss_mask is the policy mask of usable responses, but for those
+    without gradient (`rollout.agent.on_status`), and all False elsewhere. With `rollout_n` ≥ 2 and an estimator that compares the members of a group, a group left with one scored
     response has no baseline: it is dropped. With rollout_n = 1 every response is a group of one and all scored ones count.
     `needs_greedy`: a group is dropped too whose greedy response has no score.
     """
@@ -109,7 +109,8 @@ def prepare_outcomes(
             outcomes -= set(members)
     usable = np.array([id(t) in outcomes for t in batch], dtype=bool)
     for t, counts in zip(batch, usable, strict=True):
-        t.loss_mask = np.array(t.response_mask, dtype=bool) if counts else np.zeros(t.length, dtype=bool)
+        learns = counts and not t.extra.get("without_gradient")
+        t.loss_mask = np.array(t.response_mask, dtype=bool) if learns else np.zeros(t.length, dtype=bool)
     return usable, dropped
 
 

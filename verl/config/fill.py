@@ -37,6 +37,8 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
     for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
         if (rollout := root.select(path)) is not None:
             _rollout(rollout)
+            if not root.was_set(f"{path}.agent.default_agent_loop"):
+                _default_loop(rollout)
     if root.entry == "ppo":
         _ppo(root, say)
     _records(root)
@@ -230,6 +232,14 @@ def _rollout(rollout: Any) -> None:
         rollout.name = RELEASED[0]
     if rollout.max_model_len is None:
         rollout.max_model_len = rollout.prompt_length + rollout.response_length
+
+
+def _default_loop(rollout: Any) -> None:
+    """The loop of most rows, where something is configured that needs one."""
+    if rollout.agent.environment.name:
+        rollout.agent.default_agent_loop = "environment_agent"
+    elif rollout.multi_turn.enable:
+        rollout.agent.default_agent_loop = "tool_agent"
 
 
 def _reward_manager(root: Any) -> None:

@@ -212,13 +212,9 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
 FEATURES: dict[str, Absent] = {
     "actor_rollout_ref.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
     "actor_rollout_ref.model.use_liger": Absent("liger kernels", "set it to False"),
-    "actor_rollout_ref.rollout.multi_turn.enable": Absent("tools and turns", "set it to False"),
     "actor_rollout_ref.rollout.quantization": Absent("quantised sampling", "leave it null"),
     "actor_rollout_ref.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "actor_rollout_ref.rollout.trace.backend": Absent("traces", "leave it null"),
-    "actor_rollout_ref.rollout.agent.agent_loop_config_path": Absent(
-        "agent loops listed in a file", "register the loop in a module of model.external_lib"
-    ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
     "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),

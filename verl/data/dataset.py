@@ -21,7 +21,17 @@ import numpy as np
 
 from verl.data.files import DataError, Paths, RowFiles
 from verl.data.plugins import CustomRows
-from verl.data.rows import GSM8K, BadRow, ChatRenderer, RowRules, as_messages, check_columns, fields_of
+from verl.data.rows import (
+    GSM8K,
+    BadRow,
+    ChatRenderer,
+    RowFields,
+    RowRules,
+    RowTools,
+    as_messages,
+    check_columns,
+    fields_of,
+)
 from verl.trajectory import Prompt
 
 CHUNK = 512
@@ -168,7 +178,7 @@ class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
     files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). With
+    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). tools: what rows of `tool_agent` are rendered with. With
     data.custom_cls the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
 
@@ -181,6 +191,7 @@ class PromptDataset(CheckedRows):
         split: str = "train",
         score_known: Callable[[str], bool] | None = None,
         rules: RowRules | None = None,
+        tools: RowTools | None = None,
     ):
         data = config.data
         self.split = split
@@ -194,7 +205,7 @@ class PromptDataset(CheckedRows):
         else:
             super().__init__(RowFiles(files, data.cache_dir, use_shm=data.use_shm))
             plain = [check_columns(file, self.rules) for file in self.source.files]
-        self._scanner = Scanner(self.source, plain, self.rules, renderer)
+        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools)
         self._scan(int(data.filter_overlong_prompts_workers), score_known)
         self.refuse_too_many_bad(float(data.max_bad_row_ratio))
         self._too_long = np.flatnonzero(self.lengths > self._limit)
@@ -246,8 +257,7 @@ class PromptDataset(CheckedRows):
         index = int(self._rows[row])
         file, number = self.source.locate(index)
         fields = self._scanner.fields(self.source.row(index), index)
-        renderer = self._scanner.renderer
-        ids = renderer.ids(renderer.prompt_text(fields.cell, self.rules.prompt_key))
+        ids = self._scanner.renderer.ids(self._scanner.text(fields))
         if len(ids) > self._limit:
             if self.config.data.filter_overlong_prompts:
                 raise BadRow("prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before")
@@ -311,6 +321,12 @@ class Scanner:
     plain: Sequence[bool]
     rules: RowRules
     renderer: ChatRenderer
+    tools: RowTools | None = None
+
+    def text(self, fields: RowFields) -> str:
+        """The rendered prompt of a row. Raises BadRow."""
+        tools = None if self.tools is None else self.tools.of(fields)
+        return self.renderer.prompt_text(fields.cell, self.rules.prompt_key, tools)
 
     def fields(self, row: dict[str, Any], index: int) -> Any:
         """The row's parts, a `RowFields`. Raises BadRow."""
@@ -325,7 +341,7 @@ class Scanner:
             try:
                 fields = self.fields(row, index)
                 scan.sources[index - start] = fields.facts["data_source"]
-                texts[index] = self.renderer.prompt_text(fields.cell, self.rules.prompt_key)
+                texts[index] = self.text(fields)
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
         for index, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.schema.base import select
 from verl.data.files import DataError, RowFile, absent_column, nearest, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
 GSM8K = "openai/gsm8k"
 PLAIN = "plain"
 """data_source of plain rows whose response holds no `#### n`: only a custom function can score them."""
+TOOL_AGENT = "tool_agent"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
@@ -109,12 +111,12 @@ class ChatRenderer:
         except Exception as error:  # a template is user code: whatever it raises is about this row
             raise BadRow("template failed", f"{type(error).__name__}: {error}") from error
 
-    def prompt_text(self, cell: Any, column: str = "prompt") -> str:
+    def prompt_text(self, cell: Any, column: str = "prompt", tools: Any = None) -> str:
         """What a prompt cell becomes before tokenising. A string without a template stays raw text."""
         messages = as_messages(cell, column)
         if isinstance(cell, str) and not self.has_template:
             return cell
-        return self.text(messages)
+        return self.text(messages, tools=tools) if tools else self.text(messages)
 
     def ids(self, text: str) -> np.ndarray:
         """Token ids int64 [P] of rendered text."""
@@ -177,6 +179,7 @@ class RowRules:
         data = config.data
         own = getattr(getattr(config, "reward_manager", None), "source", None) == "importlib"
         custom = config.custom_reward_function.path or config.reward_model.enable or own
+        custom = custom or select(config, "actor_rollout_ref.rollout.agent.environment.name")
         media = (data.image_key, data.video_key, data.audio_key)
         return cls(data.prompt_key, data.reward_fn_key, media, needs_truth=not custom)
 
@@ -192,6 +195,36 @@ class RowFields:
     def prompt(self, uid: str, ids: np.ndarray, messages: Any, **place: Any) -> Prompt:
         """The row as a Prompt; `place`: file, row, epoch."""
         return Prompt(uid, ids, messages, **self.facts, **place)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTools:
+    """The tools that prompts are rendered with. schemas: name → OpenAI schema; every_row: also those without `agent_name`."""
+
+    schemas: Mapping[str, dict[str, Any]]
+    every_row: bool
+
+    def of(self, fields: RowFields) -> list[dict[str, Any]] | None:
+        """The schemas of a row of `tool_agent`, None for another's. Raises BadRow."""
+        name = fields.facts.get("agent_name")
+        if name != TOOL_AGENT and not (name is None and self.every_row):
+            return None
+        return tools_of_row(self.schemas, fields.facts["extra_info"], fields.facts["columns"].get("tools"))
+
+
+def tools_of_row(
+    schemas: Mapping[str, dict[str, Any]], extra: Mapping[str, Any], column: Any
+) -> list[dict[str, Any]]:
+    """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
+    `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
+    names = column if column is not None else extra.get("tool_selection")
+    if names is None and extra.get("need_tools_kwargs"):
+        names = [name for name, given in (extra.get("tools_kwargs") or {}).items() if given is not None]
+    names = schemas if names is None else names
+    names = [name if isinstance(name, str) else name["function"]["name"] for name in names]
+    if unknown := [name for name in names if name not in schemas]:
+        raise BadRow("unknown tool", f"{unknown[0]!r}; the run has {', '.join(schemas) or 'none'}")
+    return [schemas[name] for name in names]
 
 
 def is_plain(file: RowFile, rules: RowRules) -> bool:

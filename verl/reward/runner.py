@@ -136,6 +136,8 @@ class RewardRunner:
             self._fail(trajectory, outcome)
             return
         trajectory.score = outcome.score
+        if (earned := trajectory.extra.get("step_reward")) is not None and outcome.score is not None:
+            trajectory.score = outcome.score + earned
         trajectory.score_parts = dict(outcome.parts)
         self._charge(trajectory, outcome)
 

@@ -121,7 +121,7 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
         "parts": dict(t.score_parts),
         "advantage": advantage,
         "length": t.length if t.length or not t.text else None,  # None: a text that came without tokens
-        "finish_reason": t.finish_reason,
+        "finish_reason": t.finish_reason if "agent_loop" not in t.extra else t.status,
         "versions": list(t.versions),
         "tokens": texts(t.response_ids),
         "mask": mask.astype(int).tolist(),

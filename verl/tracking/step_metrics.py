@@ -11,6 +11,7 @@ and a prompt that its group shares as often as it was computed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl.tracking.names import Number, plain, spread
-from verl.trajectory import Batch, Trajectory
+from verl.trajectory import STATUSES, Batch, Trajectory
 
 if TYPE_CHECKING:
     from verl.models.layers import ModelCost
@@ -75,7 +76,7 @@ def step_metrics(batch: Batch, facts: StepFacts, counters: Counters) -> dict[str
     A response that the sampler lost is counted (training/rollout_failure/evicted_samples) and in nothing else.
     """
     out: dict[str, Number] = {"training/global_step": facts.step, "training/epoch": facts.epoch}
-    out |= reward_metrics(batch)
+    out |= reward_metrics(batch) | dialogue_metrics(batch)
     batch = Batch([t for t in batch if t.finish_reason != LOST], batch.meta)
     known = [t for t in batch if t.entropy is not None]
     out["actor/entropy"] = _over_tokens("", known, "entropy", "response_mask")["/mean"]
@@ -180,6 +181,26 @@ def agent_metrics(batch: Batch) -> dict[str, Number]:
     out |= {f"{prefix}/{name}": float(values[slowest]) for name, values in columns.items()}
     out[f"{prefix}/prompt_length"] = int(batch.prompt_lengths[slowest])
     out[f"{prefix}/response_length"] = int(batch.lengths[slowest])
+    return out
+
+
+def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
+    """agent/*: how trajectories of agent loops ended (those left out too), segments, tool calls. {} where there is none."""
+    rows = [t for t in batch if "agent_loop" in t.extra]
+    if not rows:
+        return {}
+    ended = Counter(t.status for t in rows)
+    out: dict[str, Number] = {f"agent/status/{status}": ended[status] for status in STATUSES}
+    out |= spread("agent/segments_per_trajectory", [len(t.segments) for t in rows])
+    for name in ("unrecorded_tokens", "resamples"):
+        out[f"agent/{name}"] = sum(int(t.extra.get(name, 0)) for t in rows)
+    counts = [t.extra["tool_counts"] for t in rows if "tool_counts" in t.extra]
+    if counts:
+        out |= spread("tool_call_counts", [c.get("calls", 0) for c in counts])
+        valid_calls = [c.get("calls", 0) > c.get("invalid", 0) for c in counts]
+        out["agent/valid_call_ratio"] = _mean(np.array(valid_calls))
+        for kind in ("invalid", "errors", "timeouts"):
+            out[f"agent/tool_{kind}"] = sum(c.get(kind, 0) for c in counts)
     return out
 
 

@@ -106,6 +106,7 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     from verl.data.files import DataError
     from verl.data.rows import RowRules
     from verl.data.tokenizer import load_tokenizer
+    from verl.trainer.run import row_tools
 
     model = run.actor_rollout_ref.model
     tokenizer = tracking.tokenizer = load_tokenizer(
@@ -116,7 +117,10 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     )
     rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
     try:
-        data = PromptDataset(config.data.path or [], run, tokenizer, split="prompts", rules=rules)
+        tools = row_tools(run, tokenizer)
+        data = PromptDataset(
+            config.data.path or [], run, tokenizer, split="prompts", rules=rules, tools=tools
+        )
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
         raise DataError(message, error.records) from error

@@ -20,6 +20,7 @@ from verl.plugins import import_modules
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
     from verl.config import Config
+    from verl.data.rows import RowTools
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
     from verl.reward.runner import RewardRunner
@@ -284,19 +285,36 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     def known(source: str) -> bool:
         return not unsupported([source])
 
-    train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known)
+    tools = row_tools(config, tokenizer)
+    train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known, tools=tools)
     if len(train) < data.train_batch_size:
         raise UserError(
             f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
             "lower the batch size or add data"
         )
     validation = (
-        PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known)
+        PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known, tools=tools)
         if data.val_files
         else None
     )
     tracking.data_report(train, validation)
     return train, validation
+
+
+def row_tools(config: Any, tokenizer: Any) -> RowTools | None:
+    """What prompts of `tool_agent` are rendered with. UserError for tools, or a template, that cannot be used."""
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path):
+        return None
+    from verl.data.rows import TOOL_AGENT, ChatRenderer
+    from verl.rollout.tool_agent import check_template
+    from verl.rollout.tools.toolbox import Toolbox
+
+    tools = Toolbox.load(rollout.multi_turn)
+    chat = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
+    if problem := check_template(chat, list(tools.schemas.values()), rollout.multi_turn.format):
+        raise UserError(problem)
+    return tools.row_tools(every_row=rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
@@ -331,6 +349,8 @@ def rollout_settings(config: Config) -> Any:
         seed=seed,
         default_loop=rollout.agent.default_agent_loop,
         greedy_baseline=GREEDY_BASELINE in needed_columns(config),
+        on_status=dict(rollout.agent.on_status),
+        max_resamples=rollout.agent.max_resamples,
     )
 
 

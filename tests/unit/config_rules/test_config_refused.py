@@ -112,9 +112,13 @@ REFUSED = [
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
     (["critic.strategy=torchtitan"], ["TorchTitan"]),
     # not in this release
-    ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
+    ([f"{ARR}.rollout.multi_turn.tool_config_path=no.yaml"], ["multi_turn", "no.yaml: cannot be read"]),
+    (
+        [f"{ARR}.rollout.agent.environment.name=gym"],
+        ["agent.environment.path", "environment.name=gym needs it"],
+    ),
     (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
-    ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
+    ([f"{ARR}.rollout.agent.on_status.timeout=retry"], ["score, mask, drop, resample"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),

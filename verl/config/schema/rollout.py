@@ -6,7 +6,9 @@ from verl.config.schema.training import LogProbConfig
 
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
 TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
-TOOL_FORMATS += ("deepseek_v4", "gemma4")
+TOOL_FORMATS += ("deepseek", "deepseek_v4", "gemma4", "llama3_json")
+ENVIRONMENTS = ("custom", "gym", "command")
+POLICIES = ("score", "mask", "drop", "resample")
 
 
 class SamplingConfig(Group):
@@ -77,7 +79,7 @@ class MultiTurnConfig(Group):
         enable: Rows without `agent_name` use `tool_agent`.
         max_assistant_turns: Most turns of the model.
         max_user_turns: Most turns of tools and users.
-        max_parallel_calls: Tool calls per turn.
+        max_parallel_calls: Tool calls of a turn that run at once.
         max_tool_response_length: Characters of a tool's response.
         tool_response_truncate_side: Which part of a longer one is cut.
         tool_config_path: Tools YAML.
@@ -98,18 +100,69 @@ class MultiTurnConfig(Group):
     format: str = choice("hermes", *TOOL_FORMATS, registry="a tool parser in a module of model.external_lib")
 
 
+class EnvironmentConfig(Group):
+    """What the policy acts in; a row's column `environment` (the same mapping) overrides it.
+
+    Attributes:
+        name: Which adapter.
+        path: Class or factory (`file.py:Class`, `pkg.module:Class`), or a program's command line, as the adapter needs.
+        kwargs: Handed over as they are.
+    """
+
+    name: str | None = choice(None, *ENVIRONMENTS)
+    path: str | None = None
+    kwargs: Map = open_map()
+
+
+class OnStatusConfig(Group):
+    """What becomes of a trajectory by its status: scored; scored without gradient; left out; sampled again.
+
+    Attributes:
+        completed: The policy ended it.
+        length: No token was left.
+        max_turns: `max_assistant_turns` or `max_user_turns` ended it.
+        max_calls: `max_calls` ended it.
+        invalid_calls: Calls that cannot be read, several turns in a row.
+        timeout: Past `trajectory_timeout`.
+        environment_error: Its environment failed.
+        aborted: The sampler gave up a request.
+    """
+
+    completed: str = choice("score", *POLICIES)
+    length: str = choice("score", *POLICIES)
+    max_turns: str = choice("score", *POLICIES)
+    max_calls: str = choice("score", *POLICIES)
+    invalid_calls: str = choice("score", *POLICIES)
+    timeout: str = choice("resample", *POLICIES)
+    environment_error: str = choice("resample", *POLICIES)
+    aborted: str = choice("resample", *POLICIES)
+
+
 class AgentConfig(Group):
     """Agent loops.
 
     Attributes:
-        num_workers: At most this many processes for user-written agent loops; 0: they run in the driver.
-        default_agent_loop: Loop of rows without `agent_name`.
+        num_workers: At most this many processes for user-written agent loops, tools and environments; 0: they run in the driver.
+        default_agent_loop: Loop of rows without `agent_name`; not given: `environment_agent` with an environment, `tool_agent` with
+            `multi_turn.enable`.
         agent_loop_config_path: YAML list of `{name, _target_, …}`.
+        step_rewards: Rewards of an environment's turns: added to the score, or on the last token of the turn that earned them.
+        tool_timeout: Seconds of a tool call or a step of the environment; null = no limit.
+        trajectory_timeout: Seconds of a trajectory; null = no limit.
+        max_calls: Most tool calls of a trajectory.
+        max_resamples: How often a trajectory is sampled again before its group does without it.
     """
 
     num_workers: int = key(8, low=0)
     default_agent_loop: str = "single_turn_agent"
     agent_loop_config_path: FilePath | None = None
+    environment: EnvironmentConfig = sub(EnvironmentConfig)
+    step_rewards: str = choice("sum", "sum", "tokens")
+    tool_timeout: float | None = key(60.0, above=0)
+    trajectory_timeout: float | None = key(None, above=0)
+    max_calls: int | None = key(None, low=1)
+    max_resamples: int = key(3, low=0)
+    on_status: OnStatusConfig = sub(OnStatusConfig)
 
 
 class PrometheusConfig(Group):

@@ -1,0 +1,234 @@
+"""Tool calls as models write them, tools as users do, and what becomes of calls that go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.config import Map
+from verl.data.rows import BadRow, tools_of_row
+from verl.rollout.tools.base import ToolError, function_tool
+from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.rollout.tools.toolbox import Toolbox, ToolRun
+
+SCHEMA = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {
+    "text": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "boolean"}}}}}  # fmt: skip
+ONE = {"text": "1, {a}", "count": 2}
+XML = (
+    "<function=find>\n<parameter=text>\n1, {a}\n</parameter>\n<parameter=count>\n2\n</parameter>\n</function>"
+)
+INVOKE = '<invoke name="find">\n<parameter name="text">1, {a}</parameter>\n<parameter name="count">2</parameter>\n</invoke>'
+DSML = '<｜DSML｜invoke name="find"><｜DSML｜parameter name="text" string="true">1, {a}</｜DSML｜parameter><｜DSML｜parameter name="count" string="false">2</｜DSML｜parameter></｜DSML｜invoke>'
+JSON = '{"name": "find", "arguments": {"text": "1, {a}", "count": 2}}'
+ARGUMENTS = '{"text": "1, {a}", "count": 2}'
+# Format → a call of `find` as the model writes it, and one that is broken.
+WRITTEN = {
+    "hermes": (f"<tool_call>\n{JSON}\n</tool_call>", '<tool_call>\n{"name": "find", "argum'),
+    "qwen3_coder": (f"<tool_call>\n{XML}\n</tool_call>", "<tool_call>\nfind(text)\n</tool_call>"),
+    "seed": (f"<seed:tool_call>\n{XML}\n</seed:tool_call>", "<seed:tool_call>find</seed:tool_call>"),
+    "glm": (
+        "<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>1, {a}</arg_value>\n<arg_key>count</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        "<tool_call>let me find<arg_key>text</arg_key>",
+    ),
+    "minimax": (f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>", "<minimax:tool_call>\nfind\n</minimax:tool_call>"),
+    "deepseek_v4": (f"<｜DSML｜tool_calls>\n{DSML}\n</｜DSML｜tool_calls>", "<｜DSML｜tool_calls>find"),
+    "kimi": (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>find<|tool_call_end|>",
+    ),
+    "deepseek": (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁call▁end｜>",
+    ),
+    "gemma4": ('<|tool_call>call:find{text:<|"|>1, {a}<|"|>,count:2}<tool_call|>', "<|tool_call>find{}<tool_call|>"),
+    "llama3_json": (JSON.replace("arguments", "parameters"), '{"name": "find", "parameters": {'),
+    "gpt-oss": (
+        f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        "<|channel|>commentary to=functions.find json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool_format", sorted(PARSERS))
+def test_each_format_reads_its_calls(tool_format: str) -> None:
+    call, broken = WRITTEN[{"qwen": "hermes"}.get(tool_format, tool_format)]
+    before = "" if tool_format in ("llama3_json", "gpt-oss") else "I look.\n"
+    content, (read,) = parse(tool_format, f"<think>a {call}</think>{before}{call}", [SCHEMA])
+    assert (read.name, read.arguments, read.error) == ("find", ONE, "") and read.id
+    assert content == f"<think>a {call}</think>{before.strip()}"
+    _, (bad,) = parse(tool_format, broken, [SCHEMA])
+    assert bad.error and not bad.arguments
+    text, none = parse(tool_format, "The answer is {4}.", [SCHEMA])
+    assert (text, none) == ("The answer is {4}.", [])
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "expected"),
+    [
+        ("hermes", f"<tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>", [("find", ONE)] * 2),
+        ("hermes", '<tool_call>{"name": "find", "arguments": "{\\"count\\": 1}"}</tool_call>', [("find", {"count": 1})]),
+        ("llama3_json", f"<|python_tag|>{JSON}; {JSON}", [("find", ONE)] * 2),
+        ("llama3_json", '{"answer": 4}', []),
+        ("qwen3_coder", "<tool_call><function=find><parameter=deep>True</parameter>", [("find", {"deep": True})]),
+        ("gpt-oss", "<|channel|>final<|message|>4", []),
+    ],
+)  # fmt: skip
+def test_several_calls_and_odd_ones(tool_format: str, text: str, expected: list) -> None:
+    assert [(c.name, c.arguments) for c in parse(tool_format, text, [SCHEMA])[1] if not c.error] == expected
+
+
+CLASSES = '''
+import asyncio
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class Counter(BaseTool):
+    """Counts its calls; released instances are noted."""
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.counts, self.released = {}, []
+
+    async def create(self, instance_id=None, start=0, **kwargs):
+        instance_id = instance_id or str(len(self.counts))
+        self.counts[instance_id] = start
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.counts[instance_id] += parameters["by"]
+        return ToolResponse(text=str(self.counts[instance_id])), 0.5, {"by": parameters["by"]}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return float(self.counts[instance_id])
+
+    async def release(self, instance_id, **kwargs):
+        self.released.append(instance_id)
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    return {"sum": a + b}
+
+@function_tool("sleep", schema={"type": "function", "function": {"name": "sleep"}})
+def nap(seconds: float = 30):
+    import time
+    time.sleep(seconds)
+    return "awake", 1.0, {"naps": 1}
+'''
+ENTRY = """
+tools:
+  - class_name: {module}:Counter
+    config: {{type: native, lifetime: {lifetime}}}
+    tool_schema: {{type: function, function: {{name: count, description: c, parameters: {{type: object, properties: {{by: {{type: {kind}}}}}, required: [by]}}}}}}
+"""
+
+
+def multi_turn(folder: Path, yaml: str | None = None, functions: str | None = CLASSES) -> Any:
+    (folder / "my_tools.py").write_text(CLASSES if functions is None else functions)
+    (folder / "tools.yaml").write_text(yaml or "")
+    return Map.of(
+        {
+            "tool_config_path": str(folder / "tools.yaml") if yaml else None,
+            "function_tool_path": str(folder / "my_tools.py") if functions else None,
+        }
+    )
+
+
+def entry(folder: Path, lifetime: str = "call", kind: str = "integer") -> str:
+    return ENTRY.format(module=folder / "my_tools.py", lifetime=lifetime, kind=kind)
+
+
+def run_of(box: Toolbox, kwargs: Any = None, **how: Any) -> ToolRun:
+    return ToolRun(box.by_name, kwargs, **({"timeout": 5.0, "longest": 20, "side": "middle"} | how))
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "texts", "rewards"),
+    [("call", ["7", "8"], [0.5, 0.5]), ("trajectory", ["7", "10"], [0.5, 0.5, 10.0])],
+)
+def test_a_tool_with_state_lives_as_long_as_its_config_says(
+    tmp_path: Path, lifetime: str, texts: list, rewards: list
+) -> None:
+    box = Toolbox.load(multi_turn(tmp_path, entry(tmp_path, lifetime)))
+    run = run_of(box, {"count": {"create_kwargs": {"start": 5, "unused": None}}})
+
+    async def go() -> list[str]:
+        said = [await run.call(ToolCall("count", {"by": by})) for by in (2, 3)]
+        await run.close()
+        return said
+
+    assert asyncio.run(go()) == texts and run.rewards == rewards
+    assert run.metrics == [{"tool": "count", "by": 2}, {"tool": "count", "by": 3}]
+    assert box.by_name["count"].released == (["0", "1"] if lifetime == "call" else ["0"])
+
+
+def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
+    box = Toolbox.load(multi_turn(tmp_path))
+    assert list(box.schemas) == ["add", "sleep"] and box.schemas["add"]["function"]["parameters"][
+        "required"
+    ] == ["a", "b"]
+    run = run_of(box, timeout=0.2, longest=60)
+    calls = [
+        ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 1}), ToolCall("sub", {}),
+        ToolCall("", error="no JSON"), ToolCall("sleep", {}), ToolCall("sleep", {"seconds": 0}),
+    ]  # fmt: skip
+
+    async def go() -> list[str]:
+        return await asyncio.gather(*map(run.call, calls))
+
+    started = time.monotonic()
+    good, missing, unknown, unread, late, awake = asyncio.run(go())
+    assert good == '{"sum": 3}' and awake == "awake" and run.rewards == [0.0, 1.0]
+    assert "missing" in missing or "TypeError" in missing
+    assert "add, sleep" in unknown and unread == "Error: no JSON" and "0.2 s" in late
+    assert time.monotonic() - started < 5
+    assert dict(run.counts) == {"calls": 6, "invalid": 2, "errors": 1, "timeouts": 1}
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [("left", "(truncated)...6789"), ("right", "0123...(truncated)"), ("middle", "01...(truncated)...89")],
+)
+def test_long_responses_are_cut(side: str, text: str) -> None:
+    assert run_of(Toolbox([]), longest=4, side=side)._cut("0123456789") == text
+
+
+def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Path) -> None:
+    module = tmp_path / "my_tools.py"
+    wrong = {
+        "no_such": f"tools:\n  - class_name: {module}:NoSuch",
+        "no module": "tools:\n  - class_name: nowhere.tools.Class",
+        "no JSON schema.*'numeral'": entry(tmp_path, kind="numeral"),
+        "lifetime is 'ever'": entry(tmp_path, "ever"),
+        "entry 0 and in .*entry 1": entry(tmp_path) + entry(tmp_path).partition("tools:")[2],
+        "list `tools:`": "tool: []",
+        "MCP": "tools:\n  - {class_name: x.Y, config: {type: mcp}}",
+    }
+    for words, yaml in wrong.items():
+        with pytest.raises(ToolError, match=f"(?is){words.replace('no_such', 'NoSuch')}"):
+            Toolbox.load(multi_turn(tmp_path, yaml, functions=None))
+    with pytest.raises(ToolError, match="no schema can be made"):
+        function_tool(lambda x: x)
+
+
+def test_rows_choose_their_tools() -> None:
+    schemas = {name: {"name": name} for name in "abc"}
+    assert [t["name"] for t in tools_of_row(schemas, {}, None)] == ["a", "b", "c"]
+    assert [t["name"] for t in tools_of_row(schemas, {"tool_selection": ["b"]}, None)] == ["b"]
+    assert [t["name"] for t in tools_of_row(schemas, {"tool_selection": ["b"]}, ["c"])] == ["c"]
+    kwargs = {"need_tools_kwargs": True, "tools_kwargs": {"a": {"create_kwargs": {}}, "b": None}}
+    assert [t["name"] for t in tools_of_row(schemas, kwargs, None)] == ["a"]
+    with pytest.raises(BadRow, match="'d'"):
+        tools_of_row(schemas, {}, ["d"])

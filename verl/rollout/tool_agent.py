@@ -1,0 +1,181 @@
+"""`tool_agent`: the model calls tools until it answers, or a limit ends the dialogue.
+
+turn of the model → calls in it → run, up to max_parallel_calls at once → their messages → next turn
+                 ↘ none: the interaction's answer (a user's message) → next turn, or the end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+from verl.data.rows import BadRow, tools_of_row
+from verl.errors import UserError
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
+from verl.rollout.session import OutOfTokens, Reply
+from verl.rollout.tools.interactions import Partner, load_interactions
+from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.rollout.tools.toolbox import Toolbox, ToolRun
+
+INVALID_TURNS = 3
+"""A trajectory ends after so many turns in a row whose calls are all invalid."""
+
+
+@register("tool_agent")
+class ToolAgent(AgentLoopBase):
+    """Tools and an interaction around `session.chat`; the keys are `rollout.multi_turn` and `rollout.agent`."""
+
+    runs_users_code: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, tools: Toolbox | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.toolbox = tools or Toolbox([])
+        self._turns = self.rollout_config.multi_turn
+        self._agent = self.rollout_config.agent
+
+    async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
+        """See `AgentLoopBase.run`."""
+        if not isinstance(row["raw_prompt"], list):
+            raise UserError("tool_agent needs prompts that are messages")
+        extra = row["extra_info"] or {}
+        schemas = tools_of_row(self.toolbox.schemas, extra, row["columns"].get("tools"))
+        names = [schema["function"]["name"] for schema in schemas]
+        self.tools = ToolRun(
+            {name: self.toolbox.by_name[name] for name in names},
+            extra.get("tools_kwargs"),
+            timeout=self._agent.tool_timeout,
+            longest=self._turns.max_tool_response_length,
+            side=self._turns.tool_response_truncate_side,
+        )
+        self.partner = self._partner(extra.get("interaction_kwargs"))
+        self.messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
+        self.session.begin(self.messages, row["prompt_ids"], schemas)
+        self.turns = 0
+        try:
+            status = await self._dialogue(schemas)
+        finally:
+            await self.tools.close()
+            if self.partner is not None:
+                await self.partner.close()
+        return outputs_of(self.session, status=status, **self._about())
+
+    def _partner(self, kwargs: Any) -> Partner | None:
+        name = (kwargs or {}).get("name")
+        if not name:
+            return None
+        found = load_interactions(self._turns.interaction_config_path)
+        if name not in found:
+            raise UserError(f"interaction_kwargs.name={name!r}: known are {', '.join(found) or 'none'}")
+        return Partner(found[name], {key: value for key, value in kwargs.items() if value is not None})
+
+    async def _dialogue(self, schemas: list[dict[str, Any]]) -> str | None:
+        """Turn after turn; the status, None where the sampler's finish reason says it."""
+        invalid = answered = 0
+        while True:
+            try:
+                reply = await self.session.chat(self.messages, schemas)
+            except OutOfTokens:
+                return "length"
+            except BadRow as error:
+                raise UserError(f"the chat template does not take the tools' messages: {error}") from error
+            self.turns += 1
+            self.messages.append(reply.message)
+            if reply.finish_reason != "stop":
+                return None
+            if not reply.calls and self.partner is None:
+                return "completed"
+            invalid = invalid + 1 if reply.calls and all(self._is_invalid(c) for c in reply.calls) else 0
+            if status := self._limit(answered, invalid, len(reply.calls)):
+                return status
+            following = await self._following(reply)
+            if not following:
+                return "completed"
+            self.messages += following
+            answered += 1
+
+    async def _following(self, reply: Reply) -> list[dict[str, Any]]:
+        """The messages that answer a turn: of its tools, or of the interaction. []: the dialogue is over."""
+        if reply.calls:
+            room = asyncio.Semaphore(self._turns.max_parallel_calls)
+            texts = await asyncio.gather(*(self._call(call, room) for call in reply.calls))
+            return [_tool_message(call, text) for call, text in zip(reply.calls, texts, strict=True)]
+        assert self.partner is not None
+        said = await self.partner.answer(self.messages)
+        return [] if said is None else [{"role": "user", "content": said}]
+
+    async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> str:
+        async with room:
+            return await self.tools.call(call)
+
+    def _is_invalid(self, call: ToolCall) -> bool:
+        return bool(call.error) or call.name not in self.toolbox.by_name
+
+    def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
+        """The status of a trajectory that may not go on: what the last turn asks for is not done."""
+        most, users, calls = (
+            self._turns.max_assistant_turns,
+            self._turns.max_user_turns,
+            self._agent.max_calls,
+        )
+        if invalid >= INVALID_TURNS:
+            return "invalid_calls"
+        if calls is not None and self.tools.counts["calls"] + asked > calls:
+            return "max_calls"
+        if (most is not None and self.turns >= most) or (users is not None and answered >= users):
+            return "max_turns"
+        return None
+
+    def _about(self) -> dict[str, Any]:
+        rewards = {"tool_rewards": self.tools.rewards}
+        if self.partner is not None:
+            rewards["turn_scores"] = self.partner.rewards
+        counts = dict(self.tools.counts)
+        return {
+            "num_turns": len(self.messages),
+            "metrics": {"tool_calls": self.tools.seconds, "tool_counts": counts, "reward_scores": rewards},
+            "extra_fields": {**rewards, "messages": self.messages, "tool_metrics": self.tools.metrics},
+        }
+
+
+def _tool_message(call: ToolCall, text: str) -> dict[str, Any]:
+    message = {"role": "tool", "content": text, "name": call.name}
+    return message if call.error else message | {"tool_call_id": call.id}
+
+
+def check_template(chat: Any, schemas: list[dict[str, Any]], tool_format: str) -> str:
+    """What is wrong with a template or a parser for these tools, in words; "" if nothing is. chat: a `ChatRenderer`."""
+    ask = [{"role": "user", "content": "Hello."}]
+    try:
+        plain, offered = chat.text(ask), chat.text(ask, tools=schemas)
+    except BadRow as error:
+        return f"the chat template fails with tools: {error}"
+    if plain == offered:
+        return (
+            "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
+            "actor_rollout_ref.model.custom_chat_template"
+        )
+    written = _written_call(chat, ask, schemas)
+    if written is None or _reads(tool_format, written, schemas):
+        return ""
+    fitting = [name for name in PARSERS if _reads(name, written, schemas)]
+    hint = f"{' or '.join(fitting)} reads it" if fitting else f"the known are {', '.join(PARSERS)}"
+    return f"the parser {tool_format} cannot read a call as the model's chat template writes it; {hint}"
+
+
+def _written_call(chat: Any, ask: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str | None:
+    """A call as the template writes it, or None if it writes none."""
+    call = ToolCall(schemas[0]["function"]["name"], {"text": "a"}, id="call_0").message()
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        before = chat.text(ask, tools=schemas)
+        text = chat.text([*ask, turn], generation=False, tools=schemas)
+    except BadRow:
+        return None
+    if not text.startswith(before):
+        return None
+    return str(text[len(before) :].partition(chat.tokenizer.eos_token or "\0")[0])
+
+
+def _reads(tool_format: str, text: str, schemas: list[dict[str, Any]]) -> bool:
+    calls = parse(tool_format, text, schemas)[1]
+    return [call.name for call in calls] == [schemas[0]["function"]["name"]] and not calls[0].error

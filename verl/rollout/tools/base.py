@@ -1,0 +1,251 @@
+"""What tools are made of: schemas, responses, `BaseTool` with state, `@function_tool` without. The names are the public system's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from verl.errors import UserError
+
+_KINDS = ("object", "string", "number", "integer", "boolean", "array", "null")
+
+
+class ToolError(UserError):
+    """A tool cannot be used as it is configured; says which and why."""
+
+
+class Model:
+    """Fields by name, as attributes and as a mapping (`model_dump`); fields that a class does not name are kept."""
+
+    nested: ClassVar[dict[str, Any]] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **fields: Any):
+        for name, value in {**self.defaults, **fields}.items():
+            cls = self.nested.get(name)
+            setattr(self, name, cls.model_validate(value) if cls and isinstance(value, Mapping) else value)
+
+    @classmethod
+    def model_validate(cls, value: Any) -> Any:
+        """`value` as this class: a mapping, or an object of it."""
+        return value if isinstance(value, cls) else cls(**value)
+
+    def model_dump(self, *, exclude_none: bool = True, **how: Any) -> dict[str, Any]:
+        """Plain nested dicts, without what is None."""
+        return {k: _plain(v) for k, v in vars(self).items() if v is not None or not exclude_none}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model_dump()})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Model):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+class OpenAIFunctionPropertySchema(Model):
+    """A parameter: type, description, enum."""
+
+
+class OpenAIFunctionParametersSchema(Model):
+    """type, properties (name → schema), required."""
+
+    defaults: ClassVar[dict[str, Any]] = {"type": "object", "properties": {}, "required": []}
+
+
+class OpenAIFunctionSchema(Model):
+    """name, description, parameters."""
+
+    nested: ClassVar[dict[str, Any]] = {"parameters": OpenAIFunctionParametersSchema}
+    defaults: ClassVar[dict[str, Any]] = {"description": "", "parameters": {}}
+
+
+class OpenAIFunctionToolSchema(Model):
+    """type ("function"), function."""
+
+    nested: ClassVar[dict[str, Any]] = {"function": OpenAIFunctionSchema}
+    defaults: ClassVar[dict[str, Any]] = {"type": "function"}
+
+
+class ToolResponse:
+    """What a tool gives back: text, images, videos. ValueError for an image or video that is not in a list."""
+
+    def __init__(self, text: str | None = None, image: Any = None, video: Any = None):
+        for name, value in (("image", image), ("video", video)):
+            if value is not None and not isinstance(value, list):
+                raise ValueError(f"ToolResponse.{name} is a list, got {type(value).__name__}")
+        self.text, self.image, self.video = text, image, video
+
+    def is_empty(self) -> bool:
+        """True without text, image and video."""
+        return not (self.text or self.image or self.video)
+
+    def is_text_only(self) -> bool:
+        """True without image and video."""
+        return not (self.image or self.video)
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """ToolError if this is no schema of a function with JSON-schema parameters."""
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or not str(function.get("name") or "").strip():
+        raise ToolError(
+            f"{where}: tool_schema must be {{type: function, function: {{name: …}}}}, got {schema!r}"
+        )
+    found = function.get("parameters") or {"type": "object", "properties": {}}
+    problem = _schema_problem(found, "parameters")
+    if not problem and found.get("type") != "object":
+        problem = f"parameters.type is {found.get('type')!r}, it must be 'object'"
+    if problem:
+        raise ToolError(f"{where}: the schema of tool {function['name']!r} is no JSON schema: {problem}")
+
+
+def _schema_problem(schema: Any, at: str) -> str:
+    if not isinstance(schema, Mapping):
+        return f"{at} is {schema!r}, a mapping is needed"
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in _KINDS:
+            return f"{at}.type is {kind!r}; known: {', '.join(_KINDS)}"
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, Mapping):
+        return f"{at}.properties is {properties!r}, a mapping is needed"
+    if unknown := [name for name in schema.get("required") or () if name not in properties]:
+        return f"{at}.required names {unknown[0]!r}, which is not in its properties"
+    inside = {f"{at}.properties.{name}": value for name, value in properties.items()}
+    if "items" in schema:
+        inside[f"{at}.items"] = schema["items"]
+    return next((found for path, value in inside.items() if (found := _schema_problem(value, path))), "")
+
+
+class BaseTool:
+    """A tool with state: `create` an instance, `execute` calls on it, `release` it.
+
+    config: the entry's `config` in the tools file: `timeout` (seconds of a call), `lifetime` (an instance for each call, or one for
+    the trajectory). tool_schema: the entry's, or None where the class gives it by `get_openai_tool_schema`.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None):
+        self.config = config
+        self.tool_schema = tool_schema
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ToolError(
+                f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"
+            )
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> Any:
+        """The schema that the model sees."""
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Make an instance; kwargs: the row's `create_kwargs`."""
+        return instance_id or uuid4().hex, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """(response, step reward, metrics) of a call; kwargs: the row's `execute_kwargs`."""
+        return ToolResponse(text=""), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """A reward for the state that the instance is in."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Give up an instance."""
+
+
+class FunctionTool(BaseTool):
+    """A function as a tool. What is not async runs in a thread of its own, so that one that hangs holds up nobody."""
+
+    def __init__(self, function: Callable[..., Any], name: str, schema: Any):
+        self.function = function
+        super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
+        self.name = self.tool_schema.function.name = name
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Call it: text, a mapping (as JSON), a ToolResponse, or (one of these, reward, metrics)."""
+        if inspect.iscoroutinefunction(self.function):
+            found = await self.function(**parameters)
+        else:
+            found = await in_thread(self.function, **parameters)
+        reward, metrics = 0.0, {}
+        if isinstance(found, tuple):
+            found, reward, metrics = found
+        if not isinstance(found, ToolResponse):
+            found = ToolResponse(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+        return found, reward, metrics
+
+
+def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of the public system's that traces a method: here the method itself."""
+    return function
+
+
+@contextmanager
+def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
+    """Add the seconds of a block to `timings[name]`, as the public system's loops note them."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
+
+
+async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function in a daemon thread of its own: a pool would fill with calls that never return."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def set_result(result: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(result)
+
+    def call() -> None:
+        try:
+            result, error = function(**arguments), None
+        except Exception as raised:
+            result, error = None, raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_result, result, error)
+
+    threading.Thread(target=call, name="verl-tool", daemon=True).start()
+    return await future
+
+
+def function_tool(target: Any = None, *, schema: Any = None) -> Any:
+    """Decorator: make a function of `function_tool_path` a tool, under its own name or `@function_tool("name")`.
+
+    The schema comes from type hints and a Google-style docstring where it is not given; ToolError says what is missing.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = target if isinstance(target, str) else function.__name__
+        found = schema
+        if found is None:
+            from transformers.utils import get_json_schema
+
+            try:
+                found = get_json_schema(function)
+            except Exception as error:
+                raise ToolError(f"function tool {name!r}: no schema can be made of it: {error}") from error
+        found = found.model_dump() if isinstance(found, Model) else found
+        check_schema(found, f"function tool {name!r}")
+        function.function_tool = FunctionTool(function, name, found)  # type: ignore[attr-defined]
+        return function
+
+    return mark(target) if callable(target) else mark

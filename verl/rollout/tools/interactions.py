@@ -1,0 +1,78 @@
+"""Interactions: somebody who answers the model where it calls no tool (`multi_turn.interaction_config_path`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.tools.base import ToolError
+from verl.rollout.tools.toolbox import load_class, load_yaml
+
+
+class BaseInteraction:
+    """One kind of partner, shared by the dialogues of a process. config: the entry's in the interactions file."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a dialogue; kwargs: the row's `interaction_kwargs`."""
+        return instance_id or uuid4().hex
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """(is the dialogue over, what the user says next, reward of the turn, metrics)."""
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """A score of the dialogue."""
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """End a dialogue."""
+
+
+def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
+    """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be used."""
+    found: dict[str, BaseInteraction] = {}
+    for number, entry in enumerate(load_yaml(path, "interaction") if path else ()):
+        where = f"{path} entry {number}"
+        if not isinstance(entry.get("class_name"), str):
+            raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
+        name = entry.get("name") or entry["class_name"].rpartition(".")[2].removesuffix("Interaction").lower()
+        if name in found:
+            raise ToolError(f"{path}: two interactions are called {name!r}")
+        cls = load_class(entry["class_name"], where)
+        found[name] = cls(config={"name": name, **(entry.get("config") or {})})
+    return found
+
+
+class Partner:
+    """The interaction of one trajectory. EnvironmentFailed for what it raises: the policy is not to blame."""
+
+    def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any]):
+        self._interaction, self._kwargs = interaction, dict(kwargs)
+        self._id: str | None = None
+        self.rewards: list[float] = []
+
+    async def answer(self, messages: list[dict[str, Any]]) -> str | None:
+        """What the user says to the model's last turn; None where the dialogue is over."""
+        try:
+            if self._id is None:
+                self._id = await self._interaction.start_interaction(uuid4().hex, **self._kwargs)
+            over, text, reward, _ = await self._interaction.generate_response(
+                self._id, messages, **self._kwargs
+            )
+        except Exception as error:
+            raise EnvironmentFailed(f"interaction: {type(error).__name__}: {error}") from error
+        self.rewards.append(float(reward or 0.0))
+        return None if over else text
+
+    async def close(self) -> None:
+        """End the dialogue."""
+        if self._id is not None:
+            await self._interaction.finalize_interaction(self._id, **self._kwargs)

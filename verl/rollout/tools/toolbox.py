@@ -1,0 +1,215 @@
+"""The tools of a run, from `tool_config_path` and `function_tool_path`, and the calls of one trajectory.
+
+A call that goes wrong is text for the model: an unknown tool, arguments that cannot be read, an exception, a deadline passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import DataError
+from verl.data.load_object import load_extern_object, load_module
+from verl.data.rows import RowTools
+from verl.rollout.tools.base import (
+    BaseTool,
+    FunctionTool,
+    Model,
+    OpenAIFunctionToolSchema,
+    ToolError,
+    ToolResponse,
+    check_schema,
+)
+from verl.rollout.tools.parsers import ToolCall
+
+LIFETIMES = ("call", "trajectory")
+
+
+def load_class(path: str, what: str) -> Any:
+    """The object of `file.py:Name`, `pkg.module:Name` or `pkg.module.Name`. ToolError if it cannot be loaded."""
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    try:
+        return load_extern_object(module, name)
+    except DataError as error:
+        raise ToolError(f"{what}: {error}") from error
+    except Exception as error:
+        raise ToolError(f"{what}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
+    """The list under `key` of a YAML file. ToolError if there is none."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ToolError(f"{path}: cannot be read: {error}") from error
+    entries = found.get(key) if isinstance(found, Mapping) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise ToolError(f"{path}: it needs a list `{key}:` of mappings")
+    return [dict(entry) for entry in entries]
+
+
+class Toolbox:
+    """Tools by name; `tools` is the list of them, as loops of the public system want it."""
+
+    def __init__(self, named: Sequence[tuple[str, BaseTool]]):
+        self.by_name: dict[str, BaseTool] = {}
+        places: dict[str, str] = {}
+        for where, tool in named:
+            if tool.name in places:
+                raise ToolError(f"two tools are called {tool.name!r}: in {places[tool.name]} and in {where}")
+            places[tool.name], self.by_name[tool.name] = where, tool
+        self.tools = list(self.by_name.values())
+
+    @classmethod
+    def load(cls, multi_turn: Any) -> Toolbox:
+        """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
+        named: list[tuple[str, BaseTool]] = []
+        if path := multi_turn.tool_config_path:
+            entries = load_yaml(path, "tools")
+            named += [(f"{path} entry {number}", _tool(path, number, e)) for number, e in enumerate(entries)]
+        if path := multi_turn.function_tool_path:
+            try:
+                module = load_module(path)
+            except DataError as error:
+                raise ToolError(f"function_tool_path: {error}") from error
+            marks = [getattr(value, "function_tool", None) for value in vars(module).values()]
+            found = [tool for tool in marks if isinstance(tool, FunctionTool)]
+            if not found:
+                raise ToolError(f"function_tool_path={path}: no function of it is marked with @function_tool")
+            named += [(f"{path} ({tool.function.__name__})", tool) for tool in found]
+        return cls(named)
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Name → OpenAI schema, as templates take it."""
+        return {name: tool.tool_schema.model_dump() for name, tool in self.by_name.items()}
+
+    def row_tools(self, *, every_row: bool) -> RowTools:
+        """What renders prompts with the tools of their rows."""
+        return RowTools(self.schemas, every_row)
+
+
+def _tool(path: str, number: int, entry: dict[str, Any]) -> BaseTool:
+    where = f"{path} entry {number}"
+    if (entry.get("config") or {}).get("type") == "mcp":
+        raise ToolError(f"{where}: tools of MCP servers are not in this release")
+    if not isinstance(entry.get("class_name"), str):
+        raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
+    tool_class, schema = load_class(entry["class_name"], where), entry.get("tool_schema")
+    config = dict(entry.get("config") or {})
+    if config.get("lifetime", "call") not in LIFETIMES:
+        raise ToolError(f"{where}: config.lifetime is {config['lifetime']!r}; known: {', '.join(LIFETIMES)}")
+    if schema is not None:
+        check_schema(schema, where)
+        schema = OpenAIFunctionToolSchema.model_validate(schema)
+    try:
+        tool: BaseTool = tool_class(config=config, tool_schema=schema)
+    except ToolError:
+        raise
+    except Exception as error:
+        raise ToolError(
+            f"{where}: {entry['class_name']} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    found = tool.tool_schema
+    check_schema(found.model_dump() if hasattr(found, "model_dump") else found, where)
+    if isinstance(found, Mapping) and not isinstance(found, Model):
+        tool.tool_schema = OpenAIFunctionToolSchema.model_validate(found)
+    return tool
+
+
+class ToolRun:
+    """The tools of one trajectory: instances, deadlines, step rewards, metrics.
+
+    kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
+    many characters of a response the model sees, and which part of a longer one is cut.
+    """
+
+    def __init__(
+        self, tools: Mapping[str, BaseTool], kwargs: Any, *, timeout: float | None, longest: int, side: str
+    ):
+        self._tools, self._kwargs = tools, kwargs or {}
+        self._timeout, self._longest, self._side = timeout, longest, side
+        self._instances: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.rewards: list[float] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    async def call(self, call: ToolCall) -> str:
+        """The text that answers a call. Never raises for what a tool does."""
+        started, tool = time.monotonic(), self._tools.get(call.name)
+        self.counts["calls"] += 1
+        if call.error or tool is None:
+            self.counts["invalid"] += 1
+            known = f"there is no tool {call.name!r}; the tools are {', '.join(self._tools) or 'none'}"
+            return f"Error: {call.error or known}"
+        timeout = tool.config.get("timeout", self._timeout)
+        deadline = asyncio.timeout(timeout)
+        try:
+            async with deadline:
+                response, reward, metrics = await self._execute(tool, call.arguments)
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            self.counts["timeouts" if late else "errors"] += 1
+            what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            return self._cut(f"Error: tool {call.name!r}: {what}")
+        finally:
+            self.seconds += time.monotonic() - started
+        if not response.is_text_only():
+            self.counts["errors"] += 1
+            return f"Error: tool {call.name!r} gave an image or video, which are not in this release"
+        self.rewards.append(float(reward or 0.0))
+        self.metrics.append({"tool": call.name, **(metrics or {})})
+        return self._cut(response.text or "")
+
+    async def _execute(
+        self, tool: BaseTool, arguments: dict[str, Any]
+    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        if tool.config.get("lifetime") != "trajectory":
+            instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
+            try:
+                return await tool.execute(instance, arguments, **self._of_row(tool, "execute_kwargs"))
+            finally:
+                await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+        async with self._locks.setdefault(tool.name, asyncio.Lock()):
+            if tool.name not in self._instances:
+                self._instances[tool.name], _ = await tool.create(**self._of_row(tool, "create_kwargs"))
+            return await tool.execute(
+                self._instances[tool.name], arguments, **self._of_row(tool, "execute_kwargs")
+            )
+
+    def _of_row(self, tool: BaseTool, kind: str) -> dict[str, Any]:
+        found = (self._kwargs.get(tool.name) or {}).get(kind) or {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _cut(self, text: str) -> str:
+        """The text, or of a longer one its end, its start, or both."""
+        if len(text) <= self._longest:
+            return text
+        if self._side == "left":
+            return "(truncated)..." + text[-self._longest :]
+        if self._side == "right":
+            return text[: self._longest] + "...(truncated)"
+        half = self._longest // 2
+        return text[:half] + "...(truncated)..." + text[-half:]
+
+    async def close(self) -> None:
+        """Ask the instances that lived through the trajectory for their rewards, and release them."""
+        for name, instance in self._instances.items():
+            tool = self._tools[name]
+            try:
+                async with asyncio.timeout(tool.config.get("timeout", self._timeout)):
+                    reward = await tool.calc_reward(instance, **self._of_row(tool, "calc_reward_kwargs"))
+                    await tool.release(instance, **self._of_row(tool, "release_kwargs"))
+            except Exception:
+                self.counts["errors"] += 1
+            else:
+                self.rewards.append(float(reward or 0.0))
+        self._instances.clear()
