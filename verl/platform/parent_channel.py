@@ -134,12 +134,17 @@ class ParentChannel:
         os._exit(0)
 
 
-def run_child(module: str, fd: int) -> None:
-    """What a child process runs: `main(channel)` of the module."""
-    if sys.platform == "linux":  # the run may die while the user's code holds the interpreter
+def die_with_parent() -> None:
+    """Have the system kill this process when the thread that started it ends, whatever its code is doing then (Linux)."""
+    if sys.platform == "linux":
         import ctypes
 
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def run_child(module: str, fd: int) -> None:
+    """What a child process runs: `main(channel)` of the module."""
+    die_with_parent()  # the run may die while the user's code holds the interpreter
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importlib.import_module(module).main(ParentChannel(fd))

@@ -1,0 +1,113 @@
+"""A tool, environments, an interaction and a loop as a user's module holds them."""
+
+import asyncio
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.interactions.base import BaseInteraction
+from verl.tools.function_tool import function_tool
+from verl.utils.profiler import simple_timer
+
+from verl.rollout.environments import Observation, StepResult
+
+
+@function_tool
+def calculate(expression: str) -> str:
+    """Works out a product.
+
+    Args:
+        expression: Like 3*4.
+    """
+    a, b = expression.split("*")
+    return str(int(a) * int(b)), 0.25, {"products": 1}
+
+
+class Guess:
+    """Guess the row's number: the first step says higher or lower."""
+
+    def __init__(self, steps=2, fail=""):
+        self.left, self.fail = steps, fail
+
+    def reset(self, row):
+        if self.fail == "reset":
+            raise RuntimeError("no game")
+        return Observation([{"role": "user", "content": f"Guess {row['uid']}"}])
+
+    async def step(self, message):
+        if self.fail == "hang":
+            await asyncio.sleep(60)
+        self.left -= 1
+        done = self.left == 0
+        return StepResult(
+            [{"role": "user", "content": "higher"}], 0.5 if done else 0.25, done, {"left": self.left}
+        )
+
+    def close(self):
+        self.left = -1
+
+
+class Room:
+    """A text environment of gymnasium's interface."""
+
+    def reset(self, *, seed=None, options=None):
+        self.turns = 0
+        return f"room {seed is not None}", {}
+
+    def step(self, action):
+        self.turns += 1
+        return (
+            f"you {action}",
+            float(self.turns),
+            False,
+            self.turns == 2,
+            {"turns": self.turns, "o": object()},
+        )
+
+    def close(self):
+        pass
+
+
+class Nags(BaseInteraction):
+    """Says no once."""
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        said = sum(m["role"] == "assistant" for m in messages)
+        return said > 1, kwargs["word"], 0.5 * said, {}
+
+
+@register("public_loop")
+class PublicLoop(AgentLoopBase):
+    """Two turns in the public system's words, the second after a message of the user."""
+
+    def __init__(self, *args, greeting="Go on", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.greeting = greeting
+        self.response_length = self.rollout_config.response_length
+
+    async def run(self, sampling_params, **kwargs):
+        messages, metrics = list(kwargs["raw_prompt"]), {}
+        prompt_ids = await self.ct_build_initial_tokens(messages)
+        ids, mask, log_probs = list(prompt_ids), [], []
+        for turn in range(2):
+            sampling_params["top_k"] = -1
+            with simple_timer("generate_sequences", metrics):
+                done = await self.server_manager.generate(
+                    request_id="r", prompt_ids=ids, sampling_params=sampling_params
+                )
+            merged, mask, log_probs = await self.ct_merge_assistant_token(
+                ids, done.token_ids, mask, log_probs, done.log_probs
+            )
+            ids = merged.token_ids
+            if turn == 0:
+                text = await self.loop.run_in_executor(None, lambda: self.tokenizer.decode(done.token_ids))
+                said = [*messages, {"role": "assistant", "content": text}]
+                merged, mask, log_probs = await self.ct_merge_non_assistant_msg(
+                    said, [*said, {"role": "user", "content": self.greeting}], ids, mask, log_probs
+                )
+                ids = merged.token_ids
+        response = ids[len(prompt_ids) :]
+        if kwargs["extra_info"].get("adds"):
+            response, mask, log_probs = [*response, 7], [*mask, 1], [*log_probs, -1.0]
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids, response_ids=response[: self.response_length], response_mask=mask,
+            response_logprobs=log_probs, multi_modal_data={}, num_turns=4, metrics=metrics, extra_fields={"turn_scores": []},
+        )  # fmt: skip

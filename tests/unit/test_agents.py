@@ -1,0 +1,329 @@
+"""Agent loops over a scripted sampler: tools, interactions, environments, programs, statuses, the public system's loops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_tokenizer
+from tests.unit import agents_of_a_user
+from tests.unit.test_session import _QWEN, session_of
+from verl.config import load
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.reward.runner import RewardRunner
+from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
+from verl.trajectory import Batch, Prompt, Trajectory
+
+USER = agents_of_a_user.__name__
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n</tool_call>'
+BROKEN = '<tool_call>\n{"name": "calc'
+
+
+class Says(RolloutEngine):
+    """Says its texts, turn by turn of every trajectory, each ended; a text with … is cut there."""
+
+    version = 0
+
+    def __init__(self, tokenizer: Any, *texts: str, delay: float = 0.0):
+        self.tokenizer, self.texts, self.delay = tokenizer, texts, delay
+        self.turns: dict[str, int] = {}
+        self.seeds: list[int] = []
+
+    async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
+        self.seeds.append(sampling.seed)
+        await asyncio.sleep(self.delay)
+        text = self.texts[min(sampling.call, len(self.texts) - 1)]
+        whole = self.tokenizer(text.removesuffix("…") + "<|im_end|>" * (not text.endswith("…")))["input_ids"]
+        ids = whole[: sampling.max_tokens]
+        reason = "length" if len(ids) < len(whole) or text.endswith("…") else "stop"
+        return Completion(np.array(ids), np.full(len(ids), -0.5, np.float32), reason)
+
+    def abort(self, request_ids=None): ...
+    def sleep(self): ...
+    def wake(self): ...
+
+
+def play(
+    texts: list[str],
+    *words: str,
+    row: dict[str, Any] | None = None,
+    n: int = 1,
+    delay: float = 0.0,
+    events: list | None = None,
+) -> tuple[Batch, Says]:
+    """One prompt through the manager in this process. words: keys below actor_rollout_ref.rollout."""
+    config = load(
+        ["actor_rollout_ref.rollout.response_length=600", "actor_rollout_ref.rollout.prompt_length=600",
+         *(f"actor_rollout_ref.rollout.{word}" for word in words)],
+    )  # fmt: skip
+    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
+    agent = config.actor_rollout_ref.rollout.agent
+    settings = RolloutSettings(
+        SamplingParams(max_tokens=600), n=n, seed=1, default_loop=agent.default_agent_loop,
+        on_status=dict(agent.on_status), max_resamples=agent.max_resamples, max_lost_ratio=1.0,
+    )  # fmt: skip
+
+    async def score(trajectory: Trajectory) -> None:
+        trajectory.score = 1.0
+
+    async def go() -> tuple[Batch, Says]:
+        engine = Says(tokenizer, *texts, delay=delay)
+        manager = RolloutManager(
+            engine, settings, decode=tokenizer.decode, on_finished=score, tokenizer=tokenizer, config=config,
+            event=lambda kind, **fields: None if events is None else events.append((kind, fields)),
+        )  # fmt: skip
+        messages = [{"role": "user", "content": "3*4?"}]
+        ids = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        prompt = Prompt("0:0@0", ids, messages, **(row or {}))
+        batch = await manager.take([prompt])
+        await manager.scored(batch)
+        return batch, engine
+
+    return asyncio.run(go())
+
+
+TOOLS = [f"multi_turn.function_tool_path=pkg://{USER}", "multi_turn.enable=True"]
+
+
+def test_the_model_calls_a_tool_and_answers() -> None:
+    (t,), _ = play([CALL, "It is 12."], *TOOLS)
+    assert (t.status, t.num_turns, t.score, len(t.segments)) == ("completed", 4, 1.0, 1)
+    assert [m["role"] for m in t.fields["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert t.fields["messages"][2]["content"] == "12" and t.fields["tool_metrics"] == [
+        {"tool": "calculate", "products": 1}
+    ]
+    assert t.extra["reward_scores"] == {"tool_rewards": [0.25]}
+    text = t.text
+    assert "<tool_response>\n12\n</tool_response>" in text and text.endswith("It is 12.<|im_end|>")
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(t.response_ids[t.response_mask]) == f"{CALL}<|im_end|>It is 12.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "status", "counts"),
+    [
+        ([BROKEN, "Well."], [], "completed", {"calls": 1, "invalid": 1}),
+        ([BROKEN], [], "invalid_calls", {"calls": 2, "invalid": 2}),
+        ([CALL], ["multi_turn.max_assistant_turns=2"], "max_turns", {"calls": 1}),
+        ([CALL], ["multi_turn.max_user_turns=1"], "max_turns", {"calls": 1}),
+        ([CALL], ["agent.max_calls=1"], "max_calls", {"calls": 1}),
+        ([CALL + CALL, "Both."], ["multi_turn.max_parallel_calls=2"], "completed", {"calls": 2}),
+        ([CALL + "…"], [], "length", {}),
+        ([CALL + "x" * 300], [], "length", {"calls": 1}),
+    ],
+)
+def test_how_a_dialogue_ends(texts: list[str], words: list[str], status: str, counts: dict) -> None:
+    (t,), _ = play(texts, *TOOLS, *words)
+    assert (t.status, t.extra["tool_counts"]) == (status, counts)
+    assert t.score == 1.0 and t.length <= 600
+
+
+def test_an_interaction_answers_where_no_tool_is_called(tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(
+        f"interaction: [{{name: nags, class_name: '{USER}:Nags', config: {{}}}}]"
+    )
+    row = {"extra_info": {"interaction_kwargs": {"name": "nags", "word": "No.", "unused": None}}}
+    (t,), _ = play(
+        ["12", "13"],
+        "multi_turn.enable=True",
+        f"multi_turn.interaction_config_path={tmp_path / 'i.yaml'}",
+        row=row,
+    )
+    assert t.status == "completed" and t.extra["reward_scores"]["turn_scores"] == [0.5, 1.0]
+    assert [m["content"] for m in t.fields["messages"]] == ["3*4?", "12", "No.", "13"]
+
+
+ENV = ["agent.environment.name=custom", f"agent.environment.path={USER}:Guess"]
+
+
+@pytest.mark.parametrize("rewards", ["sum", "tokens"])
+def test_an_environment_gives_the_reward(rewards: str) -> None:
+    (t,), _ = play(["5", "7"], *ENV, f"agent.step_rewards={rewards}")
+    assert (t.status, t.score, t.fields["environment_reward"]) == ("completed", 0.75, 0.75)
+    assert t.fields["environment_metrics"] == {"left": 0} and "Guess 0:0@0" in tiny_tokenizer().decode(
+        t.context_ids
+    )
+    if rewards == "tokens":
+        scores = t.extra["token_scores"]
+        ends = np.flatnonzero(t.response_ids == 258)[[0, -1]]
+        assert scores.shape == (t.length,) and scores[ends].tolist() == [0.25, 0.5] and scores.sum() == 0.75
+
+
+def test_a_text_environment_of_gymnasium() -> None:
+    own = {"environment": {"name": "gym", "path": f"{USER}:Room", "kwargs": None}}
+    (t,), _ = play(["north"], row={"columns": own, "agent_name": "environment_agent"})
+    assert (t.status, t.score) == ("max_turns", 3.0)
+    assert [m["content"] for m in t.fields["messages"]] == [
+        "3*4?\n\nroom True",
+        "north",
+        "you north",
+        "north",
+    ]
+
+
+@pytest.mark.parametrize("fail", ["reset", "hang"])
+def test_an_environment_that_fails_is_never_a_zero(fail: str) -> None:
+    words = [*ENV, f"agent.environment.kwargs.fail={fail}", "agent.max_resamples=2", "agent.tool_timeout=0.1"]
+    events: list = []
+    with pytest.raises(RolloutError, match=r"no trajectory of this step.*environment_error"):
+        play(["5"], *words, events=events)
+    assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", ["score", "mask", "drop", "resample"])
+def test_a_trajectory_past_its_deadline_and_its_policies(policy: str) -> None:
+    words = [
+        *ENV, "agent.environment.kwargs.steps=9", "agent.trajectory_timeout=0.25", "agent.max_resamples=1",
+        f"agent.on_status.timeout={policy}",
+    ]  # fmt: skip
+    if policy in ("drop", "resample"):
+        with pytest.raises(RolloutError, match="longer than rollout.agent.trajectory_timeout"):
+            play(["5"], *words, delay=0.1)
+        return
+    (t,), engine = play(["5"], *words, delay=0.1)
+    assert t.status == "timeout" and t.scored and len(set(engine.seeds)) == 1
+    assert t.extra.get("without_gradient", False) is (policy == "mask")
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row, base = json.loads(os.environ["VERL_ROW"]), os.environ["OPENAI_BASE_URL"]
+def post(path, body):
+    request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request).read())
+messages = row["messages"]
+for _ in range(2):
+    message = post("/chat/completions", {"model": "policy", "messages": messages})["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": "Sure?"}]
+if len(sys.argv) > 1:
+    sys.exit(int(sys.argv[1]))
+print("done")
+print(json.dumps({"reward": 0.5, "metrics": {"asked": 2}}))
+"""
+
+
+@pytest.mark.parametrize("status", ["", " 3"])
+def test_a_program_acts_through_its_sessions_url(tmp_path: Path, status: str) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(PROGRAM)
+    words = [
+        "agent.environment.name=command",
+        f"agent.environment.path='{sys.executable} {program}{status}'",
+        "agent.max_resamples=0",
+    ]
+    if status:
+        with pytest.raises(RolloutError, match="exit status 3"):
+            play(["12", "Yes."], *words)
+        return
+    (t,), _ = play(["12", "Yes."], *words)
+    assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
+    assert t.text.startswith("12<|im_end|>\n<|im_start|>user\nSure?") and t.fields["environment_metrics"] == {
+        "asked": 2
+    }
+
+
+def test_a_session_over_http() -> None:
+    tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
+    engine = Says(tokenizer, CALL, "12.")
+
+    async def send(ids, sampling, media):
+        return await engine.generate(ids, replace(sampling, call=calls.pop(0)), request_id="r")
+
+    calls = [0, 1, 1, 1]
+    session = session_of(tokenizer, send, longest=4000)
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
+
+    def ask(path: str, body: dict | None = None, base: str = "") -> tuple[int, dict]:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request((base or url) + path, data)) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    async def go() -> None:
+        nonlocal url
+        url = session.base_url
+        asked = asyncio.to_thread
+        messages: list[dict] = [{"role": "user", "content": "3*4?"}]
+        _, first = await asked(
+            ask, "/chat/completions", {"messages": messages, "tools": tools, "temperature": 0.1}
+        )
+        choice = first["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and len(choice["token_ids"]) == len(
+            choice["logprobs"]["content"]
+        )
+        call = choice["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"expression": "3*4"}
+        messages += [
+            choice["message"] | {"content": None},
+            {"role": "tool", "tool_call_id": call["id"], "content": "12"},
+        ]
+        _, second = await asked(ask, "/chat/completions", {"messages": messages, "tools": tools})
+        assert second["choices"][0]["message"]["content"] == "12." and len(session.segments()) == 1
+        _, third = await asked(ask, "/completions", {"prompt": "abc", "max_tokens": 2})
+        assert third["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+        _, fourth = await asked(ask, "/inference/v1/generate", body, url.removesuffix("/v1"))
+        assert len(fourth["choices"][0]["token_ids"]) == 1 and len(session.segments()) == 3
+        _, models = await asked(ask, "/models")
+        assert models["data"][0]["max_model_len"] == 4000
+        refused = [
+            await asked(ask, "/chat/completions", {"messages": messages, "stream": True}),
+            await asked(ask, "/chat/completions", {}),
+            await asked(ask, "/completions", {"prompt": "x" * 5000}),
+        ]
+        assert [status for status, _ in refused] == [400] * 3 and refused[2][1]["error"][
+            "code"
+        ] == "context_length_exceeded"
+        session.close()
+        assert (await asked(ask, "/models"))[0] == 404
+
+    url = ""
+    asyncio.run(go())
+
+
+def test_a_loop_of_the_public_system(tmp_path: Path) -> None:
+    listed = tmp_path / "loops.yaml"
+    listed.write_text(
+        "- {name: listed_loop, _target_: tests.unit.agents_of_a_user.PublicLoop, greeting: More}"
+    )
+    words = ["agent.default_agent_loop=listed_loop", f"agent.agent_loop_config_path={listed}"]
+    (t,), _ = play(["12", "Yes."], *words)
+    assert t.text == "12<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
+    assert (t.policy_tokens, t.num_turns, "unrecorded_tokens" in t.extra) == (3 + 5, 4, False)
+    assert (t.rollout_log_probs[t.response_mask] == -0.5).all() and not t.rollout_log_probs[
+        ~t.response_mask
+    ].any()
+    (t,), _ = play(["12", "Yes."], "agent.default_agent_loop=public_loop", row={"extra_info": {"adds": True}})
+    assert t.extra["unrecorded_tokens"] == 1 and not t.response_mask[-1] and t.rollout_log_probs[-1] == 0
+
+
+def test_the_reward_function_sees_the_dialogue_and_the_environments_reward_is_added(tmp_path: Path) -> None:
+    function = tmp_path / "reward.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    e = extra_info\n"
+        "    return len(e['messages']) + 10 * e['environment_reward'] + 100 * e['num_turns']\n"
+    )
+    (t,), _ = play(["5", "7"], *ENV)
+    t.score = None
+    rewards = RewardRunner(load([f"custom_reward_function.path={function}", "reward_model.num_workers=1"]))
+    try:
+        asyncio.run(rewards.score(t))
+    finally:
+        rewards.close()
+    assert t.score == 4 + 7.5 + 400 + 0.75, t.score_error
