@@ -28,8 +28,9 @@ WORDS = [
     f"{ROLLOUT}stop_token_ids={list(range(64, 128))}",
     "data.max_prompt_length=400",
     "data.max_response_length=300",
-    "trainer.total_training_steps=3",
+    "trainer.total_training_steps=2",
     "trainer.test_freq=0",
+    "trainer.val_before_train=False",
 ]
 
 
@@ -51,17 +52,17 @@ def run(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[dict[str, An
         *more,
     ]
     assert main(tiny.overrides(out, *words)) == 0
-    return [
-        json.loads(line) for n in (1, 2, 3) for line in (out / "dump" / f"{n}.jsonl").read_text().splitlines()
-    ]
+    files = sorted((out / "dump").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
     tiny: TinyRun, tmp_path: Path
 ) -> None:
     whole = run(tiny, tmp_path / "whole", 0)
     found = [r for r in records(tmp_path / "whole").values() if "actor/grad_norm" in r]
-    assert len(found) == 3
+    assert len(found) == 2
     for record in found:
         assert record["num_turns/max"] == 6 and record["agent/status/max_turns"] > 0
         assert record["tool_call_counts/mean"] > 1 and record["agent/valid_call_ratio"] == 1
@@ -72,10 +73,9 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
         assert record["agent/unrecorded_tokens"] == 0
 
     parts = tmp_path / "parts"
-    words = [*WORDS, f"{ROLLOUT}agent.num_workers=0"]
-    assert main(tiny.overrides(parts, *words, "trainer.total_training_steps=1")) == 0
+    run(tiny, parts, 0, "trainer.total_training_steps=1")
     run(tiny, parts, 0)
-    assert weights(parts, 3) == weights(tmp_path / "whole", 3)
+    assert weights(parts, 2) == weights(tmp_path / "whole", 2)
 
     for workers in (1, 4):
         there = run(tiny, tmp_path / str(workers), workers)

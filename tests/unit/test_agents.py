@@ -185,7 +185,7 @@ def test_a_trajectory_past_its_deadline_and_its_policies(policy: str) -> None:
         f"agent.on_status.timeout={policy}",
     ]  # fmt: skip
     if policy in ("drop", "resample"):
-        with pytest.raises(RolloutError, match="longer than rollout.agent.trajectory_timeout"):
+        with pytest.raises(RolloutError, match=r"longer than rollout\.agent\.trajectory_timeout"):
             play(["5"], *words, delay=0.1)
         return
     (t,), engine = play(["5"], *words, delay=0.1)

@@ -163,7 +163,9 @@ def test_a_turn_that_was_cut_is_closed_before_the_next() -> None:
 def test_history_that_changes_opens_a_segment(change: str) -> None:
     template = CHAT_TEMPLATE
     if change == "a template that rewrites":  # every message says how many there are
-        template = template.replace("message['content'] +", "message['content'] + (messages | length) | string +")
+        template = template.replace(
+            "message['content'] +", "message['content'] + (messages | length) | string +"
+        )
     tokenizer = tiny_tokenizer(template=template)
     send, _ = script(tokenizer, "One.<|im_end|>", "Two.<|im_end|>")
     session = session_of(tokenizer, send)
