@@ -19,6 +19,13 @@ from typing import Any
 _TOOLS = "use verl.rollout.tools (BaseTool, function_tool) and verl.rollout.tools.interactions"
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
+_BASE = "verl.rollout.tools.base"
+
+
+def _names(module: str, names: str) -> dict[str, str]:
+    return {name: f"{module}:{name}" for name in names.split()}
+
+
 # Path that plug-ins import → one of our modules (the whole of it), or its names → "module:name" of ours.
 SERVED: dict[str, str | dict[str, str]] = {
     "verl.protocol": {
@@ -28,23 +35,13 @@ SERVED: dict[str, str | dict[str, str]] = {
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_corr_helper",
     "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
-    "verl.experimental.agent_loop": {
-        name: f"verl.rollout.agent_loop:{name}" for name in ("AgentLoopBase", "AgentLoopOutput", "register")
-    },
-    "verl.tools.base_tool": {
-        name: f"verl.rollout.tools.base:{name}"
-        for name in ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")
-    },
-    "verl.tools.schemas": {
-        name: f"verl.rollout.tools.base:{name}"
-        for name in (
-            "OpenAIFunctionParametersSchema",
-            "OpenAIFunctionPropertySchema",
-            "OpenAIFunctionSchema",
-            "OpenAIFunctionToolSchema",
-            "ToolResponse",
-        )
-    },
+    "verl.experimental.agent_loop": _names("verl.rollout.agent_loop", "AgentLoopBase AgentLoopOutput register"),
+    "verl.tools.base_tool": _names(_BASE, "BaseTool OpenAIFunctionToolSchema ToolResponse"),
+    "verl.tools.schemas": _names(
+        _BASE,
+        "OpenAIFunctionParametersSchema OpenAIFunctionPropertySchema OpenAIFunctionSchema "
+        "OpenAIFunctionToolSchema ToolResponse",
+    ),
     "verl.tools.function_tool": {"function_tool": "verl.rollout.tools.base:function_tool"},
     "verl.interactions.base": {"BaseInteraction": "verl.rollout.tools.interactions:BaseInteraction"},
     "verl.workers.rollout.replica": {"TokenOutput": "verl.rollout.agent_loop:TokenOutput"},

@@ -80,8 +80,7 @@ class GymEnv:
         seed = int.from_bytes(hashlib.blake2b(str(row["uid"]).encode(), digest_size=4).digest(), "little")
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         text, _ = self._env.reset(seed=seed) if takes_seed else self._env.reset()
-        prompt = row["raw_prompt"] if isinstance(row["raw_prompt"], list) else []
-        messages = [dict(message) for message in prompt]
+        messages = [dict(message) for message in row["raw_prompt"]]
         if messages and messages[-1]["role"] == "user":
             messages[-1]["content"] += f"\n\n{text}" if text else ""
         else:
@@ -103,14 +102,8 @@ class GymEnv:
 def make(spec: Mapping[str, Any]) -> Env:
     """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
-    if spec["name"] == "custom":
-        env: Env = load_class(path, "rollout.agent.environment.path")(**kwargs)
-        return env
-    if ":" in path:
-        return GymEnv(load_class(path, "rollout.agent.environment.path")(**kwargs))
-    import gymnasium
-
-    return GymEnv(gymnasium.make(path, **kwargs))
+    env: Any = load_class(path, "rollout.agent.environment.path")(**kwargs)
+    return env if spec["name"] == "custom" else GymEnv(env)
 
 
 @register("environment_agent")
@@ -126,6 +119,7 @@ class EnvironmentAgent(AgentLoopBase):
         self._metrics: dict[str, Any] = {}
         self._messages: Messages = []
         self._seconds = 0.0
+        self._played = False
 
     async def run(self, sampling_params: Any, **row: Any) -> list[AgentLoopOutput]:
         """See `AgentLoopBase.run`."""
@@ -139,7 +133,7 @@ class EnvironmentAgent(AgentLoopBase):
         return outputs_of(self.session, status=status, **self._about())
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
-        env = make(spec)
+        env, self._played = make(spec), True
         seen = row["columns"] | {
             name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")
         }
@@ -161,7 +155,7 @@ class EnvironmentAgent(AgentLoopBase):
             except OutOfTokens:
                 return "length"
             self._messages.append(reply.message)
-            if reply.finish_reason != "stop":
+            if reply.completion.finish_reason != "stop":
                 return None
             step: StepResult = await self._ask(env.step, message=reply.message)
             self._earn(step)
@@ -236,7 +230,7 @@ class EnvironmentAgent(AgentLoopBase):
                 if segment is not None:
                     scores[id(segment)][place] += reward
             metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
-        scored = self.config.custom_reward_function.path is None and bool(self._earned)
+        scored = self.config.custom_reward_function.path is None and (self._earned or self._played)
         return {
             "num_turns": len(self._messages) if self._messages else 2,
             "reward_score": total if scored else None,

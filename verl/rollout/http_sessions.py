@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,6 @@ from verl.engine.rollout.base import Completion
 
 MODEL = "policy"
 _MOST_BYTES = 64 * 2**20
-_STATUS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
 
 
 class _Server:
@@ -42,7 +42,7 @@ class _Server:
             while (request := await _read(reader)) is not None:
                 status, body = await self._answer(*request)
                 data = json.dumps(body).encode()
-                head = f"HTTP/1.1 {status} {_STATUS[status]}\r\nContent-Type: application/json\r\n"
+                head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
                 writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError, ValueError):
@@ -118,30 +118,13 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
 
 async def _chat(session: Any, body: dict[str, Any]) -> dict[str, Any]:
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    reply = await session.chat(_with_mappings(body["messages"]), tools, **_checked(body))
+    reply = await session.chat(body["messages"], tools, **_checked(body))
     message = dict(reply.message)
     if "tool_calls" in message:
         message["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
     reason = "tool_calls" if "tool_calls" in message else _reason(reply.completion)
     choice = {"index": 0, "message": message, "finish_reason": reason}
     return _result("chat.completion", session, reply.completion, choice)
-
-
-def _with_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of calls as mappings, as templates take them; OpenAI's clients send text."""
-    out = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        if calls:
-            read = [c | {"function": c["function"] | {"arguments": _read_json(c["function"])}} for c in calls]
-            message = message | {"tool_calls": read}
-        out.append(message | {"content": message.get("content") or ""})
-    return out
-
-
-def _read_json(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or {}
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:

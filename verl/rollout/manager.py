@@ -460,18 +460,14 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
         ids, mask = segment.columns["response_ids"], segment.columns["response_mask"].copy()
         at = 0
         while at < len(ids):
-            if not mask[at]:
-                at += 1
-                continue
-            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
-            sizes = [_common(run, known) for known in left]
-            best = int(np.argmax(sizes)) if sizes else 0
-            if not sizes or not sizes[best]:
-                mask[at] = False
-                count, at = count + 1, at + 1
-                continue
-            del left[best]
-            at += sizes[best]
+            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]  # empty where others wrote
+            sizes = [_common(run, known) for known in left] or [0]
+            best = int(np.argmax(sizes))
+            if sizes[best]:
+                del left[best]
+            else:
+                count, mask[at] = count + int(mask[at]), False
+            at += max(1, sizes[best])
         segment.columns["response_mask"] = mask
         if segment.rollout_log_probs is not None:
             segment.rollout_log_probs = segment.rollout_log_probs * mask

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -62,16 +61,11 @@ class Recorded:
 @dataclass(slots=True)
 class Reply:
     """One turn of the model. message: as a dialogue holds it, with `tool_calls`; calls: the same, those that cannot be read
-    too; finish_reason: stop, length or abort."""
+    too."""
 
     message: dict[str, Any]
     calls: list[ToolCall]
     completion: Completion
-
-    @property
-    def finish_reason(self) -> str:
-        """How the turn ended."""
-        return self.completion.finish_reason
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +80,7 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; longest: tokens of context and response together; tool_format: how the model writes calls.
+    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model writes calls.
 
     latest: the segment that was written last. full: a turn was refused because it had no room.
     """
@@ -96,7 +90,7 @@ class Session:
         send: Send,
         sampling: SamplingParams,
         *,
-        boundaries: Boundaries | None = None,
+        boundaries: Any = None,
         tokenizer: Any = None,
         longest: int | None = None,
         tool_format: str = "hermes",
@@ -104,20 +98,14 @@ class Session:
         self.sampling = sampling
         self.tokenizer = tokenizer
         self.longest = longest
-        self._send, self._boundaries, self._format = send, boundaries, tool_format
+        self.boundaries: Boundaries = boundaries
+        self._send, self._format = send, tool_format
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
         self._opening: tuple[Any, Any, np.ndarray] | None = None
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
-
-    @property
-    def boundaries(self) -> Boundaries:
-        """What renders dialogues. RuntimeError for a session without a tokenizer."""
-        if self._boundaries is None:
-            raise RuntimeError("this session has no tokenizer: session.generate takes token ids")
-        return self._boundaries
 
     async def generate(
         self, prompt_ids: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, media: Any = None
@@ -157,6 +145,7 @@ class Session:
             raise ValueError(
                 f"session.chat takes {', '.join(_OWN)}, not {', '.join(wrong)}: the run sets them"
             )
+        messages = [_normal(message) for message in messages]
         ids = self._prompt(messages, tools)
         completion = await self.generate(ids, self.fitting(ids, sampling))
         reply = self._reply(completion, tools)
@@ -269,9 +258,20 @@ def _text(content: Any) -> str:
 
 
 def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # as OpenAI's clients send them
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
-    return function["name"], json.dumps(arguments, sort_keys=True)
+    return call["function"]["name"], json.dumps(call["function"].get("arguments"), sort_keys=True)
+
+
+def _normal(message: Message) -> dict[str, Any]:
+    """As templates take it: arguments of calls are mappings (OpenAI's clients send text), content is there."""
+    out = {**message, "content": message.get("content") or ""}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+            for call in calls
+        ]
+    return out
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    arguments = function.get("arguments") or {}
+    return json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from verl.data.rows import BadRow, tools_of_row
+from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
 from verl.rollout.session import OutOfTokens, Reply
+from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
@@ -80,11 +81,12 @@ class ToolAgent(AgentLoopBase):
                 raise UserError(f"the chat template does not take the tools' messages: {error}") from error
             self.turns += 1
             self.messages.append(reply.message)
-            if reply.finish_reason != "stop":
+            if reply.completion.finish_reason != "stop":
                 return None
             if not reply.calls and self.partner is None:
                 return "completed"
-            invalid = invalid + 1 if reply.calls and all(self._is_invalid(c) for c in reply.calls) else 0
+            valid = [c for c in reply.calls if not c.error and c.name in self.toolbox.by_name]
+            invalid = invalid + 1 if reply.calls and not valid else 0
             if status := self._limit(answered, invalid, len(reply.calls)):
                 return status
             following = await self._following(reply)
@@ -106,9 +108,6 @@ class ToolAgent(AgentLoopBase):
     async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> str:
         async with room:
             return await self.tools.call(call)
-
-    def _is_invalid(self, call: ToolCall) -> bool:
-        return bool(call.error) or call.name not in self.toolbox.by_name
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
         """The status of a trajectory that may not go on: what the last turn asks for is not done."""
@@ -142,27 +141,39 @@ def _tool_message(call: ToolCall, text: str) -> dict[str, Any]:
     return message if call.error else message | {"tool_call_id": call.id}
 
 
-def check_template(chat: Any, schemas: list[dict[str, Any]], tool_format: str) -> str:
-    """What is wrong with a template or a parser for these tools, in words; "" if nothing is. chat: a `ChatRenderer`."""
+def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
+    """What prompts of `tool_agent` are rendered with; None without tools. ToolError for tools, interactions, a template or a parser
+    that cannot be used. tokenizer: None where the template is not to be had."""
+    turns = rollout.multi_turn
+    load_interactions(turns.interaction_config_path)
+    if not (turns.tool_config_path or turns.function_tool_path):
+        return None
+    schemas = Toolbox.load(turns).schemas
+    if schemas and tokenizer is not None:
+        _check_template(ChatRenderer(tokenizer, kwargs), list(schemas.values()), turns.format)
+    return RowTools(schemas, rollout.agent.default_agent_loop == TOOL_AGENT)
+
+
+def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_format: str) -> None:
     ask = [{"role": "user", "content": "Hello."}]
     try:
         plain, offered = chat.text(ask), chat.text(ask, tools=schemas)
     except BadRow as error:
-        return f"the chat template fails with tools: {error}"
+        raise ToolError(f"the chat template fails with tools: {error}") from error
     if plain == offered:
-        return (
+        raise ToolError(
             "the model's chat template has no support for tools: they do not appear in the prompt. Name a template that has: "
             "actor_rollout_ref.model.custom_chat_template"
         )
     written = _written_call(chat, ask, schemas)
     if written is None or _reads(tool_format, written, schemas):
-        return ""
-    fitting = [name for name in PARSERS if _reads(name, written, schemas)]
-    hint = f"{' or '.join(fitting)} reads it" if fitting else f"the known are {', '.join(PARSERS)}"
-    return f"the parser {tool_format} cannot read a call as the model's chat template writes it; {hint}"
+        return
+    fitting = [name for name in PARSERS if _reads(name, written, schemas)] or ["none of the known"]
+    what = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"
+    raise ToolError(f"{what}; {' or '.join(fitting)} can")
 
 
-def _written_call(chat: Any, ask: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str | None:
+def _written_call(chat: ChatRenderer, ask: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> str | None:
     """A call as the template writes it, or None if it writes none."""
     call = ToolCall(schemas[0]["function"]["name"], {"text": "a"}, id="call_0").message()
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -106,7 +106,7 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     from verl.data.files import DataError
     from verl.data.rows import RowRules
     from verl.data.tokenizer import load_tokenizer
-    from verl.trainer.run import row_tools
+    from verl.rollout.tool_agent import checked_tools
 
     model = run.actor_rollout_ref.model
     tokenizer = tracking.tokenizer = load_tokenizer(
@@ -117,7 +117,8 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     )
     rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
     try:
-        tools = row_tools(run, tokenizer)
+        kwargs = config.data.apply_chat_template_kwargs
+        tools = checked_tools(run.actor_rollout_ref.rollout, tokenizer, kwargs)
         data = PromptDataset(
             config.data.path or [], run, tokenizer, split="prompts", rules=rules, tools=tools
         )

@@ -20,7 +20,6 @@ from verl.plugins import import_modules
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
     from verl.config import Config
-    from verl.data.rows import RowTools
     from verl.data.stream import PromptStream
     from verl.engine.rollout.base import SamplingParams
     from verl.reward.runner import RewardRunner
@@ -228,7 +227,8 @@ def build_parts(
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
-    check_reward(rewards, train, loop)
+    if config.custom_reward_function.path or not config.actor_rollout_ref.rollout.agent.environment.name:
+        check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
     loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
@@ -281,11 +281,12 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
 
     data = config.data
     from verl.reward.rules import unsupported
+    from verl.rollout.tool_agent import checked_tools
 
     def known(source: str) -> bool:
         return not unsupported([source])
 
-    tools = row_tools(config, tokenizer)
+    tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
     train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known, tools=tools)
     if len(train) < data.train_batch_size:
         raise UserError(
@@ -299,22 +300,6 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     )
     tracking.data_report(train, validation)
     return train, validation
-
-
-def row_tools(config: Any, tokenizer: Any) -> RowTools | None:
-    """What prompts of `tool_agent` are rendered with. UserError for tools, or a template, that cannot be used."""
-    rollout = config.actor_rollout_ref.rollout
-    if not (rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path):
-        return None
-    from verl.data.rows import TOOL_AGENT, ChatRenderer
-    from verl.rollout.tool_agent import check_template
-    from verl.rollout.tools.toolbox import Toolbox
-
-    tools = Toolbox.load(rollout.multi_turn)
-    chat = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
-    if problem := check_template(chat, list(tools.schemas.values()), rollout.multi_turn.format):
-        raise UserError(problem)
-    return tools.row_tools(every_row=rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:

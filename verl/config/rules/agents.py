@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from verl.config.rules.context import Check
 from verl.errors import UserError
@@ -11,45 +11,30 @@ from verl.errors import UserError
 
 def check(c: Check) -> None:
     """Classes, schemas, names of tools; the template of a model that is here; paths of environments."""
-    if c.rollout is None or not c.rollout.get("agent"):
+    if c.rollout is None or c.model is None:
         return
-    turns, agent, key = c.rollout.multi_turn, c.rollout.agent, c.rollout_key
-    if turns.enable and not (
-        turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path
-    ):
-        c.notice(
-            f"{key}.multi_turn.enable=True without tool_config_path, function_tool_path or interactions: no tools"
-        )
-    if agent.environment.name and not agent.environment.path:
-        c.refuse(f"{key}.agent.environment.path", f"environment.name={agent.environment.name} needs it")
-    if not (turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path):
-        return
-    try:
-        _tools(c, turns)
-    except UserError as error:
-        c.refuse(f"{key}.multi_turn", str(error))
+    turns, environment, key = c.rollout.multi_turn, c.rollout.agent.environment, c.rollout_key
+    if environment.name and not environment.path:
+        c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
+    if turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path:
+        try:
+            _tools(c)
+        except UserError as error:
+            c.refuse(f"{key}.multi_turn", str(error))
 
 
-def _tools(c: Check, turns: Any) -> None:
-    from verl.plugins import import_modules
-    from verl.rollout.tools.interactions import load_interactions
-    from verl.rollout.tools.toolbox import Toolbox
-
-    import_modules(c.model.external_lib if c.model is not None else None)
-    load_interactions(turns.interaction_config_path)
-    tools = Toolbox.load(turns)
-    if not tools.tools or c.model is None or not Path(str(c.model.path)).expanduser().is_dir():
-        return
-    from verl.data.rows import ChatRenderer
+def _tools(c: Check) -> None:
     from verl.data.tokenizer import load_tokenizer
-    from verl.rollout.tool_agent import check_template
+    from verl.plugins import import_modules
+    from verl.rollout.tool_agent import checked_tools
 
-    tokenizer = load_tokenizer(
-        c.model.path,
-        tokenizer_path=c.cfg.select("data.tokenizer") or c.model.tokenizer_path,
-        trust_remote_code=c.model.trust_remote_code,
-        chat_template=c.model.custom_chat_template,
-    )
-    chat = ChatRenderer(tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))
-    if problem := check_template(chat, list(tools.schemas.values()), turns.format):
-        c.refuse(f"{c.rollout_key}.multi_turn.format", problem)
+    model, tokenizer = c.model, cast(Any, None)
+    import_modules(model.external_lib)
+    if Path(str(model.path)).expanduser().is_dir():
+        tokenizer = load_tokenizer(
+            model.path,
+            tokenizer_path=c.cfg.select("data.tokenizer") or model.tokenizer_path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+    checked_tools(c.rollout, tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))

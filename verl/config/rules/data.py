@@ -86,6 +86,7 @@ def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
     """Rule 19: every data source has something that scores it."""
     own = c.cfg.custom_reward_function.path or c.cfg.select("reward_manager.source") == "importlib"
+    own = own or c.cfg.select(f"{c.rollout_key}.agent.environment.name")
     if own or c.cfg.select("reward_model.enable") or not sources:
         return
     from verl.reward.rules import unsupported

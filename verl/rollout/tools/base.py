@@ -41,9 +41,6 @@ class Model:
         """Plain nested dicts, without what is None."""
         return {k: _plain(v) for k, v in vars(self).items() if v is not None or not exclude_none}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model_dump()})"
-
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,11 +93,8 @@ def _typed(name: str, pairs: Iterable[tuple[str, str]], types: Types) -> ToolCal
         kind = types.get(name, {}).get(key, {}).get("type", "string")
         arguments[key] = value
         if kind != "string":
-            try:
-                arguments[key] = json.loads(value)
-            except ValueError:
-                if kind == "boolean" and value.strip().lower() in ("true", "false"):
-                    arguments[key] = value.strip().lower() == "true"
+            with suppress(ValueError):
+                arguments[key] = json.loads({"True": "true", "False": "false"}.get(value.strip(), value))
     return ToolCall(name, arguments)
 
 

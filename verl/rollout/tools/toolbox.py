@@ -14,7 +14,6 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object, load_module
-from verl.data.rows import RowTools
 from verl.rollout.tools.base import (
     BaseTool,
     FunctionTool,
@@ -89,10 +88,6 @@ class Toolbox:
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Name → OpenAI schema, as templates take it."""
         return {name: tool.tool_schema.model_dump() for name, tool in self.by_name.items()}
-
-    def row_tools(self, *, every_row: bool) -> RowTools:
-        """What renders prompts with the tools of their rows."""
-        return RowTools(self.schemas, every_row)
 
 
 def _tool(path: str, number: int, entry: dict[str, Any]) -> BaseTool:
