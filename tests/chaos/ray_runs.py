@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.runs import TinyRun, environment, records
+from tests.chaos import ray_plans
+from tests.chaos.fork_server import ForkServer, Run
+from tests.runs import TinyRun, records
 
 WORDS = (
     "trainer.nnodes=2",
@@ -19,7 +19,7 @@ WORDS = (
     "trainer.total_training_steps=2",
     "trainer.test_freq=-1",
     "trainer.val_before_train=False",
-    "data.max_response_length=24",
+    "data.max_response_length=12",
 )
 LIMIT_S = 60
 """Within so many seconds a run that cannot go on has to end."""
@@ -27,19 +27,25 @@ LIMIT_S = 60
 
 @contextmanager
 def started(
-    tiny: TinyRun, out: Path, address: str, *words: str, **more: str
-) -> Iterator[subprocess.Popen[str]]:
+    fork_server: ForkServer, tiny: TinyRun, address: str, out: Path, *words: str, **more: str
+) -> Iterator[Run]:
     """The command, which is ended with the block. It prints to OUT.log beside its run folder."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
-    env = environment(RAY_ADDRESS=address, **more)
+    argv = tiny.overrides(out, *WORDS, *words)
     log = out.parent / f"{out.name}.log"
-    with log.open("w") as file:
-        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
+    log.write_text("")
+    run = fork_server.start(argv, log=log, RAY_ADDRESS=address, **more)
     try:
         yield run
     finally:
         run.kill()
-        run.wait()
+        run.wait(10)
+
+
+def slow_sampling(folder: Path, mark: Path, seconds: float = 0.25) -> dict[str, str]:
+    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one began."""
+    return ray_plans.plan(
+        folder / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=seconds, mark=mark
+    )
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -56,12 +62,12 @@ def reports(out: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in events(out, "watchdog") if event["phase"] == phase]
 
 
-def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
+def until(what: Callable[[], Any], run: Run, out: Path, timeout: float = 240) -> Any:
     """What `what` gives once it is true; the run must go on until then."""
     end = time.monotonic() + timeout
     while not (found := what()):
         said = log_of(out)[-3000:]
-        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
+        assert not run.ended, f"the run ended ({run.status}):\n{said}"
         assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
         time.sleep(0.1)
     return found

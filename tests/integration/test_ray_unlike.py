@@ -1,4 +1,7 @@
-"""A node that is not like the driver's: the run is refused before a model loads, and every difference is named."""
+"""A node that is not like the driver's: the run is refused before a model loads, and every difference is named.
+
+Its cluster is its own, because of that node.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def address(tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     # What the driver has of these it gives to its workers, wherever they are.
     for name in ("PYTHONPATH", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    with cluster_of(1, num_cpus=1) as cluster:
+    with cluster_of(1) as cluster:
         env = {"PYTHONPATH": str(other), "HOME": str(home(tmp_path / "theirs", "b" * 40))}
         node = cluster.add_node(num_cpus=1, object_store_memory=100 << 20, env_vars=env)
         raylet = node.all_processes["raylet"][0].process.pid
