@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs import from_step, records, weights
+from tests.runs import from_step, main_ppo, records, weights
+from tests.tiny import tiny_model
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -183,3 +184,17 @@ def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_pr
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"):
             assert both[step][name] == pytest.approx(alone[step][name], rel=2e-3, abs=2e-4), (step, name)
     assert (two / "global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
+
+
+def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(tiny, ray_address, tmp_path) -> None:
+    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared: test_ray_nodes.py."""
+    cache = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"
+    tiny_model(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("a" * 40)
+    words = tiny.overrides(tmp_path / "out", *VERIFIED, "actor_rollout_ref.model.path=somebody/tiny")
+    done = main_ppo(words, RAY_ADDRESS=ray_address, HOME=str(tmp_path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    (said,) = [line for line in done.stderr.splitlines() if "do not fit" in line]
+    assert "somebody/tiny" in said and "HF_HUB_OFFLINE is set" in said, said
+    assert not list((tmp_path / "out").glob("global_step_*")) and not list((tmp_path / "out").glob(".seen*"))
