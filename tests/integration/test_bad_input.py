@@ -272,11 +272,11 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "status", "said"),
     [
-        ("model.safetensors", Path.unlink, CONFIGURATION, ["no *.safetensors", "config.json"]),
-        ("model.safetensors", cut_short, CONFIGURATION, ["model.safetensors (", " bytes)"]),
-        ("config.json", Path.unlink, CONFIGURATION, ["config.json does not exist"]),
+        ("model.safetensors", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
+        ("model.safetensors", cut_short, CONFIGURATION, ["model.path=", "model.safetensors (", " bytes)"]),
+        ("config.json", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path", "config.json does not exist"]),
         ("tokenizer*", Path.unlink, CONFIGURATION, ["no tokenizer", "actor_rollout_ref.model.tokenizer_path"]),
-        ("", shutil.rmtree, MACHINE, ["no such directory"]),
+        ("", shutil.rmtree, MACHINE, ["actor_rollout_ref.model.path", "no such directory"]),
     ],
 )  # fmt: skip
 def test_a_model_directory_that_is_not_whole(tiny, fork_server, tmp_path, name, damage, status, said) -> None:
@@ -284,7 +284,7 @@ def test_a_model_directory_that_is_not_whole(tiny, fork_server, tmp_path, name, 
     for file in list(model.glob(name)) if name else [model]:
         damage(file)
     run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    assert_refused(run, status, "actor_rollout_ref.model.path", str(model), *said)
+    assert_refused(run, status, str(model), *said)
 
 
 # ------------------------------------------------------------------------------------------- configuration

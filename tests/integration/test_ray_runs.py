@@ -186,8 +186,12 @@ def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_pr
     assert (two / "global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
 
 
-def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(tiny, ray_address, tmp_path) -> None:
+def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
+    tiny, ray_address, tmp_path, monkeypatch
+) -> None:
     """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared: test_ray_nodes.py."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     cache = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"
     tiny_model(cache / "snapshots" / ("a" * 40))
     (cache / "refs").mkdir()

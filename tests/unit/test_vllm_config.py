@@ -37,9 +37,10 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_an_installed_vllm_is_fine_and_is_not_imported(report) -> None:
+def test_an_installed_vllm_is_fine_and_is_not_imported(report, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import would fail
     found = report(f"{ROLLOUT}.load_format=auto", f"+{ROLLOUT}.engine_kwargs.vllm.block_size=64")
-    assert found.problems == [] and "vllm" not in sys.modules
+    assert found.problems == []
     assert not [text for text in found.notices if "load_format" in text], "the engine reads it"
 
 
