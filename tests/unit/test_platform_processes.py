@@ -1,4 +1,5 @@
-"""Which process a number means, whatever happens to the clock; what is printed may be lost without harm (a full disk under the log, a reader that has gone)."""
+"""Which process a number means, whatever happens to the clock; what is printed may be lost without harm
+(a full disk under the log, a reader that has gone)."""
 
 from __future__ import annotations
 
