@@ -214,20 +214,11 @@ class ForkServer:
             else:
                 self._runs[message["id"]].heard(message)
 
-    def start(
-        self,
-        argv: list[str],
-        *,
-        module: str = ENTRY,
-        cwd: Path = ROOT,
-        log: Path | None = None,
-        **more: str | None,
-    ) -> Run:
-        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to `log`
-        if it is given."""
+    def start(self, argv: list[str], *, module: str = ENTRY, cwd: Path = ROOT, **more: str | None) -> Run:
+        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset)."""
         assert self._ready.wait(120), "the fork_server did not come up"
         number = len(self._runs)
-        run = Run(number, log or self._folder / f"{number}.out", log or self._folder / f"{number}.err")
+        run = Run(number, self._folder / f"{number}.out", self._folder / f"{number}.err")
         self._runs[number] = run
         order = {
             "id": number,

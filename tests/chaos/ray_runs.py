@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import ray_plans
-from tests.chaos.fork_server import ForkServer, Run
-from tests.runs import TinyRun, records
+from tests.runs import TinyRun, environment, records
 
 WORDS = (
     "trainer.nnodes=2",
@@ -27,18 +28,19 @@ LIMIT_S = 60
 
 @contextmanager
 def started(
-    fork_server: ForkServer, tiny: TinyRun, address: str, out: Path, *words: str, **more: str
-) -> Iterator[Run]:
-    """The command, which is ended with the block. It prints to OUT.log beside its run folder."""
-    argv = tiny.overrides(out, *WORDS, *words)
-    log = out.parent / f"{out.name}.log"
-    log.write_text("")
-    run = fork_server.start(argv, log=log, RAY_ADDRESS=address, **more)
+    tiny: TinyRun, address: str, out: Path, *words: str, **more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The command in a fresh process (a plan that changes workers has no effect with a forked driver); it is ended with the
+    block. It prints to OUT.log beside its run folder."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
+    env = environment(RAY_ADDRESS=address, **more)
+    with (out.parent / f"{out.name}.log").open("w") as file:
+        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         yield run
     finally:
         run.kill()
-        run.wait(10)
+        run.wait()
 
 
 def slow_sampling(folder: Path, mark: Path, seconds: float = 0.25) -> dict[str, str]:
@@ -62,12 +64,12 @@ def reports(out: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in events(out, "watchdog") if event["phase"] == phase]
 
 
-def until(what: Callable[[], Any], run: Run, out: Path, timeout: float = 240) -> Any:
+def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
     """What `what` gives once it is true; the run must go on until then."""
     end = time.monotonic() + timeout
     while not (found := what()):
         said = log_of(out)[-3000:]
-        assert not run.ended, f"the run ended ({run.status}):\n{said}"
+        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
         assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
         time.sleep(0.1)
     return found
