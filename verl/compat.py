@@ -35,7 +35,9 @@ SERVED: dict[str, str | dict[str, str]] = {
     "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
     "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_corr_helper",
     "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
-    "verl.experimental.agent_loop": _names("verl.rollout.agent_loop", "AgentLoopBase AgentLoopOutput register"),
+    "verl.experimental.agent_loop": _names(
+        "verl.rollout.agent_loop", "AgentLoopBase AgentLoopOutput register"
+    ),
     "verl.tools.base_tool": _names(_BASE, "BaseTool OpenAIFunctionToolSchema ToolResponse"),
     "verl.tools.schemas": _names(
         _BASE,

@@ -57,7 +57,12 @@ def prepare_data(out: Path, seed: int) -> None:
             truth = {"style": "rule", "ground_truth": str(answer)}
             prompt = [{"role": "user", "content": text}]
             rows.append(
-                {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": truth, "extra_info": {"index": index}}
+                {
+                    "data_source": "openai/gsm8k",
+                    "prompt": prompt,
+                    "reward_model": truth,
+                    "extra_info": {"index": index},
+                }
             )
         pq.write_table(pa.Table.from_pylist(rows), out / f"{name}.parquet")
     pq.write_table(pa.Table.from_pylist([demonstration(draw) for _ in range(8000)]), out / "warm_up.parquet")

@@ -95,7 +95,9 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [*BAD, "kimi cannot read a call.*hermes or minimax or qwen can", "no support for tools"])
+@pytest.mark.parametrize(
+    "words", [*BAD, "kimi cannot read a call.*hermes or minimax or qwen can", "no support for tools"]
+)
 def test_what_cannot_work_is_refused_before_the_run(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str
 ) -> None:

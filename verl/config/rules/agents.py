@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 from verl.config.rules.context import Check
 from verl.errors import UserError
@@ -28,8 +27,9 @@ def _tools(c: Check) -> None:
     from verl.plugins import import_modules
     from verl.rollout.tool_agent import checked_tools
 
-    model, tokenizer = c.model, cast(Any, None)
+    model = c.model
     import_modules(model.external_lib)
+    checked_tools(c.rollout, None, None)
     if Path(str(model.path)).expanduser().is_dir():
         tokenizer = load_tokenizer(
             model.path,
@@ -37,4 +37,4 @@ def _tools(c: Check) -> None:
             trust_remote_code=model.trust_remote_code,
             chat_template=model.custom_chat_template,
         )
-    checked_tools(c.rollout, tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))
+        checked_tools(c.rollout, tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))
