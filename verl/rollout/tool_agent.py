@@ -61,8 +61,7 @@ class ToolAgent(AgentLoopBase):
         return outputs_of(self.session, status=status, **self._about())
 
     def _partner(self, kwargs: Any) -> Partner | None:
-        name = (kwargs or {}).get("name")
-        if not name:
+        if not (name := (kwargs or {}).get("name")):
             return None
         found = load_interactions(self._turns.interaction_config_path)
         if name not in found:
@@ -128,10 +127,10 @@ class ToolAgent(AgentLoopBase):
         rewards = {"tool_rewards": self.tools.rewards}
         if self.partner is not None:
             rewards["turn_scores"] = self.partner.rewards
-        counts = dict(self.tools.counts)
+        metrics = {"tool_calls": self.tools.seconds, "tool_counts": dict(self.tools.counts)}
         return {
             "num_turns": len(self.messages),
-            "metrics": {"tool_calls": self.tools.seconds, "tool_counts": counts, "reward_scores": rewards},
+            "metrics": metrics | {"reward_scores": rewards},
             "extra_fields": {**rewards, "messages": self.messages, "tool_metrics": self.tools.metrics},
         }
 
