@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quickstart_agent"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=15)
     args, extra = parser.parse_known_args()
     out, started = args.out, time.monotonic()
     if not (out / "data/warm_up.parquet").exists():
