@@ -22,7 +22,7 @@ class Column:
     """A token-level column: one value (or `trailing` values) for every response token.
 
     dtype     of the arrays on the driver and on the way to a worker
-    source    the pass that produces it: rollout, old_log_prob, ref, values, adv, update
+    source    the pass that produces it: rollout, reward, old_log_prob, ref, values, adv, update
     public    its name in the view that plug-ins get (`verl.DataProto`, arguments of estimators)
     trailing  further dimensions, by name, e.g. ("k",)
     """
@@ -42,6 +42,7 @@ COLUMNS: dict[str, Column] = {
     "sum_pi_squared": Column(source="old_log_prob", public="sum_pi_squared"),
     "ref_log_probs": Column(source="ref", public="ref_log_prob"),
     "values": Column(source="values", public="values"),
+    "scores": Column(source="reward"),
     "token_rewards": Column(source="adv", public="token_level_rewards"),
     "advantages": Column(source="adv", public="advantages"),
     "returns": Column(source="adv", public="returns"),

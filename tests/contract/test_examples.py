@@ -49,10 +49,10 @@ def gsm8k_files(home: Path) -> None:
         (home / f"raw/{split}.jsonl").write_text("\n".join(lines))
 
 
-def model_directory(folder: Path) -> Path:
+def model_directory(folder: Path, **more: object) -> Path:
     """What --check looks at of a model: a config and the name of a weight file."""
     folder.mkdir()
-    shape = {"model_type": "qwen3", "max_position_embeddings": 4096, "num_attention_heads": 4}
+    shape = {"model_type": "qwen3", "max_position_embeddings": 4096, "num_attention_heads": 4} | more
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(b"")
     return folder
@@ -79,10 +79,17 @@ def test_a_command_is_right_after_its_own_preparation(script, shell, tmp_path) -
     made = shell("python3", prepare, "--local_dataset_path", tmp_path / "raw")
     assert made.returncode == 0, made.stderr
     key = "model.path" if "sft" in script.name else "actor_rollout_ref.model.path"
-    model = model_directory(tmp_path / "model")
-    done = shell(
-        "bash", script, f"{key}={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"
-    )
+    words = [
+        f"{key}={model_directory(tmp_path / 'model')}",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+    ]
+    if script.parent.name == "reward_model":
+        scorer = model_directory(
+            tmp_path / "scorer", architectures=["Qwen3ForSequenceClassification"], id2label={"0": "0"}
+        )
+        words.append(f"reward_model.model.path={scorer}")
+    done = shell("bash", script, *words, "--check")
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout
     assert "no effect" not in done.stderr and "not in this release" not in done.stderr

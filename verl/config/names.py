@@ -117,7 +117,7 @@ NO_EFFECT: dict[str, str] = {
     "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
     "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "
     "model.use_remove_padding, model.fsdp_config, model.input_tokenizer}": (
-        "the reward model runs in the sampling engine"
+        "the reward model scores in packed batches on the policy's devices"
     ),
     "reward_manager.module.name": "the class is `reward_manager.name`",
 }
@@ -220,7 +220,9 @@ FEATURES: dict[str, Absent] = {
         "agent loops listed in a file", "register the loop in a module of model.external_lib"
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
+    "reward_model.enable_resource_pool": Absent(
+        "a pool for the reward model", "set it to False: it shares the policy's devices"
+    ),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""

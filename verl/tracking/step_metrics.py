@@ -109,7 +109,8 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response, and the mean of each
+    of several rewards before its weight.
 
     Answers the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
@@ -121,6 +122,9 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
     out["reward/error_ratio"] = _ratio(len(failed), len(asked))
     latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
+    several = [t.extra["rewards"] for t in asked if "rewards" in t.extra]
+    for name in several[0] if several else ():
+        out[f"reward/{name}/mean"] = _mean(np.array([rewards[name] for rewards in several], np.float64))
     return out | spread("reward/latency_s", latency, ("mean", "max"))
 
 

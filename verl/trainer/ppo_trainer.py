@@ -46,7 +46,7 @@ class PPOTrainer:
         self.policy = parts.workers.policy
         self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.passes = passes(config, self.policy.updates_per_step)
-        self.colocation = Colocation(config, parts.workers.sampler)
+        self.colocation = Colocation(config, parts.workers.sampler, parts.rewards.judge)
         self.record = StepRecord(config, parts, self.schedule)
 
     def fit(self) -> None:

@@ -205,12 +205,16 @@ def build_parts(
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
+    from verl.platform import detect
     from verl.platform.host import tune_allocator
+    from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
+    from verl.reward.settings import scores_by_model
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
     from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
+    from verl.workers import build
     from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
@@ -226,9 +230,14 @@ def build_parts(
     train, validation = open_data(config, tokenizer, tracking)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = RewardRunner(config, events=tracking.event)
+    scorer = RewardModel(config) if scores_by_model(config) else None
+    asked = config.reward_model.enable and scorer is None
+    judge = build.judge(config, detect(config.trainer.device)) if asked else None
+    rewards = RewardRunner(config, events=tracking.event, model=scorer, judge=judge)
     check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
+    if scorer is not None:
+        scorer.scores = workers.roles["reward_model"].scores
     loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
         workers.sampler,
@@ -303,7 +312,11 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 
-    loop.run(precheck(rewards, [train.prompt(row) for row in range(min(rows, len(train)))]))
+    prompts = [train.prompt(row) for row in range(min(rows, len(train)))]
+    for prompt in prompts if rewards.model is not None else ():
+        rewards.model.check(prompt)
+    if rewards.settings.asks_function:
+        loop.run(precheck(rewards, prompts))
 
 
 def rollout_settings(config: Config) -> Any:

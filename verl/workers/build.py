@@ -5,16 +5,19 @@ Everything here takes the configuration as typed groups or as the same keys in m
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES
+from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
 from verl.errors import UserError
 from verl.platform import Platform
+from verl.reward.served_judge import ServedJudge
 
 _CRITIC_KEYS = (
     *("strategy", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "optim"),
@@ -83,6 +86,26 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     return engine
 
 
+def reward_engine(config: Any, platform: Platform) -> TrainingEngine:
+    """The engine of a sequence classifier that scores, cut over all ranks. UserError if it is none with one label."""
+    from verl.models.load import check_directory
+
+    own = config.reward_model
+    settings = {
+        "strategy": config.actor_rollout_ref.actor.strategy,
+        "ppo_max_token_len_per_gpu": own.rollout.max_num_batched_tokens,
+        "fsdp_config": {"dtype": own.rollout.dtype, "param_offload": True},
+    }
+    options = {"model_cfg": own.model, "head": "score", "role": "reward_model", "trainable": False}
+    try:
+        check_directory(own.model.path)
+        return _engine(
+            config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
+        )
+    except UserError as error:
+        raise UserError(f"reward_model.{error}") from error
+
+
 def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options: Any) -> TrainingEngine:
     """An engine of the strategy of a role, idle."""
     options = {
@@ -143,6 +166,16 @@ def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     """The configured sampling engine with weights of its own (`RolloutEngine` and `WeightReceiver`), to be filled by a
     weight transfer. UserError when it cannot be used, or not with these settings."""
     return _OWN_SAMPLERS[config.actor_rollout_ref.rollout.name](config, tokenizer, platform)
+
+
+def judge(config: Any, platform: Platform) -> ServedJudge:
+    """`reward_model.model` in an engine of its own, sampled as `reward_model.rollout` says, at an address."""
+    own, run = config.reward_model, copy.deepcopy(config)
+    model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
+    model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
+    run.actor_rollout_ref.rollout = own.rollout
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return ServedJudge(own_sampler(run, tokenizer, platform), tokenizer, own)
 
 
 def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:

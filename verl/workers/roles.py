@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,23 @@ class Role:
     def load(self, part: str, directory: Path) -> None:
         """Inverse of `save`."""
         self.group.call("load", self.name, part, str(directory.absolute()), doing="load_checkpoint")
+
+
+class Classifier(Role):
+    """A sequence classifier that scores; in host memory between its uses."""
+
+    async def scores(self, batch: Batch) -> None:
+        """Fill the column `scores`. Ranks elsewhere compute while the event loop goes on; a device of this process has one
+        caller at a time."""
+        if self.group.calls.shares_rows:
+            self._compute(batch)
+        else:
+            await asyncio.to_thread(self._compute, batch)
+
+    def _compute(self, batch: Batch) -> None:
+        self.onload(optimizer=False)
+        self.forward(batch, "reward", {"scores": "scores"})
+        self.offload()
 
 
 class TrainedRole(Role):
@@ -158,8 +176,8 @@ class Policy(TrainedRole):
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed;
-             none where only samples are wanted
+    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed,
+             "reward_model" a classifier that scores; none where only samples are wanted
     weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
@@ -205,6 +223,8 @@ def roles_of(group: WorkerGroup, config: Any = None) -> dict[str, Role]:
         roles["actor"] = Policy("actor", group, group.plan)
     if "critic" in roles:
         roles["critic"] = TrainedRole("critic", group, critic_plan(config))
+    if "reward_model" in roles:
+        roles["reward_model"] = Classifier("reward_model", group)
     return roles
 
 

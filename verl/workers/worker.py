@@ -77,6 +77,7 @@ class Worker(Profiled):
         shared: a sampler of this process works on the policy's tensors.
         """
         from verl.algorithms.needs import needs_critic, needs_reference
+        from verl.reward.settings import scores_by_model
 
         config, platform = self.config, self.platform
         actor = build.actor_engine(config, total_steps, platform, shared=shared)
@@ -85,6 +86,8 @@ class Worker(Profiled):
             self.engines["ref"] = build.reference_engine(config, actor, platform)
         if needs_critic(config):
             self.engines["critic"] = build.critic_engine(config, total_steps, platform)
+        if scores_by_model(config):
+            self.engines["reward_model"] = build.reward_engine(config, platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,

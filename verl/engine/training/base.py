@@ -65,7 +65,7 @@ class TrainingEngine(ABC):
     """
 
     platform: Platform
-    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared).
+    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared), "value" (values), "score" (scores).
     head: str = "lm"
     #: Whether `forward` returns outputs on this rank. Under pipeline parallelism only the last stage's ranks do.
     holds_outputs: bool = True

@@ -86,14 +86,20 @@ class LogProbHead(OutputHead):
     @torch.no_grad()
     def _agrees(self, layer: LogitLayer) -> bool:
         """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
-        device, vocabulary = layer.weight.device, int(layer.weight.shape[0])
-        positions = torch.arange(4, device=device)
-        inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
-        with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
-            theirs = self.module(**inputs).logits.float()
-            hidden = self.module.base_model(**inputs).last_hidden_state
+        theirs, hidden = _probe(self.module, int(layer.weight.shape[0]), layer.weight.device)
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
         return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
+
+
+def _probe(
+    module: PreTrainedModel, vocabulary: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own logits of four tokens, float32, and their hidden states."""
+    positions = torch.arange(4, device=device)
+    inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
+    with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
+        theirs = module(**inputs).logits.float()
+        return theirs, module.base_model(**inputs).last_hidden_state
 
 
 class ValueHead(OutputHead):
@@ -110,11 +116,33 @@ class ValueHead(OutputHead):
         return {"values": values if layer.bias is None else values + layer.bias.float()}
 
 
-HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead}
+class ScoreHead(ValueHead):
+    """The head of a sequence classifier with one label; its score of a sequence is that at the last token."""
+
+    outputs = ("scores",)
+
+    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """See `OutputHead.compute`; the score of the sequence that ends before each response token."""
+        return {"scores": super().compute(batch, outputs, temperature)["values"]}
+
+    @torch.no_grad()
+    def find_layer(self) -> LogitLayer | None:
+        """None. UserError where the model's own score of a probe is none of ours: its head is no linear layer alone."""
+        layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
+        theirs, hidden = _probe(self.module, int(embedding.shape[0]), embedding.device)
+        # Which of the tokens counts depends on the padding token.
+        if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
+            raise UserError(
+                f"{type(self.module).__name__} has a head of its own, which is not here; choose another model"
+            )
+        return None
+
+
+HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead, "score": ScoreHead}
 
 
 def head_class(name: str) -> type[OutputHead]:
-    """The head of that name. UserError for one that is not here (value, score)."""
+    """The head of that name. UserError for one that is not here."""
     if name not in HEADS:
         raise UserError(f"a model with a {name} head cannot be trained yet; there is {', '.join(HEADS)}")
     return HEADS[name]
