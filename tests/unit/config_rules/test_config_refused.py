@@ -113,7 +113,9 @@ REFUSED = [
     (["critic.strategy=torchtitan"], ["TorchTitan"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
-    (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
+    (["reward_model.enable_resource_pool=True", "reward_model.nnodes=1"], ["a pool for the reward model"]),
+    (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
+    (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
@@ -330,3 +332,22 @@ ALSO_REFUSED = [
 def test_refused_among_others(base, overrides, part):
     found = problems(*base, *overrides)
     assert any(part in p and p.startswith("configuration") for p in found), found
+
+
+ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "part"),
+    [
+        ({}, [], "is no sequence classifier with one label"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, [], "is no sequence classifier with one label"),
+        (ONE_LABEL, ["custom_reward_function.path=pkg://verl.reward.judge"], "weights={function: 1, model: 1}"),
+        ({}, ["reward_model.weights={function: 1}"], "nothing asks this model"),
+        ({}, ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"], "on one device alone"),
+    ],
+)
+def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part):
+    path = write_model(tmp_path / "scorer", **changes)
+    found = problems(*base, "reward_model.enable=True", f"reward_model.model.path={path}", *overrides)
+    assert any(part in p and "reward_model.model.path" in p for p in found), found
