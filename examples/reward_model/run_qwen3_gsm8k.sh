@@ -2,7 +2,7 @@
 # GRPO on GSM8K with two rewards: the built-in rule, and a tenth of what a reward model says. Prepare the data first:
 #   python3 examples/data_preprocess/gsm8k.py
 # Every argument is passed on, and a later value wins:
-#   bash examples/reward_model/run_qwen3_gsm8k.sh reward_model.weights='{model: 1}'
+#   bash examples/reward_model/run_qwen3_gsm8k.sh reward_model.weights.model=0.5
 set -euo pipefail
 
 bash "$(dirname "$0")/../grpo_trainer/run_qwen3_gsm8k.sh" \

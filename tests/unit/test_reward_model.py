@@ -286,7 +286,7 @@ def ask(address: str, body: Any) -> tuple[int, Any]:
 
 def test_a_judge_is_served(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "judge")
-    judge = build.judge(run_config(path, "reward_model.rollout.max_num_seqs=4"), detect("cpu"))
+    judge = build.judge(run_config(path, "reward_model.rollout.max_num_seqs=4"))
     address = judge.offered["reward_router_address"]
     message = {"role": "user", "content": "Is it right?"}
     try:

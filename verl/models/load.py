@@ -116,13 +116,9 @@ def _check_classifier(config: Any, path: str | Path) -> None:
     """UserError unless the directory names a sequence classifier with one label."""
     names = ", ".join(getattr(config, "architectures", None) or ["a model of no named architecture"])
     if "ForSequenceClassification" not in names:
-        raise UserError(
-            f"model.path={path}: this is {names}, not a sequence classifier (…ForSequenceClassification)"
-        )
+        raise UserError(f"model.path={path}: this is {names}, not a sequence classifier")
     if config.num_labels != 1:
-        raise UserError(
-            f"model.path={path}: it has {config.num_labels} labels; a reward model has one, the score"
-        )
+        raise UserError(f"model.path={path}: it has {config.num_labels} labels; a reward model has one")
 
 
 def value_layer(module: PreTrainedModel) -> torch.nn.Linear:

@@ -39,9 +39,7 @@ class RewardModel:
         self._limit = own.rollout.max_model_len
         self._padding = -1 if text.pad_token_id is None else text.pad_token_id
         if not self._renderer.has_template:
-            raise UserError(
-                f"{self.label}: its tokenizer has no chat template; add chat_template.jinja to the directory"
-            )
+            raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")
         if len(tokenizer) > text.vocab_size:
             told = f"its tokenizer has {len(tokenizer)} tokens, its vocabulary {text.vocab_size}"
             raise UserError(f"{self.label}: {told}; they do not belong together")
@@ -49,9 +47,8 @@ class RewardModel:
     def check(self, prompt: Prompt) -> None:
         """UserError where the template does not take this prompt and a response."""
         if isinstance(found := self._ids(prompt, ""), Outcome):
-            raise UserError(
-                f"{self.label} cannot score {prompt.file or 'the data'} row {prompt.row}: {found.error}"
-            )
+            where = f"{prompt.file or 'the data'} row {prompt.row}"
+            raise UserError(f"{self.label} cannot score {where}: {found.error}")
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
@@ -86,9 +83,8 @@ class RewardModel:
         ids = ids[: used[-1] + 1] if len(used) else ids[:0]
         if 0 < len(ids) <= self._limit:
             return ids
-        return failed(
-            "value", f"the dialogue has {len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}"
-        )
+        told = f"the dialogue has {len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}"
+        return failed("value", told)
 
 
 def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:
@@ -96,10 +92,7 @@ def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:
     length = min(map(len, sequences))
     same = np.logical_and.reduce([ids[:length] == sequences[0][:length] for ids in sequences])
     shared = length if same.all() else int(same.argmin())
-    context = sequences[0][:shared]
-    out = []
-    for ids in sequences:
-        own = context if shared else ids[:1]
-        rest = np.append(ids[len(own) :], 0)
-        out.append(Segment(own, rest, np.ones(len(rest), bool)))
-    return out
+    context, start = sequences[0][:shared], max(1, shared)
+    rests = [np.append(ids[start:], 0) for ids in sequences]
+    contexts = [context if shared else ids[:1] for ids in sequences]
+    return [Segment(c, r, np.ones(len(r), bool)) for c, r in zip(contexts, rests, strict=True)]

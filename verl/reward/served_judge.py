@@ -29,11 +29,8 @@ class ServedJudge:
         self._renderer, self._numbers = ChatRenderer(tokenizer), itertools.count()
         model = settings.model
         if not self._renderer.has_template:
-            raise UserError(
-                f"reward_model.model.path={model.path}: its tokenizer has no chat template, a judge needs one"
-            )
-        self._loop = BackgroundLoop("verl-judge")
-        self._loop.__enter__()
+            raise UserError(f"reward_model.model.path={model.path}: its tokenizer has no chat template")
+        self._loop = BackgroundLoop("verl-judge").__enter__()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, name="verl-judge-http", daemon=True).start()
         self.offered = {
@@ -89,10 +86,8 @@ def _handler(judge: ServedJudge) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             """Any path is that of a chat completion."""
             try:
-                status, content = (
-                    200,
-                    judge.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))),
-                )
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status, content = 200, judge.answer(json.loads(body))
             except Exception as error:  # it is the answer: the one who asked fails its response
                 status = 400 if isinstance(error, (BadRow, LookupError, TypeError, ValueError)) else 500
                 content = {"error": f"{type(error).__name__}: {error}"}

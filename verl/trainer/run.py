@@ -205,7 +205,6 @@ def build_parts(
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
-    from verl.platform import detect
     from verl.platform.host import tune_allocator
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
@@ -231,8 +230,7 @@ def build_parts(
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     scorer = RewardModel(config) if scores_by_model(config) else None
-    asked = config.reward_model.enable and scorer is None
-    judge = build.judge(config, detect(config.trainer.device)) if asked else None
+    judge = build.judge(config) if config.reward_model.enable and scorer is None else None
     rewards = RewardRunner(config, events=tracking.event, model=scorer, judge=judge)
     check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)

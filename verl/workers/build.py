@@ -16,7 +16,7 @@ from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
 from verl.errors import UserError
-from verl.platform import Platform
+from verl.platform import Platform, detect
 from verl.reward.served_judge import ServedJudge
 
 _CRITIC_KEYS = (
@@ -168,14 +168,15 @@ def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     return _OWN_SAMPLERS[config.actor_rollout_ref.rollout.name](config, tokenizer, platform)
 
 
-def judge(config: Any, platform: Platform) -> ServedJudge:
+def judge(config: Any) -> ServedJudge:
     """`reward_model.model` in an engine of its own, sampled as `reward_model.rollout` says, at an address."""
     own, run = config.reward_model, copy.deepcopy(config)
     model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
     model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
     run.actor_rollout_ref.rollout = own.rollout
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    return ServedJudge(own_sampler(run, tokenizer, platform), tokenizer, own)
+    sampler = own_sampler(run, tokenizer, detect(run.trainer.device))
+    return ServedJudge(sampler, tokenizer, own)
 
 
 def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:

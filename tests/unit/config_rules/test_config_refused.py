@@ -341,10 +341,22 @@ ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"
     ("changes", "overrides", "part"),
     [
         ({}, [], "is no sequence classifier with one label"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, [], "is no sequence classifier with one label"),
-        (ONE_LABEL, ["custom_reward_function.path=pkg://verl.reward.judge"], "weights={function: 1, model: 1}"),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            [],
+            "is no sequence classifier with one label",
+        ),
+        (
+            ONE_LABEL,
+            ["custom_reward_function.path=pkg://verl.reward.judge"],
+            "weights={function: 1, model: 1}",
+        ),
         ({}, ["reward_model.weights={function: 1}"], "nothing asks this model"),
-        ({}, ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"], "on one device alone"),
+        (
+            {},
+            ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"],
+            "on one device alone",
+        ),
     ],
 )
 def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part):

@@ -34,7 +34,9 @@ def check(c: Check) -> None:
     elif not (scores or c.cfg.custom_reward_function.path):
         problem = f"nothing asks this model; to ask it as a judge set {_JUDGE}"
     elif not scores and (c.world > 1 or c.rollout.nnodes):
-        problem = "a judge is served on one device alone; start a server and set reward_kwargs.reward_router_address"
+        problem = (
+            "a judge is served on one device alone; start a server, set reward_kwargs.reward_router_address"
+        )
     if problem:
         c.refuse(path, problem)
 

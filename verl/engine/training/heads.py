@@ -86,16 +86,14 @@ class LogProbHead(OutputHead):
     @torch.no_grad()
     def _agrees(self, layer: LogitLayer) -> bool:
         """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
-        theirs, hidden = _probe(self.module, int(layer.weight.shape[0]), layer.weight.device)
+        theirs, hidden = _probe(self.module, layer.weight)
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
         return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
 
 
-def _probe(
-    module: PreTrainedModel, vocabulary: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own logits of four tokens, float32, and their hidden states."""
-    positions = torch.arange(4, device=device)
+def _probe(module: PreTrainedModel, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own logits of four tokens, float32, and their hidden states. weight: of the embedding or of the head."""
+    positions, vocabulary = torch.arange(4, device=weight.device), int(weight.shape[0])
     inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
     with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
         theirs = module(**inputs).logits.float()
@@ -113,28 +111,22 @@ class ValueHead(OutputHead):
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         layer = value_layer(self.module)
         values = (hidden.float() * layer.weight.float()).sum(-1)
-        return {"values": values if layer.bias is None else values + layer.bias.float()}
+        return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}
 
 
 class ScoreHead(ValueHead):
-    """The head of a sequence classifier with one label; its score of a sequence is that at the last token."""
+    """The head of a sequence classifier with one label: the score of the sequence that ends before each response token."""
 
     outputs = ("scores",)
-
-    def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """See `OutputHead.compute`; the score of the sequence that ends before each response token."""
-        return {"scores": super().compute(batch, outputs, temperature)["values"]}
 
     @torch.no_grad()
     def find_layer(self) -> LogitLayer | None:
         """None. UserError where the model's own score of a probe is none of ours: its head is no linear layer alone."""
         layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
-        theirs, hidden = _probe(self.module, int(embedding.shape[0]), embedding.device)
+        theirs, hidden = _probe(self.module, embedding)
         # Which of the tokens counts depends on the padding token.
         if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
-            raise UserError(
-                f"{type(self.module).__name__} has a head of its own, which is not here; choose another model"
-            )
+            raise UserError(f"{type(self.module).__name__}: its head is more than a linear layer")
         return None
 
 
