@@ -92,7 +92,6 @@ REFUSED = [
     (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"], ["at most", "max_resp_len=512"]),
     (["reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:513}"], ["513"]),
     # 18
-    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes and"]),
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),

@@ -112,9 +112,6 @@ def _overlong(c: Check) -> None:
 
 
 def _pools(c: Check) -> None:
-    reward = c.cfg.reward_model
-    if reward.enable_resource_pool and (reward.nnodes < 1 or reward.n_gpus_per_node < 1):
-        c.refuse("reward_model.enable_resource_pool", "needs reward_model.nnodes and n_gpus_per_node above 0")
     if not c.cfg.actor_rollout_ref.hybrid_engine and c.rollout.nnodes == 0:
         needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         c.refuse("actor_rollout_ref.hybrid_engine", needed)
