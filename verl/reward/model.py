@@ -35,8 +35,7 @@ class RewardModel:
         self.scores: Scores | None = None
         text = load_config(check_directory(own.model.path), own.model).get_text_config()
         tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
-        self._renderer = ChatRenderer(tokenizer)
-        self._limit = own.rollout.max_model_len
+        self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
         self._padding = -1 if text.pad_token_id is None else text.pad_token_id
         if not self._renderer.has_template:
             raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")

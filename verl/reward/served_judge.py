@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,6 +34,9 @@ class ServedJudge:
         self._loop = BackgroundLoop("verl-judge").__enter__()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, name="verl-judge-http", daemon=True).start()
+        # Scoring processes inherit it: what is here is not asked of a proxy.
+        before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{before},127.0.0.1" if before else "127.0.0.1"
         self.offered = {
             "reward_router_address": f"http://127.0.0.1:{self._server.server_port}/v1",
             "reward_model_tokenizer": [model.path, model.trust_remote_code],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +55,7 @@ class RewardSettings:
     overlong: Overlong | None = None
     required_parts: tuple[str, ...] = ()
     rate: tuple[int | None, int | None, int | None, int] | None = None
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
     @property
     def asks_function(self) -> bool:
@@ -64,7 +63,7 @@ class RewardSettings:
         return self.weights.keys() != {MODEL}
 
     @classmethod
-    def from_config(cls, config: Any, offered: Mapping[str, Any] | None = None) -> RewardSettings:
+    def from_config(cls, config: Any, offered: dict[str, Any] | None = None) -> RewardSettings:
         """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager class that
         cannot be used."""
         model = config.reward_model
@@ -73,7 +72,7 @@ class RewardSettings:
             manager = "batch" if function.batch else "naive"
         else:
             manager = model.reward_manager
-            function = _function(config, manager, dict(offered or {}))
+            function = _function(config, manager, offered or {})
             if manager == "batch" and not function.batch:
                 manager = "naive"
         limited = manager in ("rate_limited", "limited")
