@@ -22,6 +22,7 @@ from verl import config
 from verl.engine.training.packing import pack
 from verl.errors import UserError
 from verl.platform import detect
+from verl.reward.load import taken
 from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, failed
 from verl.reward.runner import RewardRunner
@@ -289,6 +290,12 @@ def test_a_judge_is_served(tmp_path: Path) -> None:
     judge = build.judge(run_config(path, "reward_model.rollout.max_num_seqs=4"))
     address = judge.offered["reward_router_address"]
     message = {"role": "user", "content": "Is it right?"}
+
+    def asks(solution_str: str, *, reward_router_address: str, reward_model_tokenizer: Any) -> None: ...
+
+    given = taken(asks, judge.offered)
+    assert given["reward_router_address"] == address and given.keys() == set(list(judge.offered)[:2])
+    assert given["reward_model_tokenizer"].decode([72 - 33]) == "H"
     try:
         status, one = ask(address, {"messages": [message], "max_tokens": 5, "temperature": 0})
         assert status == 200 and one["choices"][0]["finish_reason"] in ("length", "stop")
