@@ -80,9 +80,10 @@ def test_a_command_is_right_after_its_own_preparation(script, shell, tmp_path) -
     assert made.returncode == 0, made.stderr
     key = "model.path" if "sft" in script.name else "actor_rollout_ref.model.path"
     model = model_directory(tmp_path / "model")
-    done = shell(
-        "bash", script, f"{key}={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"
-    )
+    words = [f"{key}={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
+    if script.parent.name == "distillation":
+        words.append(f"distillation.teacher_models.teacher_model.model_path={model}")
+    done = shell("bash", script, *words, "--check")
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout
     assert "no effect" not in done.stderr and "not in this release" not in done.stderr

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.needs import teacher_roles
+
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
     from verl.workers.roles import Role
@@ -29,6 +31,7 @@ class Colocation:
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._sampler = sampler
         groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
+        groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
         self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
 
