@@ -426,14 +426,18 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
 # -- distillation ------------------------------------------------------------------------------------------------
 
 
-def distilled(mode: str, new: list[float], teacher: list[float], least: float | None) -> tuple[float, list[float]]:
+def distilled(
+    mode: str, new: list[float], teacher: list[float], least: float | None
+) -> tuple[float, list[float]]:
     """A token's term and its slopes: of one sampled token, or of the teacher's k most likely ones."""
     floor = -math.inf if least is None else least
     moves = [1.0 if v >= floor else 0.0 for v in new]
     new, teacher = [max(v, floor) for v in new], [max(v, floor) for v in teacher]
     if mode == "forward_kl_topk":
         term = math.fsum(math.exp(nu) * (nu - v) for v, nu in zip(new, teacher, strict=True))
-        return max(term, 0.0), [-math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)]
+        return max(term, 0.0), [
+            -math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)
+        ]
     u = new[0] - teacher[0]
     near = clip(u, -20.0, 20.0)
     k3 = math.exp(-near) + near - 1
@@ -447,7 +451,12 @@ def distilled(mode: str, new: list[float], teacher: list[float], least: float | 
 
 
 def distillation(
-    batch: list[Response], new: list[list[list[float]]], teacher: list[list[list[float]]], c: Any, mode: str, horizon: float
+    batch: list[Response],
+    new: list[list[list[float]]],
+    teacher: list[list[list[float]]],
+    c: Any,
+    mode: str,
+    horizon: float,
 ) -> Found:
     """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode, least, limit,
     gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""

@@ -50,7 +50,9 @@ class Case:
             for own in self.new
         ]
 
-    def run(self, cfg: Any, loss: Any, parts: int, cut: bool = False) -> tuple[float, Any, Any, dict[str, float]]:
+    def run(
+        self, cfg: Any, loss: Any, parts: int, cut: bool = False
+    ) -> tuple[float, Any, Any, dict[str, float]]:
         """(value, slopes of the sampled tokens, slopes of the candidates, metrics) in so many micro-batches."""
         rows = segments(self.batch, cut)
         name = "teacher_topk_log_probs" if self.topk else "teacher_log_probs"
@@ -81,7 +83,9 @@ class Case:
 
         def slopes(of: dict[int, torch.Tensor]) -> np.ndarray:
             own = [of[id(s)] for row in rows for s in row.segments]
-            return torch.cat([torch.zeros_like(v) if v.grad is None else v.grad for v in own]).detach().numpy()
+            return (
+                torch.cat([torch.zeros_like(v) if v.grad is None else v.grad for v in own]).detach().numpy()
+            )
 
         return total, slopes(leaves), slopes(others), sums.metrics()
 
@@ -125,14 +129,23 @@ def test_it_adds_to_the_task_and_segments_change_nothing(mode: str) -> None:
     assert cut[3] == pytest.approx(both[3], rel=1e-9)
     np.testing.assert_allclose(cut[1], both[1], rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="responses of one segment"):
-        case.run(cfg, settings(loss_mode=mode, use_policy_gradient=True, policy_loss_mode="gspo"), 1, cut=True)
+        case.run(
+            cfg, settings(loss_mode=mode, use_policy_gradient=True, policy_loss_mode="gspo"), 1, cut=True
+        )
 
 
 def test_the_overlap_of_the_most_likely_tokens() -> None:
     case = Case(2, topk=True)
     found = case.run(actor(), settings(loss_mode="forward_kl_topk"), 2)[3]
-    kept = [(np.array(case.new[i][t]), np.array(case.teacher[i][t])) for i, r in enumerate(case.batch) for t in r.kept]
-    masses = {"student_mass": [np.exp(s).sum() for s, _ in kept], "teacher_mass": [np.exp(t).sum() for _, t in kept]}
+    kept = [
+        (np.array(case.new[i][t]), np.array(case.teacher[i][t]))
+        for i, r in enumerate(case.batch)
+        for t in r.kept
+    ]
+    masses = {
+        "student_mass": [np.exp(s).sum() for s, _ in kept],
+        "teacher_mass": [np.exp(t).sum() for _, t in kept],
+    }
     for name, values in masses.items():
         assert found[f"distillation/{name}"] == pytest.approx(np.mean(values))
         assert found[f"distillation/{name}_min"] == pytest.approx(min(values))
@@ -150,4 +163,6 @@ def test_a_token_that_the_policy_has_not_is_left_out_with_its_gradient() -> None
     student = torch.tensor([[-1.0, -float("inf")]], requires_grad=True)
     term = topk_terms(student, torch.tensor([[-0.5, -9.0]]))
     term.sum().backward()
-    assert term.item() == pytest.approx(np.exp(-0.5) * 0.5) and student.grad.tolist() == [[pytest.approx(-np.exp(-0.5)), 0.0]]
+    assert term.item() == pytest.approx(np.exp(-0.5) * 0.5) and student.grad.tolist() == [
+        [pytest.approx(-np.exp(-0.5)), 0.0]
+    ]

@@ -117,7 +117,9 @@ class Distillation:
         gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
         masses = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
         advantage = gains / overlap.sum(-1).clamp(min=1)
-        means = self._mean(inputs, overlap_ratio=overlap.mean(-1), overlap_token_advantage=advantage, **masses)
+        means = self._mean(
+            inputs, overlap_ratio=overlap.mean(-1), overlap_token_advantage=advantage, **masses
+        )
         return means | self._extremes(inputs, **masses)
 
     def _mean(self, inputs: LossInputs, **values: torch.Tensor) -> Metrics:

@@ -29,7 +29,10 @@ _SECTIONS = (
         "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/* prompt_length/*",
     ),
     ("", "num_turns/* training/num_turns/* tool_call_counts/* global_seqlen/*"),
-    ("timing_s/", "step gen reward old_log_prob ref teacher values adv update_critic update_actor update_weights *"),
+    (
+        "timing_s/",
+        "step gen reward old_log_prob ref teacher values adv update_critic update_actor update_weights *",
+    ),
     ("", "timing_s/agent_loop/* timing_per_token_ms/* perf/*"),
     (
         "training/",
