@@ -9,14 +9,14 @@ Machines 2025); overlap of the most likely tokens, arXiv 2604.13016.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, masked, on_inputs
+from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, on_inputs
 from verl.algorithms.registry import LOSSES
 from verl.config.schema.base import Map
 from verl.config.settings import setting
@@ -59,10 +59,10 @@ class Distillation:
         terms, metrics = self._terms(inputs, area, micro)
         limit = self.config.loss_max_clamp
         if limit is not None:
-            metrics |= self._mean(inputs, loss_clamped_ratio=terms.detach().abs() > limit)
+            metrics |= self._told(inputs, loss_clamped_ratio=terms.detach().abs() > limit)
             terms = terms.clamp(-limit, limit)
         of_tokens = terms.detach()
-        metrics |= self._mean(inputs, abs_loss=of_tokens.abs()) | self._extremes(inputs, loss=of_tokens)
+        metrics |= self._told(inputs, ("loss",), loss=of_tokens, abs_loss=of_tokens.abs())
         parts = {"distillation/loss": inputs.aggregate(terms)}
         if not self.config.use_policy_gradient:
             return parts["distillation/loss"], parts, metrics
@@ -107,7 +107,7 @@ class Distillation:
         below = (student.detach() < least) | (teacher < least)
         below = below if below.ndim == 2 else below.any(-1)
         limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
-        return limited, teacher.clamp(min=least), self._mean(inputs, log_prob_clamped_ratio=below)
+        return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
 
     def _overlap(
         self, inputs: LossInputs, student: torch.Tensor, teacher: torch.Tensor, overlap: torch.Tensor
@@ -115,30 +115,17 @@ class Distillation:
         """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over tokens
         that are among the k of both, 0 where there is none."""
         gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
-        masses = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
-        advantage = gains / overlap.sum(-1).clamp(min=1)
-        means = self._mean(
-            inputs, overlap_ratio=overlap.mean(-1), overlap_token_advantage=advantage, **masses
-        )
-        return means | self._extremes(inputs, **masses)
+        values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+        values["overlap_token_advantage"] = gains / overlap.sum(-1).clamp(min=1)
+        return self._told(inputs, ("student_mass", "teacher_mass"), overlap_ratio=overlap.mean(-1), **values)
 
-    def _mean(self, inputs: LossInputs, **values: torch.Tensor) -> Metrics:
-        """Means over the tokens in the loss, as (sum, tokens)."""
-        mask, tokens = inputs.loss_mask, float(inputs.loss_mask.sum())
-        return {
-            f"distillation/{name}": (float(masked(value.to(mask.dtype), mask).sum()), tokens)
-            for name, value in values.items()
-        }
-
-    def _extremes(self, inputs: LossInputs, **values: torch.Tensor) -> Metrics:
-        """{name}_min and {name}_max over the tokens in the loss."""
-        out: Metrics = {}
+    def _told(self, inputs: LossInputs, spread: Sequence[str] = (), **values: torch.Tensor) -> Metrics:
+        """Means over the tokens in the loss, as (sum, tokens); of those in `spread` also {name}_min and {name}_max."""
+        mask, out = inputs.loss_mask, dict[str, tuple[float, float]]()
         for name, value in values.items():
-            found = value[inputs.loss_mask.bool()]
-            weight = float(found.numel() > 0)
-            least, most = (float(found.min()), float(found.max())) if weight else (0.0, 0.0)
-            out |= {
-                f"distillation/{name}_min": (least, weight),
-                f"distillation/{name}_max": (most, weight),
-            }
+            found = value[mask.bool()].to(mask.dtype)
+            out[f"distillation/{name}"] = (float(found.sum()), float(len(found)))
+            if name in spread and len(found):
+                out[f"distillation/{name}_min"] = (float(found.min()), 1.0)
+                out[f"distillation/{name}_max"] = (float(found.max()), 1.0)
         return out

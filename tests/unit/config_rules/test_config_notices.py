@@ -30,7 +30,7 @@ NOTICES = [
     ([*TAUGHT, "distillation.n_gpus_per_node=4"], "teachers run on the policy's devices"),
     (
         [*TAUGHT, f"{LOSS}.use_task_rewards=False", f"{ARR}.actor.entropy_coeff=0.1"],
-        "entropy_coeff: with use_task_rewards=False",
+        "entropy_coeff: use_task_rewards=False",
     ),
     (
         ["distillation.enabled=True", "+distillation.teacher_models.math.model_path={model}"],

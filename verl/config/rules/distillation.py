@@ -31,8 +31,8 @@ def _teachers(c: Check) -> None:
     keys: dict[str, str] = {}
     for name, teacher in c.cfg.distillation.teacher_models.items():
         at = f"{_TEACHERS}.{name}"
-        if not isinstance(teacher, dict):
-            c.refuse(at, f"a teacher is a mapping of {', '.join(TEACHER_KEYS)}")
+        if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
+            c.refuse(at, f"a teacher is a mapping of {', '.join(TEACHER_KEYS)} (a mapping itself)")
             continue
         for unknown in teacher.keys() - {*TEACHER_KEYS}:
             c.refuse(f"{at}.{unknown}", f"no such key of a teacher{nearest(unknown, TEACHER_KEYS)}")
@@ -47,12 +47,6 @@ def _teachers(c: Check) -> None:
 def _model(c: Check, at: str, teacher: Any) -> None:
     """Its model is there, and its parallel size fits the policy's ranks, whose rows it gets."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
-    if not isinstance(inference, dict):
-        c.refuse(
-            f"{at}.inference={inference}",
-            "a mapping of keys is needed, tensor_model_parallel_size among them",
-        )
-        return
     size = inference.get("tensor_model_parallel_size") or 1
     ours, split = sizes_of(arr.actor, "").together, arr.ref.ulysses_sequence_parallel_size
     if not isinstance(size, int) or ours % (split * size):
@@ -61,9 +55,7 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
     unread += ["num_replicas"] if teacher.get("num_replicas") else []
     if unread:
-        c.notice(
-            f"no effect: {at}: {', '.join(unread)}: a forward pass of the training engine serves every teacher"
-        )
+        c.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
     if not teacher.get("model_path"):
         c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
         return
@@ -81,15 +73,11 @@ def _loss(c: Check) -> None:
     loss, actor = c.cfg.distillation.distillation_loss, c.cfg.actor_rollout_ref.actor
     mode, gradient = c.at(f"{_LOSS}.loss_mode"), loss.use_policy_gradient
     if loss.loss_mode in ("kl", "k1") and not gradient:
-        c.refuse(
-            mode, f"its gradient does not see the teacher; use k2 or k3, or {_LOSS}.use_policy_gradient=True"
-        )
+        c.refuse(mode, "its gradient does not see the teacher; use k2, k3, or use_policy_gradient=True")
     if loss.loss_mode == "forward_kl_topk":
         vocabulary = c.facts.text.get("vocab_size") if c.facts is not None else None
         if gradient:
-            c.notice(
-                f"{mode} with use_policy_gradient=True: the term says nothing of the token that was sampled"
-            )
+            c.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
         if vocabulary and loss.topk > vocabulary:
             c.refuse(c.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
     if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
@@ -102,6 +90,4 @@ def _loss(c: Check) -> None:
         f"{_LOSS}.distillation_loss_coef": loss.distillation_loss_coef != 1,
     }
     if unused := [key for key, on in alone.items() if on]:
-        c.notice(
-            f"no effect: {', '.join(unused)}: with use_task_rewards=False distillation alone is minimised"
-        )
+        c.notice(f"no effect: {', '.join(unused)}: use_task_rewards=False minimises distillation alone")
