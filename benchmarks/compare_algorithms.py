@@ -2,7 +2,7 @@
 
     make quickstart
     python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,ppo --seeds 1 --figure docs/ppo.svg
-    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill,distill_alone --figure docs/distill.svg
+    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill --figure docs/distill.svg
 
 The teacher of `distill` is the policy that the quickstart trained by GRPO, its student the warmed-up model that all start from.
 Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated. The horizontal axis is
