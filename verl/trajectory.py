@@ -22,7 +22,7 @@ class Column:
     """A token-level column: one value (or `trailing` values) for every response token.
 
     dtype     of the arrays on the driver and on the way to a worker
-    source    the pass that produces it: rollout, reward, old_log_prob, ref, values, adv, update
+    source    the pass that produces it: rollout, reward, old_log_prob, ref, teacher, values, adv, update
     public    its name in the view that plug-ins get (`verl.DataProto`, arguments of estimators)
     trailing  further dimensions, by name, e.g. ("k",)
     """
@@ -41,6 +41,9 @@ COLUMNS: dict[str, Column] = {
     "entropy": Column(source="old_log_prob", public="entropys"),
     "sum_pi_squared": Column(source="old_log_prob", public="sum_pi_squared"),
     "ref_log_probs": Column(source="ref", public="ref_log_prob"),
+    "teacher_log_probs": Column(source="teacher", public="teacher_log_probs"),
+    "teacher_topk_ids": Column(np.int32, source="teacher", public="teacher_topk_ids", trailing=("k",)),
+    "teacher_topk_log_probs": Column(source="teacher", public="teacher_topk_log_probs", trailing=("k",)),
     "values": Column(source="values", public="values"),
     "scores": Column(source="reward"),
     "token_rewards": Column(source="adv", public="token_level_rewards"),
@@ -338,12 +341,14 @@ class Batch:
         return all(column in segment.columns for t in self.trajectories for segment in t.segments)
 
     def padded(self, column: str, dtype: Any = np.float32, width: int | None = None) -> np.ndarray:
-        """A row for each trajectory, all its segments joined: [N, width or max L] with zeros on the right."""
+        """A row for each trajectory, all its segments joined: [N, width or max L, …] with zeros on the right."""
         lengths = self.lengths
         size = int(lengths.max()) if len(lengths) and width is None else int(width or 0)
-        out = np.zeros((len(self), size), dtype=dtype)
-        for row, t in zip(out, self.trajectories, strict=True):
-            row[: t.length] = t.column(column)
+        values = [t.column(column) for t in self.trajectories]
+        trailing = values[0].shape[1:] if values and values[0] is not None else ()
+        out = np.zeros((len(self), size, *trailing), dtype=dtype)
+        for row, own, t in zip(out, values, self.trajectories, strict=True):
+            row[: t.length] = own
         return out
 
     def fill(self, column: str, padded: np.ndarray) -> None:

@@ -96,6 +96,8 @@ def test_a_command_is_right_after_its_own_preparation(script, prepared) -> None:
     words = [f"{key}={prepared}/model", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"]
     if script.parent.name == "reward_model":
         words.append(f"reward_model.model.path={prepared}/scorer")
+    if script.parent.name == "distillation":
+        words.append(f"distillation.teacher_models.teacher_model.model_path={prepared}/model")
     done = shell_in(prepared)("bash", script, *words)
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout

@@ -210,7 +210,6 @@ def test_keys_that_are_not_needed_say_nothing(override):
 
 
 REFUSED = [
-    "distillation.enabled=True",
     f"{ARR}.model.mtp.enable=True",
     f"{ARR}.actor.qat.enable=True",
     "transfer_queue.enable=True",
@@ -231,8 +230,6 @@ def test_recognised_and_refused(override):
 @pytest.mark.parametrize(
     "override",
     [
-        "distillation.enabled=False",
-        "distillation.teacher.path=x",
         f"{ARR}.model.mtp.enable=False",
         f"{ARR}.model.mtp={{enable:False,n:2}}",
         f"{ARR}.actor.router_replay.mode=disabled",

@@ -18,6 +18,7 @@ from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
+from verl.config.schema.distillation import ONLY_TEACHER
 
 
 def fill(resolver: Resolver) -> None:
@@ -211,6 +212,7 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
         root.actor_rollout_ref.ref.fsdp_config.dtype = actor.fsdp_config.dtype
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
+    _teachers(root.distillation.teacher_models, say)
     if root.critic.enable is None:
         root.critic.enable = root.algorithm.adv_estimator == "gae"
     if "optimal_token_baseline" in root.algorithm.adv_estimator:
@@ -222,6 +224,14 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
     if rollout[key] < longest and not given:
         rollout[key] = longest
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
+
+
+def _teachers(models: Any, say: Callable[[str], None]) -> None:
+    """Beside teachers of other names the entry that is there from the start goes, unless it names a model."""
+    only = models.get(ONLY_TEACHER)
+    if len(models) > 1 and isinstance(only, dict) and not only.get("model_path"):
+        del models[ONLY_TEACHER]
+        say(f"distillation.teacher_models.{ONLY_TEACHER} has no model_path and is left out: there are others")
 
 
 def _rollout(rollout: Any) -> None:

@@ -89,7 +89,7 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{distillation, transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
+    "{transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
     "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
         "sequences are packed without padding; results are the same"
@@ -175,9 +175,6 @@ class Absent(NamedTuple):
 
 _ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
-    "distillation.enabled": Absent(
-        "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
-    ),
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
     "actor_rollout_ref.actor.qat.enable": Absent(
         "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"

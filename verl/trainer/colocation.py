@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.needs import teacher_roles
+
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
     from verl.reward.served_judge import ServedJudge
@@ -30,6 +32,7 @@ class Colocation:
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._lenders = [sampler] if judge is None else [sampler, judge]
         groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
+        groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
         self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
 

@@ -227,6 +227,7 @@ def build_parts(
         chat_template=model.custom_chat_template,
     )
     train, validation = open_data(config, tokenizer, tracking)
+    check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     scorer = RewardModel(config) if scores_by_model(config) else None
@@ -304,6 +305,28 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     )
     tracking.data_report(train, validation)
     return train, validation
+
+
+def check_teachers(config: Config, tokenizer: Any, train: Any) -> None:
+    """UserError for a teacher that does not know the policy's tokens by their ids, and for a row that no teacher is for."""
+    from verl.algorithms.needs import teacher_roles
+    from verl.data.tokenizer import load_tokenizer
+    from verl.workers.roles import teacher_of
+
+    teachers = teacher_roles(config)
+    own = tokenizer.get_vocab() if teachers else {}
+    for teacher in teachers.values():
+        path, trust = teacher["model_path"], config.actor_rollout_ref.model.trust_remote_code
+        theirs = load_tokenizer(path, trust_remote_code=trust).get_vocab()
+        token = next((token for token, number in own.items() if theirs.get(token) != number), None)
+        if token is not None:
+            raise UserError(
+                f"distillation.teacher_models: {path} has another vocabulary: token {token!r} is {own[token]} for the policy "
+                f"and {theirs.get(token, 'absent')} there; use a teacher of the same family"
+            )
+    choose = teacher_of(config)
+    for row in range(len(train) if len(teachers) > 1 else 0):
+        choose(train.prompt(row))
 
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:

@@ -54,10 +54,34 @@ def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> 
     return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
 
 
-def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
-    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
+def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> TrainingEngine:
+    """The engine of a frozen teacher, with the reference's settings. UserError if it has fewer tokens than the policy."""
+    arr, loss = config.actor_rollout_ref, config.distillation.distillation_loss
+    path, key = teacher["model_path"], f"distillation.teacher_models.{role.removeprefix('teacher_')}"
+    inference = teacher.get("inference") or {}
+    fsdp = {**arr.ref.fsdp_config, "tensor_parallel_size": inference.get("tensor_model_parallel_size") or 1}
+    settings = {**arr.ref, "fsdp_config": fsdp}
+    model = {**arr.model, "hf_config_path": None, "override_config": {}}  # those are of the policy's model
+    topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
+    try:
+        own, policys = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
+        if own < policys:
+            raise UserError(f"model_path={path}: its vocabulary has {own} tokens, the policy's {policys}")
+        options = {"model_cfg": model, "trainable": False, "role": role, "topk": topk}
+        return _engine(config, path, settings, platform, **options)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def _vocabulary(path: str, model_cfg: Any) -> int:
     from verl.models.load import check_directory, load_config
 
+    check_directory(path)
+    return int(load_config(path, model_cfg).get_text_config().vocab_size)
+
+
+def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
+    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
     critic = config.critic
     settings = {
         **{name: critic[name] for name in _CRITIC_KEYS},
@@ -69,11 +93,7 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     path = critic.model.path or policy.path
     options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
     try:
-        check_directory(path)
-        own, theirs = (
-            load_config(place, group).get_text_config().vocab_size
-            for place, group in ((path, critic.model), (policy.path, policy))
-        )
+        own, theirs = _vocabulary(path, critic.model), _vocabulary(policy.path, policy)
         if own != theirs:
             raise UserError(
                 f"model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's tokens, "

@@ -19,7 +19,23 @@ def test_thresholds_that_parse(base):
         assert found == []
 
 
+TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
+TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
 NOTICES = [
+    (
+        [*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.use_policy_gradient=True"],
+        "says nothing of the token that was sampled",
+    ),
+    ([*TAUGHT, f"+{TEACHER}.inference.name=vllm"], "serves every teacher"),
+    ([*TAUGHT, "distillation.n_gpus_per_node=4"], "teachers run on the policy's devices"),
+    (
+        [*TAUGHT, f"{LOSS}.use_task_rewards=False", f"{ARR}.actor.entropy_coeff=0.1"],
+        "entropy_coeff: use_task_rewards=False",
+    ),
+    (
+        ["distillation.enabled=True", "+distillation.teacher_models.math.model_path={model}"],
+        "teacher_model has no model_path and is left out",
+    ),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
@@ -74,8 +90,9 @@ NOTICES = [
 @pytest.mark.parametrize(
     ("overrides", "part"), NOTICES, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_notices(base, overrides, part):
-    report = check(load([*base, *overrides]))
+def test_notices(base, tmp_path, overrides, part):
+    words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
+    report = check(load([*base, *words]))
     assert report.exit_code == 0, report.problems
     said = report.notices + report.check_only
     assert sum(part in notice for notice in said) == 1, said

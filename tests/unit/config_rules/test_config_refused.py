@@ -17,7 +17,9 @@ def test_a_right_one(base):
     assert report.problems == [] and report.exit_code == 0 and report.notices == []
 
 
-# (overrides, parts of the one problem they make)
+TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
+TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
+# (overrides, parts of the one problem they make); {model} is the run's own
 REFUSED = [
     ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
@@ -86,6 +88,27 @@ REFUSED = [
         ],
         ["above 0"],
     ),
+    # distillation
+    (["distillation.enabled=True"], ["teacher_models.teacher_model.model_path", "is required"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=k1"], ["loss_mode=k1", "does not see the teacher"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=full"], ["forward_kl_topk"]),
+    ([*TAUGHT, f"{LOSS}.policy_loss_mode=kl_cov"], ["none of vanilla"]),
+    (
+        [*TAUGHT, f"{LOSS}.policy_loss_mode=dro", f"{LOSS}.use_policy_gradient=True"],
+        ["dro_beta", "above 0"],
+    ),
+    ([*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=600"], ["topk=600", "has 512 tokens"]),
+    ([*TAUGHT, "distillation.nnodes=1"], ["nnodes=1", "no pool of their own"]),
+    ([*TAUGHT, f"+{TEACHER}.modl_path=x"], ["modl_path", "nearest: model_path"]),
+    ([*TAUGHT, "+distillation.teacher_models.other=x"], ["a teacher is a mapping"]),
+    (
+        [*TAUGHT, "+distillation.teacher_models.b={key:teacher_model,model_path:{model}}"],
+        ["key=teacher_model", "one key for each"],
+    ),
+    (
+        [*TAUGHT, f"+{TEACHER}.inference.tensor_model_parallel_size=2"],
+        ["inference.tensor_model_parallel_size=2", "set 1"],
+    ),
     # 15
     (["algorithm.rollout_correction.loss_type=reinforce"], ["bypass_mode=True"]),
     # 16
@@ -135,8 +158,9 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_refused(base, overrides, parts):
-    only(problems(*base, *overrides), "configuration", *parts)
+def test_refused(base, tmp_path, overrides, parts):
+    words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
+    only(problems(*base, *words), "configuration", *parts)
 
 
 # (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse

@@ -123,7 +123,7 @@ def _policy_layout(c: Check) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
-    ours, theirs = _sizes(actor, f"{ACTOR}."), _sizes(ref, f"{_REF}.")
+    ours, theirs = sizes_of(actor, f"{ACTOR}."), sizes_of(ref, f"{_REF}.")
     _ranks(c, ours, own_model=True)
     if ours.together % theirs.together:
         c.refuse(
@@ -133,13 +133,14 @@ def _policy_layout(c: Check) -> None:
         )
     wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
     adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path  # then the reference is the actor's base
-    if wanted and (ref.model.path or (not adapted and _sizes(ref, "") != _sizes(actor, ""))):
+    if wanted and (ref.model.path or (not adapted and sizes_of(ref, "") != sizes_of(actor, ""))):
         _ranks(c, theirs, own_model=not ref.model.path)
     if actor.strategy == "megatron":
         _megatron(c, f"{ACTOR}.megatron", actor.megatron)
 
 
-def _sizes(role: Any, keys: str) -> Sizes:
+def sizes_of(role: Any, keys: str) -> Sizes:
+    """The parallel sizes of the actor's group or the reference's; `keys`: what their names begin with in messages."""
     parallel = role.fsdp_config
     return Sizes(role.ulysses_sequence_parallel_size, parallel.tensor_parallel_size, parallel.fsdp_size, keys)
 
@@ -190,7 +191,7 @@ def plan(c: Check) -> list[str]:
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     small, large = size // parts * n, math.ceil(size / parts) * n
     each = f"{large}" if small == large else f"{small} to {large}"
-    ranks = max(1, c.world // _sizes(actor, "").together)
+    ranks = max(1, c.world // sizes_of(actor, "").together)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from verl.models.layers import ModelCost
     from verl.trajectory import Segment
 
+# Endings of metrics of which the least or the largest of all micro-batches counts.
+_EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
+
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
 
@@ -75,6 +78,11 @@ class StepAccumulator:
 
     def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
         for name, (total, weight) in metrics.items():
+            if extreme := _EXTREMES.get(name[-4:]):
+                if weight:
+                    kept = self.sums.setdefault(name, [total / weight, 1.0])
+                    kept[0] = extreme(kept[0], total / weight)
+                continue
             entry = self.sums.setdefault(name, [0.0, 0.0])
             entry[0] += total
             entry[1] += weight
@@ -96,6 +104,7 @@ class FSDPEngine(TrainingEngine):
     longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     head          what the outputs are made with (`verl.engine.training.heads`)
+    topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
     """
 
     def __init__(
@@ -114,6 +123,7 @@ class FSDPEngine(TrainingEngine):
         longest: int | None = None,
         shared: bool = False,
         head: str = "lm",
+        topk: int = 0,
     ):
         self.role, self.head, self.trainable = role, head, trainable
         self._place(device, device_index, role_cfg, seed)
@@ -122,7 +132,7 @@ class FSDPEngine(TrainingEngine):
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
-        self.module = self._model.head.module
+        self.module, self._model.head.topk = self._model.head.module, topk
         self._sharded = sharded_modules(self._model.head)
         self._serving_dtype = models.serving_dtype(model_path, model_cfg)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
@@ -253,7 +263,7 @@ class FSDPEngine(TrainingEngine):
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Outputs of the pack's response tokens, float32 [R]."""
+        """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
         counts = bool(batch.targets.numel())
         with self._waiting("a forward pass"):
             found = self._computed(batch if counts else _dummy(batch), outputs, temperature)
@@ -505,7 +515,8 @@ def _dummy(batch: Pack) -> Pack:
     """One token, predicted from itself."""
     zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
     spans = [TokenSpan(0, 1)]
-    return replace(batch, input_ids=zero, positions=zero, segments=spans, source=zero, targets=zero)
+    packed = {"input_ids": zero, "positions": zero, "segments": spans, "source": zero, "targets": zero}
+    return replace(batch, **packed, candidates=None)
 
 
 def _backward(

@@ -34,6 +34,8 @@ class OutputHead(torch.nn.Module, ABC):
     outputs: tuple[str, ...] = ()
     #: The model's own head as a formula, None to go through its logits (or not to use it).
     layer: LogitLayer | None = None
+    #: How many tokens `topk_log_probs` and `topk_ids` hold.
+    topk: int = 0
 
     def __init__(self, module: PreTrainedModel):
         super().__init__()
@@ -45,8 +47,8 @@ class OutputHead(torch.nn.Module, ABC):
 
     @abstractmethod
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The outputs asked for, float32 [R] each, of the pack's response tokens: what the hidden state `source` of a
-        token says of its `targets`. The attention plan must be in force."""
+        """The outputs asked for, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state `source` of
+        a token says of its `targets` and `candidates`. The attention plan must be in force."""
 
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
@@ -61,14 +63,15 @@ class LogProbHead(OutputHead):
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
         inputs = model_inputs(batch.input_ids, batch.positions)
+        options = {"candidates": batch.candidates, "topk": self.topk}
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
-            return outputs_of_logits(logits, batch.targets, outputs)
+            return outputs_of_logits(logits, batch.targets, outputs, **options)
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         own = self.module.get_output_embeddings()
         layer = replace(self.layer, weight=own.weight, bias=getattr(own, "bias", None))
-        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature)
+        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
 
     def find_layer(self) -> LogitLayer | None:
         """The head as a formula, or None if the model's own logits say otherwise on a probe."""

@@ -37,6 +37,9 @@ class MicroBatching:
         return self.share_prompt is not False and not self.one_by_one
 
 
+CANDIDATES = "teacher_topk_ids"
+
+
 @dataclass(slots=True)
 class Pack:
     """One forward pass.
@@ -45,6 +48,7 @@ class Pack:
     segments               how they see each other
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
+    candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
     """
 
     rows: Sequence[Segment]
@@ -53,6 +57,7 @@ class Pack:
     segments: list[TokenSpan]
     source: torch.Tensor
     targets: torch.Tensor
+    candidates: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -147,8 +152,12 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
-    targets = tensor([row.response_ids for run in runs for row in run])
-    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets)
+    laid = [row for run in runs for row in run]
+    targets, candidates = tensor([row.response_ids for row in laid]), None
+    others = [getattr(row, CANDIDATES) for row in laid]
+    if others and all(own is not None for own in others):
+        candidates = tensor(others)
+    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, candidates)
 
 
 def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:

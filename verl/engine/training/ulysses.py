@@ -39,7 +39,8 @@ class SequenceParallel:
         here = slice(start, start + width)
         mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
         source, targets = batch.source[mine] - start, batch.targets[mine]
-        part = Pack(batch.rows, ids[here], positions[here], [], source, targets)
+        candidates = None if batch.candidates is None else batch.candidates[mine]
+        part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates)
         whole = PackedPlan(segments, positions, self._heads // self._size)
         return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
 
@@ -47,8 +48,11 @@ class SequenceParallel:
         self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
     ) -> dict[str, torch.Tensor]:
         """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self._group)
-        return dict(zip(outputs, joined, strict=True))
+        columns = [own.unsqueeze(0) if own.ndim == 1 else own.t() for own in outputs.values()]
+        joined = _Join.apply(torch.cat(columns), mine, count, self._group)
+        parts = torch.split(joined, [len(column) for column in columns])
+        named = zip(outputs.items(), parts, strict=True)
+        return {name: part[0] if own.ndim == 1 else part.t() for (name, own), part in named}
 
 
 class UlyssesPlan:
