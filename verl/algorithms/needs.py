@@ -38,14 +38,19 @@ class Pass:
 OLD_LOG_PROB = Pass(
     "old_log_prob",
     "actor",
-    {"log_probs": "old_log_probs", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+    {
+        "log_probs": "old_log_probs",
+        "entropy": "entropy",
+        "sum_pi_squared": "sum_pi_squared",
+        "routed_experts": "routed_experts",
+    },
 )
 PASSES = (
     OLD_LOG_PROB,
     Pass("ref", "ref", {"log_probs": "ref_log_probs"}),
     Pass("values", "critic", {"values": "values"}),
 )
-_COSTLY = frozenset({"sum_pi_squared"})
+_COSTLY = frozenset({"sum_pi_squared", "routed_experts"})
 _AT_HAND = {
     *("response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"),
     GREEDY_BASELINE,
@@ -93,6 +98,9 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
         needed |= {"old_log_probs"}
     if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
         needed |= {"old_log_probs"}
+    replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
+    if replay == "R2" and "old_log_probs" in needed:
+        needed |= {"routed_experts"}
     chosen = [one for one in PASSES if needed & set(one.outputs.values())]
     squares = setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False)
     return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]

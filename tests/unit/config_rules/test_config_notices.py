@@ -21,6 +21,7 @@ def test_thresholds_that_parse(base):
 
 NOTICES = [
     (["trainer.critic_warmup=3"], "no critic to warm up"),
+    ([f"{ARR}.rollout.enable_rollout_routing_replay=True"], "only actor_rollout_ref.actor.router_replay"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
     ([f"{ARR}.rollout.n=1"], "the score is the advantage"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
 from verl.models.inputs import model_inputs
+from verl.models.routing import Routing
 from verl.platform import platform_of
 from verl.weight_sync.base import WeightSyncError
 
@@ -161,12 +162,23 @@ class FastLinears:
 
 
 class Runner:
-    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled."""
+    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled.
+
+    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
+    """
 
     def __init__(
-        self, model: nn.Module, scheduler: Scheduler, dtype: torch.dtype, forbidden: Sequence[int] = ()
+        self,
+        model: nn.Module,
+        scheduler: Scheduler,
+        dtype: torch.dtype,
+        forbidden: Sequence[int] = (),
+        *,
+        record_routes: bool = False,
     ):
         self.model = model
+        self._record_routes = record_routes
+        self.routes: np.ndarray | None = None
         # Whether the model can be told which rows' logits are wanted.
         self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.device = next(model.parameters()).device
@@ -243,9 +255,11 @@ class Runner:
     ) -> Tensor:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._pool.calls.start()
-        with attention.use(plan):
+        routing = Routing(self.model) if self._record_routes else None
+        with attention.use(plan), routing or nullcontext():
             out = self.model(**model_inputs(ids, positions), **choice)
         self._pool.calls.finish()
+        self.routes = None if routing is None else routing.recorded().cpu().numpy()
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, Tensor):
             rows = rows.index_select(0, keep)
