@@ -16,8 +16,9 @@ import torch
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 # Public name → column; ids and mask have a width of their own.
-_APART = ("response_ids", "response_mask")
-_COLUMNS = {c.public: name for name, c in COLUMNS.items() if c.public and name not in _APART}
+_COLUMNS = {
+    c.public: n for n, c in COLUMNS.items() if c.public and n not in ("response_ids", "response_mask")
+}
 
 
 class DataProtoItem:

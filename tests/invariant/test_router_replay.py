@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Segment
 
-LAYERS, EXPERTS, K = 2, 4, 2
+LAYERS, EXPERTS, K = 2, 16, 4
+ROUTER = re.compile(r"\.(gate|router)\.")
 BASE = {"fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0, "optim": {"lr": 0.0, "weight_decay": 0.0}}
 REPLAY = BASE | {"router_replay": {"mode": "R3"}}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {},
+    "qwen3_moe": {"num_experts": EXPERTS, "num_experts_per_tok": K},
     "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": K},
     "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": K},
 }
@@ -42,7 +44,7 @@ def model_of(arch: str = "qwen3_moe", router: float = 1.0) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
-            if name.endswith(("gate.weight", "router.weight")):
+            if ROUTER.search(name):
                 parameter.mul_(router)
     return model.eval()
 
@@ -83,7 +85,7 @@ def test_trainer_agrees_with_a_sampler_whose_experts_are_nearly_tied(arch: str) 
     rows = sampled(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", "router.weight")):
+            if ROUTER.search(name):
                 parameter.add_(torch.randn_like(parameter) * 1e-6)
     assert off_by(engine_of(model, BASE), rows) > 1e-2
     engine = engine_of(model)
@@ -95,15 +97,16 @@ def test_trainer_agrees_with_a_sampler_whose_experts_are_nearly_tied(arch: str) 
 def test_a_bfloat16_sampler_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recorded route is used; the prompt's are kept once for a group; without replay some differ."""
     model = model_of()
-    rows = sampled(
-        model, dtype="bfloat16", cache_tokens=400, max_num_seqs=16, max_num_batched_tokens=24
-    )
+    rows = sampled(model, dtype="bfloat16", cache_tokens=400, max_num_seqs=16, max_num_batched_tokens=24)
     used, given = follow(monkeypatch)
     engine = engine_of(model)
     engine.forward(rows, temperature=1.0)
     assert given and all(torch.equal(one, other) for one, other in zip(used, given, strict=True))
     assert not any((one < 0).any() for one in given)
-    assert all(one.context_columns["routed_experts"] is two.context_columns["routed_experts"] for one, two in zip(rows[::3], rows[1::3], strict=True))
+    assert all(
+        one.context_columns["routed_experts"] is two.context_columns["routed_experts"]
+        for one, two in zip(rows[::3], rows[1::3], strict=True)
+    )
     frac = engine.step(rows, simple_loss(360), temperature=1.0).metrics["actor/router_replay/changed_frac"]
     assert 0.0 < frac < 0.5
 
@@ -177,7 +180,7 @@ def on_rank(path: str, roles: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_ranks_give_the_same(tmp_path) -> None:
-    path = str(tiny_model(tmp_path / "m", "qwen3_moe", scale=4.0))
+    path = str(tiny_model(tmp_path / "m", "qwen3_moe", scale=4.0, **ARCHITECTURES["qwen3_moe"]))
     (alone,) = on_rank(path, [{}])
     for rank, found in enumerate(ranks.run(on_rank, 2, path, [{}, {"ulysses_sequence_parallel_size": 2}])):
         for (metrics, routes), expected in zip(found, (alone[1][rank::2], alone[1]), strict=True):
@@ -197,7 +200,7 @@ def test_the_old_pass_records_for_the_update(monkeypatch: pytest.MonkeyPatch) ->
     assert same.metrics["actor/router_replay/changed_frac"] == 0.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
+            if ROUTER.search(name):
                 parameter.neg_()
     other = engine.step(rows, simple_loss(20), temperature=1.0)
     assert other.metrics["actor/router_replay/changed_frac"] > 0.5

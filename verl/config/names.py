@@ -188,7 +188,7 @@ REFUSED = {
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
     "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent(
-        "a reference or critic with the policy's routes", "actor.router_replay.mode, and disabled here"
+        "replay of routes", "actor.router_replay.mode"
     ),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"

@@ -35,7 +35,8 @@ class Routing(TorchFunctionMode):
     given  int64 [S, layers, k]: experts of the pass's S tokens in each layer that has experts, or UNKNOWN_EXPERT
     passed layers with experts that came before the block
 
-    `changed`, bool [S] where experts are given: a layer's own choice would have been another.
+    `changed`, float32 [S] where experts are given: 1 for a token for which some layer would have chosen others, 0 where all
+    agree, -1 where nothing is known.
     """
 
     def __init__(self, model: torch.nn.Module, given: torch.Tensor | None = None, passed: int = 0):
@@ -43,7 +44,7 @@ class Routing(TorchFunctionMode):
         self._model, self._given, self._passed = model, given, passed
         self._experts = expert_count(model.config)
         self._found: list[torch.Tensor] = []
-        self.changed = None if given is None else given.new_zeros(len(given), dtype=torch.bool)
+        self.changed = None if given is None else given[:, 0, 0].clamp(max=0).float()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -65,7 +66,7 @@ class Routing(TorchFunctionMode):
         used = torch.where(wanted == UNKNOWN_EXPERT, own, wanted)
         differs = (own.sort(-1).values != used.sort(-1).values).any(-1)
         assert self.changed is not None
-        self.changed |= differs.view(-1)
+        self.changed.masked_fill_(differs.view(-1), 1.0)
         return torch.return_types.topk((scores.gather(-1, used), used))
 
     def again(self) -> Routing:
@@ -73,13 +74,13 @@ class Routing(TorchFunctionMode):
         return Routing(self._model, self._given, self._passed + len(self._found))
 
     def recorded(self) -> torch.Tensor:
-        """The experts that were used, int16 [S, layers, k]. UserError for a model whose routers choose in another way."""
+        """The experts that were used, int64 [S, layers, k]. UserError for a model whose routers choose in another way."""
         text: Any = self._model.config.get_text_config()  # type: ignore[operator, union-attr]
         if getattr(text, "topk_method", "") == "group_limited_greedy":
             raise UserError(self._misfit("it hides the scores of experts outside of the chosen groups"))
         if not self._found or (self._given is not None and len(self._found) != self._given.shape[1]):
             raise UserError(self._misfit(f"{len(self._found)} layers choose experts through torch.topk"))
-        return torch.stack([own.reshape(-1, own.shape[-1]) for own in self._found], 1).to(torch.int16)
+        return torch.stack([own.reshape(-1, own.shape[-1]) for own in self._found], 1)
 
     def _misfit(self, why: str) -> str:
         return (

@@ -426,9 +426,7 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple
 def _add_routes(segment: Segment, given: Any, session: Session) -> None:
     """Where a segment's tokens went, as its loop or the session's calls say."""
     ids = np.concatenate((segment.context_ids, segment.response_ids))
-    routes = session.routes(ids)
-    if given is not None:
-        routes = first_routes([np.asarray(given, np.int16)], len(ids))
+    routes = session.routes(ids) if given is None else first_routes([np.asarray(given, np.int16)], len(ids))
     if routes is not None:
         # Copies: the context's part is shared by a group, and must not keep the rest.
         context, response = np.split(routes, [len(segment.context_ids)])

@@ -30,8 +30,7 @@ def first_routes(parts: Iterable[np.ndarray], length: int) -> np.ndarray | None:
     does: int16 [length, layers, k]. Every part begins with the first token. None without parts."""
     known = RecordedRoutes()
     for part in parts:
-        if len(part) > known.count:
-            known.add(0, part[:length])
+        known.add(0, part[:length])
     if not known.parts:
         return None
     rest = np.full((length - known.count, *known.parts[0].shape[1:]), UNKNOWN_EXPERT, np.int16)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from verl.config.settings import setting
@@ -51,7 +52,6 @@ from verl.models.routing import Routing
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel
 
     from verl.models.layers import ModelCost
@@ -130,8 +130,8 @@ class FSDPEngine(TrainingEngine):
         self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
         if setting(model_cfg, "use_fused_kernels") is not False:
             self._find_layer()
-        if self._replays:
-            self._try_routing()
+        if self._replays:  # a model that it does not fit is refused before anything is sampled
+            self._refuse_misfit()
         own = self.module.named_parameters() if trainable else ()
         self._names = {name: parameter for name, parameter in own if parameter.requires_grad}
         self._parameters = list(self._names.values())
@@ -199,12 +199,6 @@ class FSDPEngine(TrainingEngine):
             # What was whole while it loaded and for the probe is not needed again.
             self.platform.empty_cache()
 
-    @torch.no_grad()
-    def _try_routing(self) -> None:
-        """UserError for a model whose routes cannot be replayed."""
-        self._outputs(pack([], self.forward_batching, self.device), (*LOG_PROBS, ROUTES), 1.0)
-        self._after_passes()
-
     def _prepare_training(self, role_cfg: Any) -> None:
         self._optim = optim_config(setting(role_cfg, "optim"))
         self._optimizer = build_optimizer(self._parameters, self._optim)
@@ -226,6 +220,12 @@ class FSDPEngine(TrainingEngine):
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
         return self._cost
+
+    @torch.no_grad()
+    def _refuse_misfit(self) -> None:
+        """UserError for a model whose routes cannot be replayed: a pass over one token tells."""
+        self._outputs(pack([], self.forward_batching, self.device), (*LOG_PROBS, ROUTES), 1.0)
+        self._after_passes()
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -275,8 +275,8 @@ class FSDPEngine(TrainingEngine):
         return found if counts else {name: column[:0] for name, column in found.items()}
 
     def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed `changed` is 1 for a token whose hidden state
-        the routers of today would have sent elsewhere."""
+        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens that the
+        response's are predicted from."""
         head, sequence, names = self._model.head, self._model.sequence, [n for n in outputs if n != ROUTES]
         if sequence is None:
             part, plan = batch, batch.plan(self._heads)
@@ -291,9 +291,9 @@ class FSDPEngine(TrainingEngine):
             used, changed = self._routing.recorded(), self._routing.changed
             if records:
                 used = used if sequence is None else sequence.all_tokens(used)
-                keep_routes(batch, used.cpu().numpy())
+                keep_routes(batch, used.cpu().numpy().astype(np.int16))
             if changed is not None:
-                found["changed"] = changed[part.source].float()
+                found["changed"] = changed[part.source]
         return found if sequence is None else sequence.whole(found, mine, batch.targets.numel())
 
     def _both_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -370,7 +370,8 @@ class FSDPEngine(TrainingEngine):
                     break
             done.add(metrics)
             if changed is not None:
-                done.add({f"{self.role}/router_replay/changed_frac": (float(changed.sum()), len(changed))})
+                known = changed[changed >= 0]
+                done.add({f"{self.role}/router_replay/changed_frac": (float(known.sum()), len(known))})
         self._after_passes()
         return done
 

@@ -24,7 +24,8 @@ class MicroBatching:
     """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
     share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
-    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack, for layers that carry a state along the row.
+    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack, for
+    layers that carry a state along the row.
     """
 
     tokens: int = 16384
@@ -160,19 +161,15 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
 
 def _routes(runs: Sequence[Sequence[Segment]]) -> list[np.ndarray]:
     """The recorded experts of a pack's tokens in their order, UNKNOWN_EXPERT where a row has none; empty if no row has any."""
-    known = [row.routed_experts for run in runs for row in run if row.routed_experts is not None]
-    if not known:
-        return []
-
-    def first(values: np.ndarray | None, count: int) -> np.ndarray:
-        unknown = np.int16(UNKNOWN_EXPERT)
-        return np.full((count, *known[0].shape[1:]), unknown) if values is None else values[:count]
-
     parts = []
     for run in runs:
-        parts.append(first(_context_routes(run[0]), len(run[0].context_ids)))
-        parts += [first(row.routed_experts, row.length - 1) for row in run]
-    return parts
+        parts.append((_context_routes(run[0]), len(run[0].context_ids)))
+        parts += [(row.routed_experts, row.length - 1) for row in run]
+    shape = next((values.shape[1:] for values, _ in parts if values is not None), None)
+    if shape is None:
+        return []
+    unknown = np.int16(UNKNOWN_EXPERT)
+    return [np.full((n, *shape), unknown) if values is None else values[:n] for values, n in parts]
 
 
 def keep_routes(batch: Pack, routes: np.ndarray) -> None:

@@ -82,9 +82,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
-        self._runner = Runner(
-            model, self._scheduler, compute, forbidden_token_ids, record_routes=record_routes
-        )
+        self._runner = Runner(model, self._scheduler, compute, forbidden_token_ids)
+        self._runner.record_routes = record_routes
         if not (enforce_eager or record_routes) and (recorder := self._platform.graph_recorder()):
             self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)

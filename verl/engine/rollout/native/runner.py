@@ -167,18 +167,14 @@ class Runner:
     `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
     """
 
+    #: Whether `routes` are kept.
+    record_routes = False
+    routes: np.ndarray | None = None
+
     def __init__(
-        self,
-        model: nn.Module,
-        scheduler: Scheduler,
-        dtype: torch.dtype,
-        forbidden: Sequence[int] = (),
-        *,
-        record_routes: bool = False,
+        self, model: nn.Module, scheduler: Scheduler, dtype: torch.dtype, forbidden: Sequence[int] = ()
     ):
         self.model = model
-        self._record_routes = record_routes
-        self.routes: np.ndarray | None = None
         # Whether the model can be told which rows' logits are wanted.
         self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.device = next(model.parameters()).device
@@ -255,11 +251,11 @@ class Runner:
     ) -> Tensor:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._pool.calls.start()
-        routing = Routing(self.model) if self._record_routes else None
+        routing = Routing(self.model) if self.record_routes else None
         with attention.use(plan), routing or nullcontext():
             out = self.model(**model_inputs(ids, positions), **choice)
         self._pool.calls.finish()
-        self.routes = None if routing is None else routing.recorded().cpu().numpy()
+        self.routes = None if routing is None else routing.recorded().cpu().numpy().astype(np.int16)
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, Tensor):
             rows = rows.index_select(0, keep)
