@@ -187,9 +187,7 @@ REFUSED = {
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent(
-        "replay of routes", "actor.router_replay.mode"
-    ),
+    "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent("replay of its routes", "disabled"),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
