@@ -16,7 +16,7 @@ import torch
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 # Public name → column; ids and mask have a width of their own.
-_COLUMNS = {c.public: name for name, c in COLUMNS.items() if name not in ("response_ids", "response_mask")}
+_COLUMNS = {c.public: n for n, c in COLUMNS.items() if c.public not in ("", "responses", "response_mask")}
 
 
 class DataProtoItem:

@@ -51,6 +51,9 @@ ppo ARR.model.lora.alpha=8 → ARR.model.lora_alpha=8
 ppo ARR.model.lora.adapter_path=/a → ARR.model.lora_adapter_path=/a
 ppo ARR.model.lora.exclude_modules=x → ARR.model.exclude_modules=[x]
 ppo ARR.model.lora.target_modules=[linear_qkv,linear_proj] → ARR.model.target_modules=[q_proj,k_proj,v_proj,o_proj]
+ppo ARR.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
+ppo ARR.actor.fsdp_config.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
+ppo ARR.actor.veomni.router_replay.mode=R3 → ARR.actor.router_replay.mode=R3
 ppo ARR.rollout.skip_rollout=True → skip.rollout.enable=True
 ppo ARR.rollout.skip_dump_dir=/d → skip.rollout.dump_dir=/d
 ppo ray_init.num_cpus=4 → ray_kwargs.ray_init.num_cpus=4
@@ -214,8 +217,7 @@ REFUSED = [
     f"{ARR}.actor.qat.enable=True",
     "transfer_queue.enable=True",
     f"{ARR}.rollout.disaggregation.enabled=True",
-    f"{ARR}.rollout.enable_rollout_routing_replay=True",
-    f"{ARR}.actor.router_replay.mode=R2",
+    f"{ARR}.ref.router_replay.mode=R2",
     f"{ARR}.rollout.over_sample_rate=0.1",
     f"{ARR}.rollout.agent.custom_async_server.path=x.py",
 ]

@@ -38,7 +38,12 @@ class Pass:
 OLD_LOG_PROB = Pass(
     "old_log_prob",
     "actor",
-    {"log_probs": "old_log_probs", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+    {
+        "log_probs": "old_log_probs",
+        "entropy": "entropy",
+        "sum_pi_squared": "sum_pi_squared",
+        "routed_experts": "routed_experts",
+    },
 )
 _TAUGHT = {"log_probs": "teacher_log_probs"}
 _TAUGHT |= {name: f"teacher_{name}" for name in ("topk_ids", "topk_log_probs")}
@@ -51,7 +56,7 @@ PASSES = (
     Pass("values", "critic", {"values": "values"}),
 )
 _TOPK = frozenset(_TAUGHT.values()) - {"teacher_log_probs"}
-_COSTLY = frozenset({"sum_pi_squared"}) | _TOPK
+_COSTLY = frozenset({"sum_pi_squared", "routed_experts"}) | _TOPK
 _AT_HAND = {
     *("response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"),
     GREEDY_BASELINE,
@@ -101,6 +106,9 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
         needed |= {"old_log_probs"}
     if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
         needed |= {"old_log_probs"}
+    replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
+    if replay == "R2" and "old_log_probs" in needed:
+        needed |= {"routed_experts"}
     chosen = [one for one in PASSES if needed & set(one.outputs.values())]
     if TEACHER in chosen:
         at = chosen.index(TEACHER)

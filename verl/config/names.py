@@ -43,6 +43,8 @@ RENAMES: dict[str, dict[str, str]] = {
             r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
         ),
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
+        "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
+        "actor.veomni.router_replay}": "actor_rollout_ref.actor.router_replay",
         "actor_rollout_ref.rollout.skip_rollout": "skip.rollout.enable",
         "actor_rollout_ref.rollout.skip_dump_dir": "skip.rollout.dump_dir",
         **_EVERYWHERE,
@@ -89,7 +91,7 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
+    "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, actor_rollout_ref.actor.qat, "
     "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
         "sequences are packed without padding; results are the same"
@@ -173,7 +175,6 @@ class Absent(NamedTuple):
     instead: str
 
 
-_ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
     "actor_rollout_ref.actor.qat.enable": Absent(
@@ -183,11 +184,10 @@ REFUSED = {
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay.mode": _ROUTES,
+    "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent("replay of its routes", "disabled"),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
     "actor_rollout_ref.rollout.over_sample_rate": Absent(
         "over-sampling of prompts", "algorithm.filter_groups.enable"
     ),

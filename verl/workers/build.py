@@ -148,6 +148,7 @@ def adapter_moves(config: Any) -> bool:
     """
     from verl.engine.training.lora import LoraSettings
     from verl.models.load import load_config
+    from verl.models.routing import expert_count
 
     arr = config.actor_rollout_ref
     engine = CAPABILITIES[arr.rollout.name]
@@ -158,9 +159,7 @@ def adapter_moves(config: Any) -> bool:
         return False
     if not engine.lora_head and "lm_head" in str(settings.described().get("target_modules")):
         return False
-    text = load_config(arr.model.path, arr.model).get_text_config()
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return engine.lora_experts or not any(getattr(text, name, None) for name in experts)
+    return engine.lora_experts or not expert_count(load_config(arr.model.path, arr.model))
 
 
 def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
@@ -179,6 +178,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
         engines=samplers_per_node(config),
+        record_routes=config.actor_rollout_ref.actor.router_replay.mode == "R3",
     )
 
 

@@ -19,7 +19,7 @@ from verl.workers import codec
 from verl.workers.plan import UpdatePlan, partition
 from verl.workers.worker import Worker
 
-_FIRST = ("old_log_probs", "ref_log_probs")
+_FIRST = ("old_log_probs", "ref_log_probs", "routed_experts")
 Each = Sequence[Sequence[Any]] | None
 """The arguments of each worker, in their order; None where all get the same."""
 

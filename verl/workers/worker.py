@@ -127,6 +127,8 @@ class Worker(Profiled):
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
             fill_flat(rows, name, values)
+        if "routed_experts" in outputs and self._remote:
+            columns |= codec.collect(rows, ["routed_experts"])
         return columns
 
     def update(

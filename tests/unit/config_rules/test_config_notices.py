@@ -37,6 +37,7 @@ NOTICES = [
         "teacher_model has no model_path and is left out",
     ),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
+    ([f"{ARR}.rollout.enable_rollout_routing_replay=True"], "only actor_rollout_ref.actor.router_replay"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
     ([f"{ARR}.rollout.n=1"], "the score is the advantage"),

@@ -42,6 +42,7 @@ REFUSED = [
     (["data.truncation=centre"], ["data.truncation=centre", "middle"]),
     (["trainer.resume_mode=yes"], ["disable"]),
     ([f"{ARR}.actor.optim.lr_scheduler_type=cos"], ["cosine"]),
+    ([f"{ARR}.actor.router_replay.mode=R2"], ["qwen3 is a dense model", "set it to disabled"]),
     # 6
     ([f"{ARR}.rollout.temperature=0"], ["set 1.0"]),
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
@@ -341,6 +342,19 @@ ALSO_REFUSED = [
     (
         ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],
         "needs the sampler's log-probs",
+    ),
+    # router replay
+    ([f"{ARR}.actor.router_replay.mode=R3"], "enable_rollout_routing_replay=True"),
+    (
+        [
+            *(f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
+            f"{ARR}.actor.router_replay.mode=R3",
+        ],
+        "vllm does not return routes; use native, or R2",
+    ),
+    (
+        ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.actor.router_replay.mode=R2"],
+        "no pass gives old log-probs and routes; use R3",
     ),
     # 17
     (["reward_model.enable=True"], "reward_model.model.path"),

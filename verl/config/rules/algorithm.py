@@ -16,7 +16,7 @@ _CORRECTION = "algorithm.rollout_correction"
 def check(c: Check) -> None:
     """All rules on algorithms (config.md §16, 1, 3 to 6, 14, 15, and their notices)."""
     if c.ppo:
-        for rules in (_kl, _estimator, _sampling, _loss, _correction, _staleness, _notices):
+        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _notices):
             rules(c)
     elif c.cfg.entry == "generation":
         _generation(c)
@@ -150,6 +150,22 @@ def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
     except ValueError as error:
         name, _, message = str(error).partition(": ")
         c.refuse(f"{_CORRECTION}.{name}".replace("'", ""), message)
+
+
+def _routes(c: Check) -> None:
+    """Replay of expert routes: a model with experts, and somebody who records them."""
+    mode, key = c.cfg.actor_rollout_ref.actor.router_replay.mode, f"{ACTOR}.router_replay.mode"
+    recorded, switch = c.rollout.enable_rollout_routing_replay, f"{ROLLOUT}.enable_rollout_routing_replay"
+    if mode != "disabled" and c.facts is not None and not c.facts.experts:
+        c.refuse(key, f"{c.facts.name} is a dense model, which has no experts to choose; set it to disabled")
+    if mode == "R3" and not recorded:
+        c.refuse(key, f"it replays the sampler's routes; set {switch}=True")
+    elif mode == "R3" and not CAPABILITIES[c.rollout.name].routes:
+        c.refuse(key, f"{ROLLOUT}.name={c.rollout.name} does not return routes; use native, or R2")
+    elif recorded and mode != "R3":
+        c.notice(f"no effect: {switch}=True: only {key}=R3 replays the sampler's routes")
+    if mode == "R2" and c.cfg.algorithm.rollout_correction.bypass_mode:
+        c.refuse(key, "with rollout_correction.bypass_mode no pass gives old log-probs and routes; use R3")
 
 
 def _staleness(c: Check) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
+ROUTES = "routed_experts"
 LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 
 
@@ -84,7 +85,8 @@ class TrainingEngine(ABC):
         """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient; topk_… [ΣL, k].
 
         outputs: of the head's: log_probs, entropy, sum_pi_squared, and log-probs and ids of the k most likely tokens under
-        softmax(logits / temperature). KeyError for one that the head does not have.
+        softmax(logits / temperature). KeyError for one that the head does not have. routed_experts, the experts that the tokens
+        went to, are no part of the result: they are put on the rows, for their contexts have them too.
         """
 
     @abstractmethod
