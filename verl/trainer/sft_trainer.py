@@ -20,6 +20,7 @@ import numpy as np
 from verl import interrupt
 from verl.checkpoint import open_checkpoint, rng
 from verl.config.command_line import resolve
+from verl.config.schema.trainer import EACH_EPOCH
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
@@ -172,7 +173,8 @@ class SFTTrainer:
         total, tokens = self.ranks.add([total, tokens], self.engine)
         return {"val/loss": total / tokens}
 
-    def _due(self, frequency: int) -> bool:
+    def _due(self, frequency: int | str) -> bool:
+        frequency = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     # --------------------------------------------------------------------------------------------- checkpoints
@@ -275,7 +277,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         chat_template=model.custom_chat_template,
     )
     train, validation = open_data(config, tokenizer, tracking)
-    if trainer.save_freq <= 0 and not trainer.val_only:
+    if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
         )

@@ -186,7 +186,7 @@ class StepRecord:
             timings=self._parts.phases.timings(),
             sampler=self.sampled,
             sync_bytes=self.sync.bytes,
-            weight_version=step,
+            weight_version=self._schedule.versions.at(step) + 1,
             max_prompt_length=self._config.data.max_prompt_length,
             max_response_length=self._config.data.max_response_length,
             memory=self._parts.workers.policy.memory(),
