@@ -67,7 +67,9 @@ def padded(**more) -> Space:
     """Two rows of two prompt and three response tokens; the second one's response has one."""
     seen = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     scores = torch.tensor([[0.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
-    columns = dict.fromkeys(("token_level_scores", "token_level_rewards", "advantages", "returns", "values"), scores)
+    columns = dict.fromkeys(
+        ("token_level_scores", "token_level_rewards", "advantages", "returns", "values"), scores
+    )
     tensors = {"prompts": torch.zeros(2, 2), "responses": torch.zeros(2, 3), "attention_mask": seen}
     return Space(
         batch=columns | tensors | {"response_mask": seen[:, 2:]} | more,

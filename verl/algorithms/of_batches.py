@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from verl.algorithms import core_algos
-from verl.algorithms.registry import AdvantageEstimator
 
 if TYPE_CHECKING:
     from verl.data_proto import DataProto
@@ -31,7 +30,12 @@ def compute_advantage(
     """
     estimator = core_algos.get_adv_estimator_fn(adv_estimator)
     columns, others = data.batch, data.non_tensor_batch
-    given = {**columns, "batch": columns, "non_tensor_batch": others, "index": others.get("uid")}
+    given: dict[str, Any] = {
+        **columns,
+        "batch": columns,
+        "non_tensor_batch": others,
+        "index": others.get("uid"),
+    }
     given |= {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     given["config"] = {"gamma": gamma, "lam": lam} if config is None else config
     parameters = inspect.signature(estimator).parameters.values()
@@ -48,7 +52,7 @@ def compute_advantage_for_multi_trajectories(
 
     With GRPO the last segment of a trajectory holds its reward, and its advantage is written on the policy tokens of all segments.
     """
-    if adv_estimator != AdvantageEstimator.GRPO:
+    if adv_estimator != "grpo":
         return compute_advantage(data, adv_estimator, **settings)
     owners, number = np.unique([key.rpartition("_")[0] for key in batch_keys], return_inverse=True)
     segment = np.array([int(key.rpartition("_")[2]) for key in batch_keys])

@@ -35,5 +35,5 @@ class RolloutCorrectionConfig(_RolloutCorrectionConfig):
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001"
     ) -> RolloutCorrectionConfig:
         """Three policies, truncated weights per response, responses rejected by their mean ratio."""
-        weights = {"rollout_is": "sequence", "rollout_is_threshold": is_threshold}
+        weights: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": is_threshold}
         return cls(**weights, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)

@@ -256,11 +256,11 @@ class Resolver:
                 self._add(name, value)
             else:
                 unknown.setdefault(self._outermost(name), {})[name] = source if name in source else name
-        for group, keys in unknown.items():
-            if len(keys) > 1:
-                self.refuse(group, f"no such group of keys; given in it: {', '.join(keys)}")
+        for group, found in unknown.items():
+            if len(found) > 1:
+                self.refuse(group, f"no such group of keys; given in it: {', '.join(found)}")
             else:
-                [(name, shown)] = keys.items()
+                [(name, shown)] = found.items()
                 self.refuse(shown, self._nearest(name))
         if self._unread:
             self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
