@@ -26,7 +26,7 @@ _EVERYWHERE = {
     "*.model.lora.{target_modules, exclude_modules}": r"\1model.\2",
     "ray_init": "ray_kwargs.ray_init",
     # Backends that are FSDP2 under another name: their group, then their keys in it.
-    "*.{veomni, torchtitan, automodel}": r"\1fsdp_config",
+    "*.{veomni, torchtitan, automodel, automodel_config}": r"\1fsdp_config",
     "*.{fsdp_config, engine}.turbo_config.{distributed, memory}": r"\1\2",
     "*.{fsdp_config, engine}.tp_size": r"\1\2.tensor_parallel_size",
     "*.{fsdp_config, engine}.{data_parallel_shard_size, fully_shard_parallel_size}": r"\1\2.fsdp_size",
@@ -215,6 +215,7 @@ OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
 """Values of a switch that leave it off, in lower case."""
 _ONE = (*OFF, "1", "-1")
 _OWN = "*.{fsdp_config, engine}."
+_SHARD = "set it to 1: fsdp_size=-1 saves the same memory"
 
 
 class Absent(NamedTuple):
@@ -239,9 +240,9 @@ REFUSED = {
         "pipeline parallelism with FSDP2", "1; fsdp_size=-1", _ONE
     ),
     _OWN + "{context_parallel_size, cp_size}": Absent(
-        "context parallelism with FSDP2", "1; ulysses_sequence_parallel_size", _ONE
+        "context parallelism with FSDP2", "set it to 1: ulysses_sequence_parallel_size splits rows", _ONE
     ),
-    "*.rollout.moe_tensor_parallel_size": Absent("a size of its own for experts", "1; as all layers", _ONE),
+    "*.rollout.moe_tensor_parallel_size": Absent("a size of its own for experts", "set it to 1", _ONE),
     _OWN + "enable_fp8": Absent("training in FP8", "dtype=bfloat16"),
     "*.{megatron, engine}.use_megatron_fsdp": Absent("Megatron's FSDP", "strategy=fsdp2"),
     "*.model.lora.merge": Absent("merging for the sampler", "leave it False: it gets the adapter"),
