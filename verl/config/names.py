@@ -216,6 +216,7 @@ OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
 _ONE = (*OFF, "1", "-1")
 _OWN = "*.{fsdp_config, engine}."
 _SHARD = "set it to 1: fsdp_size=-1 saves the same memory"
+_ROWS = "set it to 1: ulysses_sequence_parallel_size splits rows as well"
 
 
 class Absent(NamedTuple):
@@ -233,15 +234,9 @@ REFUSED = {
     ),
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
     "*.qat.enable": Absent("quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"),
-    _OWN + "{expert_parallel_size, ep_size}": Absent(
-        "expert parallelism with FSDP2", "1; fsdp_size=-1", _ONE
-    ),
-    _OWN + "{pipeline_parallel_size, pp_size}": Absent(
-        "pipeline parallelism with FSDP2", "1; fsdp_size=-1", _ONE
-    ),
-    _OWN + "{context_parallel_size, cp_size}": Absent(
-        "context parallelism with FSDP2", "set it to 1: ulysses_sequence_parallel_size splits rows", _ONE
-    ),
+    _OWN + "{expert_parallel_size, ep_size}": Absent("expert parallelism with FSDP2", _SHARD, _ONE),
+    _OWN + "{pipeline_parallel_size, pp_size}": Absent("pipeline parallelism with FSDP2", _SHARD, _ONE),
+    _OWN + "{context_parallel_size, cp_size}": Absent("context parallelism with FSDP2", _ROWS, _ONE),
     "*.rollout.moe_tensor_parallel_size": Absent("a size of its own for experts", "set it to 1", _ONE),
     _OWN + "enable_fp8": Absent("training in FP8", "dtype=bfloat16"),
     "*.{megatron, engine}.use_megatron_fsdp": Absent("Megatron's FSDP", "strategy=fsdp2"),
@@ -252,8 +247,10 @@ REFUSED = {
     "global_profiler.{relocate_results, finish_hook_cmd}": Absent(
         "work on profiles", "a command after the run"
     ),
-    "async_training.use_dynamic_resource_scheduling": Absent("trainer devices that sample", "rollout.nnodes"),
-    "async_training.hybrid_res_pool": Absent("pools that share nodes", "pools of whole nodes"),
+    "async_training.use_dynamic_resource_scheduling": Absent(
+        "sampling on devices of the trainer", "rollout.nnodes"
+    ),
+    "async_training.hybrid_res_pool": Absent("a pool on a part of a node", "pools of whole nodes"),
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),

@@ -75,7 +75,7 @@ class Resolver:
         choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
         targets = [package]
         if package == "model_engine":
-            roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
+            roles = ["actor_rollout_ref.actor", "critic"]  # the reference follows the actor
             targets = roles if self.entry == "ppo" else ["engine"]
         strategy = choices.get(choice)
         if choice not in choices or (strategy and locate(type(self.root), targets[0]) is None):

@@ -47,6 +47,8 @@ class PPOTrainer:
         self.policy = parts.workers.policy
         self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.versions = self.schedule.versions
+        assert parts.workers.weight_sync is not None
+        self.weight_sync = parts.workers.weight_sync
         self.passes = passes(config, self.policy.updates_per_step)
         self.colocation = Colocation(config, parts.workers.sampler)
         self.record = StepRecord(config, parts, self.schedule)
@@ -57,7 +59,7 @@ class PPOTrainer:
         self.colocation.to_training()
         self.step = parts.checkpoints.resume(self)
         self.record.announce(self.step, self.total_steps)
-        parts.workers.weight_sync.push(self.versions.at(self.step + 1))
+        self.weight_sync.push(self.versions.at(self.step + 1))
         self.colocation.to_sampling()
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
@@ -143,9 +145,7 @@ class PPOTrainer:
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
-            sync = parts.workers.weight_sync.push(
-                self.versions.at(step) + 1, verify=trainer.verify_weight_sync
-            )
+            sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
             if sync.verified:
                 parts.tracking.event("weights_verified", version=self.versions.at(step) + 1, bytes=sync.bytes)
             self.colocation.to_sampling()

@@ -156,7 +156,8 @@ def train_ppo(config: Config, tracking: Any) -> None:
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    phases, who = Phases(), [str]
+    phases = Phases()
+    who: list[Callable[[], str]] = [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     ahead = config.trainer.max_staleness or config.trainer.weight_sync_every > 1
     with BackgroundLoop() if ahead else asyncio.Runner() as loop, watchdog:

@@ -156,7 +156,7 @@ class SFTTrainer:
         """Mean loss over the learned tokens of the validation rows."""
         if self.validation is None:
             raise UserError("trainer.val_only=True needs data.val_files")
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         progress = self.tracking.progress("validation", total=len(self.validation))
         with self.phases("testing"):
             for start in range(0, len(self.validation), self.batch_size):
@@ -192,7 +192,7 @@ class SFTTrainer:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
         contents = self.storage.saved_parts
         why = has_nonfinite_log_probs(
-            lambda row: self.engine.forward([row], temperature=1.0)["log_probs"],
+            lambda row: self.engine.forward(row.segments, temperature=1.0)["log_probs"],
             self.rows(self.step),
             "optim.lr",
         )
