@@ -179,18 +179,12 @@ def test_correction_of_a_batch() -> None:
     from verl.trainer.ppo import rollout_corr_helper as helper
 
     old = torch.log(torch.tensor([[0.4, 0.8, 6.0]])) - 9
-    data = DataProto.from_dict(
-        {
-            "old_log_probs": old,
-            "rollout_log_probs": torch.full((1, 3), -9.0),
-            "response_mask": torch.ones(1, 3),
-        }
-    )
-    config = RolloutCorrectionConfig.decoupled_token_icepop()
-    found, metrics = helper.compute_rollout_correction_and_add_to_batch(data, config)
-    torch.testing.assert_close(found.batch["rollout_is_weights"], torch.tensor([[0.0, 0.8, 0.0]]))
-    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 3)
-    ratio = old - data.batch["rollout_log_probs"]
+    config, mask = RolloutCorrectionConfig.decoupled_token_icepop(), torch.ones(1, 3)
+    kinds = (config.rollout_is, config.rollout_is_threshold)
+    ratio = old + 9
+    weights, metrics = helper.compute_rollout_correction_weights(ratio, mask, *kinds)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.8, 0.0]]))
+    assert metrics["rollout_is_oob_ratio"] == pytest.approx(2 / 3)
     raw = helper.compute_is_metrics(ratio, ratio, torch.ones(1, 3), "token", "0.5_5.0")
     assert raw["rollout_is_oob_ratio"] == pytest.approx(2 / 3)
     with pytest.raises(TypeError, match="not a boolean"):

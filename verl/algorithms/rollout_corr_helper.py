@@ -19,7 +19,6 @@ from verl.algorithms.correction import (
     parse_weighting,
     rejection,
 )
-from verl.config.settings import setting
 
 SUPPORTED_ROLLOUT_IS_OPTIONS = {"token", "sequence"}
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS = {"token_k1", "token_k2", "token_k3"}
@@ -118,25 +117,6 @@ def compute_is_metrics(
     """Metrics without prefix of the weights that the log-ratios [N, L] give; `rollout_is_weights` follow from them."""
     settings = (response_mask, rollout_is, rollout_is_threshold)
     return compute_rollout_correction_weights(log_ratio_for_metrics, *settings)[1]
-
-
-def compute_rollout_correction_and_add_to_batch(
-    batch: Any, rollout_corr_config: Any
-) -> tuple[Any, dict[str, float]]:
-    """A batch with what the configuration corrects: its weights, its mask; and `rollout_corr/…`."""
-    names = (
-        "rollout_is",
-        "rollout_is_threshold",
-        "rollout_is_batch_normalize",
-        "rollout_rs",
-        "rollout_rs_threshold",
-    )
-    given = {name: value for name in names if (value := setting(rollout_corr_config, name)) is not None}
-    old, sampled, mask = (
-        batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")
-    )
-    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(old, sampled, mask, **given)
-    return batch.having(**(dict(weights.batch) if weights else {}), response_mask=mask), metrics
 
 
 def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:
