@@ -203,12 +203,7 @@ class DynamicSchedule:
         self._epoch = self._live[chosen[-1].prompt.uid].epoch
         for group in used:
             del self._live[group.prompt.uid]
-        versions = self.versions
-        if (
-            left
-            and versions.at(self._step + 1) - versions.at(self._live[left[0].prompt.uid].begun)
-            > versions.staleness
-        ):
+        if left and self.versions.outdated(self._live[left[0].prompt.uid].begun, self._step + 1):
             await self._give_back(rollouts, left)
         await rollouts.release([group for group in used if group not in chosen])
         return await rollouts.collect(chosen)

@@ -1,8 +1,7 @@
 """Prompts drawn ahead of their step, and the position in the data that a checkpoint must hold.
 
-Weights are pushed every t steps (`trainer.weight_sync_every`). The steps that the sampler answers with version v are v·t + 1 … (v + 1)·t;
-a group that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a
-response never lags by more than `max_staleness` versions.
+Weights are pushed every t steps (`trainer.weight_sync_every`). Version v is in the sampler for the steps v·t + 1 … (v + 1)·t; a group
+that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a response never lags by more than `max_staleness` versions.
 """
 
 from __future__ import annotations
@@ -69,6 +68,10 @@ class Versions:
     def last(self, step: int) -> int:
         """The last step whose groups may be begun at `step`."""
         return self.at(step) * self.every + (self.steps or (1 + self.staleness) * self.every)
+
+    def outdated(self, begun: int, step: int) -> bool:
+        """True for a group begun at a step whose version is too old for another step."""
+        return self.at(step) - self.at(begun) > self.staleness
 
     def pushed(self, step: int, last_step: int) -> bool:
         """True if weights go to the sampler after `step`: every t steps, and at the end, for the last validation."""
