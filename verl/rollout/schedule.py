@@ -1,7 +1,8 @@
 """Prompts drawn ahead of their step, and the position in the data that a checkpoint must hold.
 
-Weights are pushed every t steps (`trainer.weight_sync_every`). Version v is in the sampler for the steps v·t + 1 … (v + 1)·t; a group
-that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a response never lags by more than `max_staleness` versions.
+Weights are pushed every t steps (`trainer.weight_sync_every`): version v is in the sampler for the steps v·t + 1 … (v + 1)·t. A group
+that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a response
+never lags by more than `max_staleness` versions.
 """
 
 from __future__ import annotations
