@@ -78,6 +78,14 @@ class DataProto:
         """
         return cls(_tensors(rows), _objects_of(rows), rows.meta)
 
+    def having(self, **columns: torch.Tensor) -> DataProto:
+        """The same rows with further, or other, tensors."""
+        return DataProto({**self.batch, **columns}, self.non_tensor_batch, self.meta_info)
+
+    def select_idxs(self, rows: Any) -> DataProto:
+        """The rows of a list, an array or a tensor of numbers or bools."""
+        return self[rows]  # type: ignore[no-any-return]
+
     def __len__(self) -> int:
         return self._size
 

@@ -27,7 +27,7 @@ LOST = "lost"
 BACKWARD = 2.0
 """A backward pass takes two products where the forward pass takes one."""
 _AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
-_PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
+PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 _BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
 
 
@@ -158,7 +158,7 @@ def time_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         out["timing_s/generate_sequences"] = out["timing_s/generate_sequence"] = running
         out["timing_per_token_ms/gen"] = _ratio(1000 * timings["gen"], int(batch.lengths.sum()))
     total = total_tokens(batch)
-    for name in _PER_TOKEN:
+    for name in PER_TOKEN:
         if name in timings:
             out[f"timing_per_token_ms/{name}"] = _ratio(1000 * timings[name], total)
     return out

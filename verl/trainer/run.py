@@ -156,9 +156,11 @@ def train_ppo(config: Config, tracking: Any) -> None:
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    phases, who = Phases(), [str]
+    phases = Phases()
+    who: list[Callable[[], str]] = [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
-    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
+    ahead = config.trainer.max_staleness or config.trainer.weight_sync_every > 1
+    with BackgroundLoop() if ahead else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
             hooks = RunHooks(
                 tracking.event_of_step,

@@ -85,6 +85,16 @@ NOTICES = [
         ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"],
         "whose ratio is to the sampler already",
     ),
+    (["global_profiler.tool=torch"], "no step is named"),
+    (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "there is no Ascend device"),
+    (
+        [
+            "global_profiler.tool=torch",
+            "global_profiler.steps=[2]",
+            f"{ARR}.actor.profiler.tool_config.npu.discrete=True",
+        ],
+        "a profile here is of whole steps",
+    ),
 ]
 
 
@@ -219,10 +229,16 @@ def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
     assert "checkpoint_engine.backend" not in notices(*base, backend, f"{ARR}.rollout.nnodes=1")
 
 
-@pytest.mark.parametrize(("tool", "words"), [("nsys", "records CUDA devices"), ("npu", "an Ascend device")])
-def test_profilers_of_other_devices_are_what_the_machine_lacks(base, tool, words):
-    found = problems(*base, f"global_profiler.tool={tool}", "global_profiler.steps=[2]")
-    only(found, "machine", words, "set it to torch")
+def test_a_profiler_of_other_devices_is_what_the_machine_lacks(base):
+    found = problems(*base, "global_profiler.tool=nsys", "global_profiler.steps=[2]")
+    only(found, "machine", "records CUDA devices", "set it to torch")
+
+
+def test_steps_of_one_version_are_within_the_bound(base):
+    pool = [f"{ARR}.rollout.nnodes=1", "trainer.weight_sync_every=4", "trainer.max_staleness=1"]
+    for steps, wrong in ((4, False), (8, False), (3, True), (9, True)):
+        found = problems(*base, *pool, f"trainer.max_steps_per_version={steps}")
+        assert any("between weight_sync_every=4 and 8" in problem for problem in found) is wrong
 
 
 def test_a_run_folder_inside_a_submitted_jobs_copy_is_said_to_be_lost(base, tmp_path, monkeypatch):

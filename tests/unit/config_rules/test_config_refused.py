@@ -133,7 +133,8 @@ REFUSED = [
     # recognised values
     ([f"{ARR}.rollout.name=trtllm"], ["TensorRT-LLM", "closest"]),
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
-    (["critic.strategy=torchtitan"], ["TorchTitan"]),
+    (["critic.strategy=mindspeed"], ["MindSpeed"]),
+    (["trainer.weight_sync_every=4"], ["for it keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
     (["reward_model.enable_resource_pool=True", "reward_model.nnodes=1"], ["a pool for the reward model"]),
@@ -143,7 +144,6 @@ REFUSED = [
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
-    (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
     (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (
         [

@@ -171,6 +171,15 @@ def _routes(c: Check) -> None:
 def _staleness(c: Check) -> None:
     """Responses that may lag: who corrects for it, and whether the sampler has weights of its own to lag with."""
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
+    every, steps = c.trainer.weight_sync_every, c.trainer.max_steps_per_version
+    if every > 1 and not c.rollout.nnodes:
+        own = (
+            f"give the sampler devices of its own ({ROLLOUT}.nnodes=1), for it keeps older weights; or set 1"
+        )
+        c.refuse("trainer.weight_sync_every", own)
+    if steps and not every <= steps <= every * (1 + lag):
+        bounds = f"between weight_sync_every={every} and {every * (1 + lag)}, 1 + max_staleness times as many"
+        c.refuse("trainer.max_steps_per_version", bounds)
     if lag <= 0:
         return
     if not correction.rollout_is and not correction.bypass_mode:

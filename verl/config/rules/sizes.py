@@ -8,6 +8,7 @@ from typing import Any
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
+from verl.config.schema.trainer import EACH_EPOCH
 
 _REF = "actor_rollout_ref.ref"
 
@@ -28,6 +29,9 @@ def check(c: Check) -> None:
         _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
         if engine.strategy == "megatron":
             _megatron(c, "engine", engine)
+        for key in ("trainer.save_freq", "trainer.test_freq"):
+            if isinstance(c.cfg.select(key), str) and c.cfg.select(key) != EACH_EPOCH:
+                c.refuse(key, f"a number of steps, or {EACH_EPOCH}")
 
 
 def _lengths(c: Check) -> None:

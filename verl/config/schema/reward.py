@@ -13,7 +13,7 @@ class CustomRewardFunctionConfig(Group):
 
     Attributes:
         path: `file.py` or `pkg://module`.
-        name: Name of the function in it.
+        name: Name of the function in it; null = compute_score.
         reward_kwargs: Keyword arguments of the function, and of built-in ones by name (`method=flexible`).
     """
 
