@@ -190,9 +190,9 @@ def test_what_cannot_be_scored_is_a_failure(tmp_path: Path) -> None:
     rows = [answer("short"), answer("long" * 20), *dialogues()[:1]]
     found = asyncio.run(model.score(rows))
     assert found[0].error is None
-    assert "has 103 tokens, reward_model.rollout.max_model_len=40" in str(found[1].error)
+    assert "103 tokens, reward_model.rollout.max_model_len=40" in str(found[1].error)
     assert "no system" in str(found[2].error)
-    with pytest.raises(UserError, match=r"cannot score .* row"):
+    with pytest.raises(UserError, match="cannot score row"):
         model.check(rows[2].prompt)
 
 

@@ -1,6 +1,6 @@
 """A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes.
 
-trajectory ──its template, its tokenizer──▶ segment ──Scores, on the policy's devices──▶ the head's value at the last token
+trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the head's value at the last token
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from verl.errors import UserError
 from verl.reward.outcome import Outcome, failed, outcome_of
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
-Scores = Callable[[Batch], Awaitable[None]]
-"""Fills the column `scores`: of the sequence that ends before each response token."""
-
 
 class RewardModel:
     """Scores responses by the sequence classifier `reward_model.model.path`.
 
-    `scores` is set once the model is loaded. UserError for a tokenizer without chat template, or one of another model.
+    `scores` is set once the model is loaded: it fills the column of that name. UserError for a tokenizer without chat template, or one of another model.
     """
 
     def __init__(self, config: Any):
@@ -32,7 +29,7 @@ class RewardModel:
 
         own = config.reward_model
         self.label = f"reward_model.model.path={own.model.path}"
-        self.scores: Scores | None = None
+        self.scores: Callable[[Batch], Awaitable[None]] | None = None
         text = load_config(check_directory(own.model.path), own.model).get_text_config()
         tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
         self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
@@ -46,8 +43,7 @@ class RewardModel:
     def check(self, prompt: Prompt) -> None:
         """UserError where the template does not take this prompt and a response."""
         if isinstance(found := self._ids(prompt, ""), Outcome):
-            where = f"{prompt.file or 'the data'} row {prompt.row}"
-            raise UserError(f"{self.label} cannot score {where}: {found.error}")
+            raise UserError(f"{self.label} cannot score row {prompt.row} of {prompt.file}: {found.error}")
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
@@ -82,8 +78,7 @@ class RewardModel:
         ids = ids[: used[-1] + 1] if len(used) else ids[:0]
         if 0 < len(ids) <= self._limit:
             return ids
-        told = f"the dialogue has {len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}"
-        return failed("value", told)
+        return failed("value", f"{len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}")
 
 
 def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:

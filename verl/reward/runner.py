@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.config.weights import FUNCTION, MODEL
 from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool
-from verl.reward.settings import FUNCTION, MODEL, RewardSettings
+from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
 from verl.trajectory import Batch, Prompt, Trajectory
 

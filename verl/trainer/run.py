@@ -204,13 +204,13 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.config.weights import scores_by_model
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
     from verl.platform.host import tune_allocator
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
-    from verl.reward.settings import scores_by_model
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
     from verl.tracking.run_folder import LiveReport

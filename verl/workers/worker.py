@@ -77,7 +77,7 @@ class Worker(Profiled):
         shared: a sampler of this process works on the policy's tensors.
         """
         from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
-        from verl.reward.settings import scores_by_model
+        from verl.config.weights import scores_by_model
 
         config, platform = self.config, self.platform
         actor = build.actor_engine(config, total_steps, platform, shared=shared)

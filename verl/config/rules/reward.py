@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl.config.model_facts import ModelTrouble, look
 from verl.config.rules.context import Check
+from verl.config.weights import scores_by_model
 
 _KEY = "reward_model"
 _JUDGE = "custom_reward_function.path=pkg://verl.reward.judge"
@@ -13,8 +14,6 @@ def check(c: Check) -> None:
     """Rule 17, the weights of several rewards, and where a judge can be served."""
     if not c.ppo:
         return
-    from verl.reward.settings import scores_by_model
-
     own, weights, path = c.cfg.reward_model, c.cfg.reward_model.weights, f"{_KEY}.model.path"
     if wrong := [n for n, w in weights.items() if isinstance(w, bool) or not isinstance(w, (int, float))]:
         c.refuse(f"{_KEY}.weights", f"{', '.join(wrong)}: a weight is a number, {{function: 1, model: 0.5}}")
