@@ -30,7 +30,9 @@ class Colocation:
     def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
-        self._lenders = [sampler] if judge is None else [sampler, judge]
+        self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
+        if judge is not None:
+            self._lenders.append(judge)
         groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}

@@ -216,6 +216,7 @@ def build_parts(
     from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.workers import build
+    from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
@@ -237,8 +238,9 @@ def build_parts(
     rewards = RewardRunner(config, events=tracking.event, model=scorer, judge=judge)
     check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
-    if scorer is not None:
-        scorer.scores = workers.roles["reward_model"].scores
+    classifier = workers.roles.get("reward_model")
+    if scorer is not None and isinstance(classifier, Classifier):
+        scorer.scores = classifier.scores
     loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
         workers.sampler,
