@@ -55,9 +55,10 @@ def test_a_right_configuration_is_returned(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    argv = ["algorithm.adv_estimator=grpo", "trainer.device=cpu", f"data.train_files={file}", "data.val_files=null"]
-    argv += [f"actor_rollout_ref.model.path={tmp_path}/model", "data.train_batch_size=4", "+data.padding_mode=1"]
-    argv += ["actor_rollout_ref.rollout.n=2"]
+    data = ["train_batch_size=4", f"train_files={file}", "val_files=null"]
+    argv = ["algorithm.adv_estimator=grpo", "trainer.device=cpu", *(f"data.{word}" for word in data)]
+    argv += [f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.rollout.n=2"]
+    argv.append("+data.padding_mode=1")
     cfg = resolve(argv)
     out, err = capsys.readouterr()
     assert cfg.data.train_batch_size == 4 and out == "" and err.count("padding_mode") == 1

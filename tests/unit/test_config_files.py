@@ -148,7 +148,7 @@ def test_what_exists_here_is_absolute_for_every_key(tmp_path, monkeypatch) -> No
     assert model["custom_chat_template"] == str(tmp_path / "template.jinja")
     assert plain["data"]["train_files"] == [str(tmp_path / "t.parquet"), "other.parquet"]
     assert plain["data"]["val_files"] is None
-    assert plain["global_profiler"]["save_path"] == str(tmp_path / "outputs/profile"), ("workers make it")
+    assert plain["global_profiler"]["save_path"] == str(tmp_path / "outputs/profile"), "workers make it"
     # Nothing else is changed, and no relative path of something that is here is left.
     there, here = Map.of(plain), config.to_dict()
     for path, known in leaves(type(config)).items():

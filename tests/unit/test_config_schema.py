@@ -189,6 +189,9 @@ def test_copies_and_pickles():
     assert other != cfg
 
 
+ODD_TEXTS = "a 1e5 true é a:b 1_0 it's 0x1 1e-3 ~"
+
+
 def _values(known):
     """Values of a key's type, within its range."""
     about = known.about
@@ -198,7 +201,7 @@ def _values(known):
     low = about.get("low", about["above"] + 1 if about.get("above") is not None else -3)
     high = about.get("high", low + 9)
     item = typing.get_args(known.type)[0] if typing.get_origin(known.type) is list else known.type
-    text = st.sampled_from([*"a 1e5 true é a:b 1_0 it's 0x1 1e-3 ~".split(), "x y", "null ", "- x"])
+    text = st.sampled_from([*ODD_TEXTS.split(), "x y", "null ", "- x"])
     plain = st.one_of(text, st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False))
     base = {
         bool: st.booleans(),

@@ -204,8 +204,8 @@ def test_custom_dataset_and_sampler_from_a_file(tmp_path: Path) -> None:
     truth = {"style": "rule", "ground_truth": "1"}
     rows = [{"data_source": "openai/gsm8k", "prompt": f"q{i}", "reward_model": truth} for i in range(5)]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    words = [f"train_files={tmp_path}/x.jsonl", "val_files=null", "train_batch_size=2", "max_bad_row_ratio=0.5"]
-    words += [f"custom_cls={{path:{tmp_path}/plug.py,name:Shouting}}"]
+    words = [f"train_files={tmp_path}/x.jsonl", "val_files=null", "train_batch_size=2"]
+    words += ["max_bad_row_ratio=0.5", f"custom_cls={{path:{tmp_path}/plug.py,name:Shouting}}"]
     words += [f"sampler={{class_path:{tmp_path}/plug.py,class_name:Backwards}}"]
     config = load(["actor_rollout_ref.model.path=x", *(f"data.{word}" for word in words)])
     data = PromptDataset(config.data.train_files, config, tiny_tokenizer())

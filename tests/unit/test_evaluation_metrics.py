@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import evaluation_metrics
-from verl.tracking.evaluation_metrics import accuracy_interval, majority_at_k, pass_at_k
-from verl.tracking.evaluation_metrics import sizes, source_metrics
+from verl.tracking.evaluation_metrics import (
+    accuracy_interval,
+    majority_at_k,
+    pass_at_k,
+    sizes,
+    source_metrics,
+)
 from verl.tracking.text_metrics import text_metrics
 
 GROUPS = st.lists(st.tuples(st.booleans(), st.sampled_from(["a", "b", "c", None])), min_size=1, max_size=7)

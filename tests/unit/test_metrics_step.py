@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.tracking.names import merge_metrics, rule
 from verl.tracking import step_metrics as of_step
+from verl.tracking.names import merge_metrics, rule
 from verl.tracking.step_metrics import Counters, StepFacts, score_metrics, step_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 

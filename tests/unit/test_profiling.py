@@ -200,7 +200,11 @@ def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path, fork_server: 
     from tests.runs import TinyRun
 
     keys = ["tool=torch", "steps=[2,3,9]", "profile_continuous_steps=True", f"save_path={tmp_path}/profiles"]
-    words = [*(f"global_profiler.{key}" for key in keys), "trainer.total_training_steps=3", "trainer.save_freq=-1"]
+    words = [
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=-1",
+        *(f"global_profiler.{k}" for k in keys),
+    ]
     run = fork_server.run(TinyRun(tmp_path / "run").overrides(tmp_path / "out", *words))
     assert run.status == 0, run.stderr[-3000:]
     assert "global_profiler.steps=[9]: the run ends with step 3" in run.stderr + run.stdout

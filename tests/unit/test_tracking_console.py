@@ -55,13 +55,16 @@ def test_line_parses_back(step, metrics):
         assert found[name] == value or (math.isnan(value) and math.isnan(found[name]))
 
 
+IN_ORDER = """
+training/global_step actor/pg_loss actor/lr training/skipped_updates critic/score/mean critic/returns/max
+reward_extra/acc/mean response_length/clip_ratio num_turns/mean timing_s/gen timing_s/save_checkpoint
+timing_s/agent_loop/slowest/tool_calls perf/throughput training/off_policy/trajectory_spans/mean
+val-core/gsm8k/acc/mean@1 val-aux/gsm8k/reward/std@2 timing_s/reshard custom/metric
+"""
+
+
 def test_order_of_sections():
-    expected = (
-        "training/global_step actor/pg_loss actor/lr training/skipped_updates critic/score/mean critic/returns/max "
-        "reward_extra/acc/mean response_length/clip_ratio num_turns/mean timing_s/gen timing_s/save_checkpoint "
-        "timing_s/agent_loop/slowest/tool_calls perf/throughput training/off_policy/trajectory_spans/mean "
-        "val-core/gsm8k/acc/mean@1 val-aux/gsm8k/reward/std@2 timing_s/reshard custom/metric"
-    ).split()
+    expected = IN_ORDER.split()
     assert list(names.in_order(dict.fromkeys(sorted(expected), 0))) == expected
 
 

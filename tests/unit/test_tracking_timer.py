@@ -135,7 +135,7 @@ def test_shares_of_a_step() -> None:
     phases = [("gen", 10.0, 12.0), ("reward", 12.0, 13.0), ("update_actor", 13.0, 19.0), ("step", 10.0, 20.0)]
     times = step_times(phases, [(8.0, 11.0), (13.0, 17.0), (19.0, 25.0)])
     assert times.trainer_idle_ratio == pytest.approx(0.3)
-    assert times.sampler_idle_ratio == pytest.approx((10 - 1 - 4 - 1) / 10), ("only what is in the step")
+    assert times.sampler_idle_ratio == pytest.approx((10 - 1 - 4 - 1) / 10), "only what is in the step"
     found = times.metrics(samplers=3, trainers=1)
     assert found["perf/device_busy_ratio"] == pytest.approx(1 - (3 * 0.4 + 0.3) / 4)
     assert "perf/device_busy_ratio" not in times.metrics(samplers=0, trainers=4)

@@ -8,7 +8,6 @@ from tests.unit.config_rules.cases import ARR, notices, only, problems, write_mo
 from verl.config import load
 from verl.config.check import check
 
-
 RC = "algorithm.rollout_correction"
 REWARD = "reward_model.reward_kwargs"
 
