@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from verl.config.problems import Report
-from verl.config.rules import agents, algorithm, data, lora, machine, profiling, sizes, values
+from verl.config.rules import (
+    agents,
+    algorithm,
+    data,
+    distillation,
+    lora,
+    machine,
+    profiling,
+    reward,
+    sizes,
+    values,
+)
 from verl.config.rules.context import Check
 from verl.config.schema.base import Root
 
@@ -15,7 +26,7 @@ def check(cfg: Root) -> Report:
     fetches nothing.
     """
     c = Check(cfg)
-    for rules in (values, algorithm, lora, sizes, machine, profiling, data, agents):
+    for rules in (values, algorithm, distillation, lora, sizes, machine, profiling, reward, data, agents):
         rules.check(c)
     c.report.plan = sizes.plan(c)
     return c.report

@@ -36,7 +36,8 @@ class AgentLoopOutput:
     """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs.
 
     status: how the trajectory ended where the sampler does not say it (`verl.trajectory.STATUSES`). metrics: seconds of
-    `tool_calls`; `token_scores` and `step_reward` of environments; others are kept. routed_experts is not used yet.
+    `tool_calls`; `token_scores` and `step_reward` of environments; others are kept.
+    routed_experts: [≤ P + L, layers, k] from the first token of the prompt on; None: as its calls recorded them.
     """
 
     prompt_ids: Any

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from verl.config.weights import user_scores
 from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
@@ -230,7 +231,7 @@ class EnvironmentAgent(AgentLoopBase):
                 if segment is not None:
                     scores[id(segment)][place] += reward
             metrics["token_scores"] = np.concatenate([np.zeros(0), *scores.values()])
-        scored = self.config.custom_reward_function.path is None and (self._earned or self._played)
+        scored = not user_scores(self.config) and (self._earned or self._played)
         return {
             "num_turns": len(self._messages) if self._messages else 2,
             "reward_score": total if scored else None,

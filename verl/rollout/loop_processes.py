@@ -15,7 +15,7 @@ import asyncio
 import importlib
 import itertools
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -172,7 +172,8 @@ class LoopProcesses:
             sampling = SamplingParams(**message["sampling"])
             ids = np.asarray(message["prompt_ids"], np.int64)
             completion = await run.session.generate(ids, sampling, message["media"])
-            result["completion"] = asdict(completion)
+            # Expert routes stay here, where `TrajectoryCalls.routes` finds them: they are larger than all the rest.
+            result["completion"] = asdict(replace(completion, routed_experts=None))
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 run.fail(error)

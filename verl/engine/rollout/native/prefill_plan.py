@@ -11,18 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
+from verl.engine.rollout.routes import RecordedRoutes
 from verl.models.attention import AttentionOptions
 from verl.platform import platform_of
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens `ids` of one slot from token `start` of it. `prompt`: a response's (table, slot, length) of its prompt."""
+    """Tokens `ids` of one slot from token `start` of it. `routes`: where those of the slot's tokens are recorded. `prompt`: a
+    response's (table, slot, length) of its prompt."""
 
     table: KVSlotTable
     slot: int
     start: int
     ids: list[int]
+    routes: RecordedRoutes
     prompt: tuple[KVSlotTable, int, int] | None = None
 
     @property

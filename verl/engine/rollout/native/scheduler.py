@@ -22,6 +22,7 @@ import numpy as np
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
+from verl.engine.rollout.routes import RecordedRoutes
 
 _BYTES_PER_CHARACTER = 4
 
@@ -36,6 +37,7 @@ class Group:
     computed: int = 0
     users: int = 0
     last_used: int = 0
+    routes: RecordedRoutes = field(default_factory=RecordedRoutes)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +58,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: RecordedRoutes = field(default_factory=RecordedRoutes)
+    prompt_routes: RecordedRoutes | None = None  # those that the first token was sampled with
     num_preempted: int = 0
     started: float = field(default_factory=time.monotonic)
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
@@ -68,6 +72,8 @@ class Request:
 
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
+        prompt = self.prompt_routes
+        routed = prompt is not None and prompt.count
         return Completion(
             token_ids=np.array(self.tokens, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
@@ -76,6 +82,7 @@ class Request:
             num_preempted=self.num_preempted,
             started=self.started,
             finished=time.monotonic(),
+            routed_experts=np.concatenate([*prompt.parts, *self.routes.parts]) if routed else None,
         )
 
 
@@ -173,23 +180,24 @@ class Scheduler:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids))
+            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes))
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
             return
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                work.add(PrefillSpan(self.prompts, group.slot, length - 1, group.prompt[-1:].tolist()))
+                last = group.prompt[-1:].tolist()
+                work.add(PrefillSpan(self.prompts, group.slot, length - 1, last, group.routes))
                 last_row[id(group)] = work.tokens - 1
-            request.ready = True
+            request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
             return
         ids = request.tokens[request.computed :][: max(0, self._budget - work.tokens)]
         if not ids:
             return
         prompt = self.prompts, group.slot, length
-        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt))
+        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, request.routes, prompt))
         request.computed += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True

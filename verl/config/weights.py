@@ -1,0 +1,28 @@
+"""Which rewards the score is made of. Read by the check and by the run."""
+
+from typing import Any
+
+FUNCTION, MODEL = "function", "model"
+"""Names of rewards in `reward_model.weights`; every other name is a key that the function returns."""
+
+
+def weights_of(config: Any) -> dict[str, float]:
+    """What the score is the weighted sum of; empty: it is what the function returns. A reward model without a function of
+    the user's own is the score."""
+    own = config.reward_model
+    alone = own.enable and not _own_function(config)
+    return {name: float(weight) for name, weight in own.weights.items()} or ({MODEL: 1.0} if alone else {})
+
+
+def scores_by_model(config: Any) -> bool:
+    """True if a sequence classifier scores; an enabled model that does not is a judge, which a function asks."""
+    return MODEL in weights_of(config)
+
+
+def user_scores(config: Any) -> bool:
+    """True if a function of the user's or weights say what the score is; else an environment's own rewards are it."""
+    return _own_function(config) or bool(weights_of(config))
+
+
+def _own_function(config: Any) -> bool:
+    return bool(config.custom_reward_function.path) or config.reward_manager.source == "importlib"
