@@ -294,10 +294,10 @@ re-tokenised: ARR.rollout.multi_turn.tokenization_sanity_check_mode=strict
 re-tokenised: ARR.rollout.multi_turn.num_repeat_rollouts=2
 set_by_the_system: ARR.actor.fsdp_config.use_orig_params=True ARR.ref.fsdp_config.forward_only=True
 set_by_the_system: ARR.actor.rollout_n=5 rollout_n=5
-sampling_engine: reward_model.micro_batch_size_per_gpu=5 reward_model.micro_batch_size=5
-sampling_engine: reward_model.max_length=5 reward_model.strategy=fsdp
-sampling_engine: reward_model.ulysses_sequence_parallel_size=1 reward_model.model.use_remove_padding=True
-sampling_engine: reward_model.model.fsdp_config.fsdp_size=1 reward_model.model.input_tokenizer=x
+packed_batches: reward_model.micro_batch_size_per_gpu=5 reward_model.micro_batch_size=5
+packed_batches: reward_model.max_length=5 reward_model.strategy=fsdp
+packed_batches: reward_model.ulysses_sequence_parallel_size=1 reward_model.model.use_remove_padding=True
+packed_batches: reward_model.model.fsdp_config.fsdp_size=1 reward_model.model.input_tokenizer=x
 """
 
 
