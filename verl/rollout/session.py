@@ -44,9 +44,7 @@ class Session:
         if call:
             sampling = replace(sampling, call=call)
             options = {"request_id": f"{self.id}.{call}", "session": self.id}
-        result = await self._requests.generate(
-            prompt_ids, sampling, media=self._prompt.media or None, **options
-        )
+        result = await self._requests.generate(prompt_ids, sampling, media=self._prompt.media, **options)
         self.completions.append(result)
         return result
 

@@ -79,6 +79,7 @@ class DataConfig(FilesConfig):
         reward_fn_key: Column that selects the reward function.
         validation_shuffle: Shuffle the validation rows.
         image_patch_size: null = the processor's own.
+        allow_image_urls: Fetch images that the data names by http URL.
         tokenizer: Tokenizer of the data; null = the model's.
         trust_remote_code: Run code that is shipped with the tokenizer.
         tool_config_path: Tools counted in the prompt length.
@@ -99,6 +100,7 @@ class DataConfig(FilesConfig):
     reward_fn_key: str = "data_source"
     validation_shuffle: bool = False
     image_patch_size: int | None = key(None, low=1, ours=True)
+    allow_image_urls: bool = key(False, ours=True)
     tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
     trust_remote_code: bool = False
     tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
