@@ -9,14 +9,16 @@ response reads the prompt's last position, and a response's own last token is ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
+from verl.models.inputs import VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan, TokenSpan
-from verl.trajectory import Segment
+from verl.trajectory import Media, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,13 @@ class MicroBatching:
 class Pack:
     """One forward pass.
 
-    input_ids, positions   int64 [S]  tokens computed
+    input_ids, positions   int64 [S]  tokens computed, and their numbers in their own sequences
     segments               how they see each other
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
+    axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
+    images                 number of images
+    blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
     """
 
     rows: Sequence[Segment]
@@ -53,6 +58,14 @@ class Pack:
     segments: list[TokenSpan]
     source: torch.Tensor
     targets: torch.Tensor
+    axes: torch.Tensor | None = None
+    media: dict[str, torch.Tensor] = field(default_factory=dict)
+    images: int = 0
+    blank: int = 0
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        return model_inputs(self.input_ids, self.positions if self.axes is None else self.axes, self.media)
 
     @property
     def size(self) -> int:
@@ -110,20 +123,34 @@ def _group_costs(rows: Sequence[Segment], how: MicroBatching) -> list[int]:
     return costs
 
 
-def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str = "cpu") -> Pack:
-    """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither."""
+def pack(
+    rows: Sequence[Segment],
+    how: MicroBatching,
+    device: torch.device | str = "cpu",
+    vision: VisionInputs | None = None,
+) -> Pack:
+    """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither.
+
+    vision: of a vision-language model. A context's images are there as often as the context, once where it is shared.
+    """
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    axes: list[np.ndarray] = []
+    media: list[Media] = []
     segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
     at = 0
+    seeing = vision is not None and any(row.media is not None and row.length for row in rows)
 
-    def put(tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
+    def put(row: Segment, tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
         nonlocal at
         start, at = at, at + len(tokens)
         ids.append(tokens)
         positions.append(np.arange(first, first + len(tokens)))
         segments.append(TokenSpan(start, at, prefix))
+        if seeing:
+            axes.append(_axes(row, first, len(tokens), vision))
+            media.extend([row.media] if row.media is not None and not first else [])
         return start
 
     runs = _runs([r for r in rows if r.length], how.shared)
@@ -133,12 +160,12 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         if not length:
             raise ValueError(f"prompt {run[0].uid} has no token; a response needs one before it")
         if len(run) == 1:
-            start = put(np.concatenate((prompt, run[0].response_ids[:-1])), 0)
+            start = put(run[0], np.concatenate((prompt, run[0].response_ids[:-1])), 0)
             source.append(np.arange(start + length - 1, start + length - 1 + run[0].length))
             continue
-        first = put(prompt, 0)
+        first = put(run[0], prompt, 0)
         for row in run:
-            start = put(row.response_ids[:-1], length, (first, first + length))
+            start = put(row, row.response_ids[:-1], length, (first, first + length))
             own = np.arange(start - 1, start - 1 + row.length)
             own[0] = first + length - 1
             source.append(own)
@@ -148,7 +175,41 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
     targets = tensor([row.response_ids for run in runs for row in run])
-    return Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets)
+    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets)
+    if seeing:
+        packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
+        packed.media, packed.images = VisionInputs.tensors(media, device), sum(one.images for one in media)
+    return packed
+
+
+def with_blank_image(batch: Pack, vision: VisionInputs) -> Pack:
+    """The pack and an image of one token that no row sees: a rank without images runs the tower that other ranks run."""
+    size, axes = batch.size, batch.positions.expand(3, -1)
+
+    def add(values: torch.Tensor, last: int) -> torch.Tensor:
+        return torch.cat((values, values.new_full((*values.shape[:-1], 1), last)), -1)
+
+    return replace(
+        batch,
+        input_ids=add(batch.input_ids, vision.image_token),
+        positions=add(batch.positions, 0),
+        segments=[*batch.segments, TokenSpan(size, size + 1)],
+        source=add(batch.source, size),
+        targets=add(batch.targets, 0),
+        axes=add(axes, 0),
+        media=vision.tensors([vision.blank()], batch.input_ids.device),
+        blank=1,
+    )
+
+
+def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> np.ndarray:
+    """Positions int64 [3, count] of the tokens of a row's sequence from number `first` on."""
+    if row.media is None or vision is None:
+        return text_axes(first, count)
+    try:
+        return vision.context(row.context_ids, row.media).axes(first, count)
+    except ValueError as error:
+        raise ValueError(f"response {row.index} of {row.uid}: {error}") from error
 
 
 def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
@@ -164,4 +225,4 @@ def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
 
 def _same_context(a: Segment, b: Segment) -> bool:
     same = a.context_ids is b.context_ids or np.array_equal(a.context_ids, b.context_ids)
-    return a.uid == b.uid and same
+    return a.uid == b.uid and a.media is b.media and same
