@@ -45,7 +45,11 @@ class _ByName(dict[str, Capabilities]):
 
 CAPABILITIES = _ByName(
     native=Capabilities(
-        dtypes=("float32", "bfloat16"), in_place_weights=True, tensor_parallel=False, takes_arguments=False
+        dtypes=("float32", "bfloat16"),
+        in_place_weights=True,
+        tensor_parallel=False,
+        images=True,
+        takes_arguments=False,
     ),
     vllm=Capabilities(
         dtypes=("float32", "bfloat16", "float16"),

@@ -15,13 +15,16 @@ import bisect
 import functools
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
+
+if TYPE_CHECKING:
+    from verl.engine.rollout.native.vision import PromptImages
 
 _BYTES_PER_CHARACTER = 4
 
@@ -33,9 +36,15 @@ class Group:
     group_key: str
     prompt: np.ndarray
     slot: int = -1
+    images: PromptImages | None = None
     computed: int = 0
     users: int = 0
     last_used: int = 0
+
+    @property
+    def shift(self) -> int:
+        """What a response token's position is more than its number in prompt + response."""
+        return 0 if self.images is None else self.images.context.shift
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +59,7 @@ class Request:
     future: asyncio.Future[Completion]
     max_tokens: int
     stop_ids: frozenset[int]
+    images: PromptImages | None = None
     group: Group | None = None
     slot: int = -1
     computed: int = 0  # response tokens whose keys and values are in the cache
@@ -156,7 +166,9 @@ class Scheduler:
             if prompt_slot is None:
                 return False
             # stays, idle, if the response finds no place: it is evicted like any other when space is short
-            group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
+            group = self.groups[request.group_key] = Group(
+                request.group_key, request.prompt, prompt_slot, request.images
+            )
         slot = self.responses.acquire(len(request.tokens) + 1)
         if slot is None:
             return False
@@ -173,14 +185,15 @@ class Scheduler:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids))
+            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids, images=group.images))
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
             return
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
-                work.add(PrefillSpan(self.prompts, group.slot, length - 1, group.prompt[-1:].tolist()))
+                last = group.prompt[-1:].tolist()
+                work.add(PrefillSpan(self.prompts, group.slot, length - 1, last, images=group.images))
                 last_row[id(group)] = work.tokens - 1
             request.ready = True
             work.sampled.append((request, last_row[id(group)]))
@@ -189,7 +202,7 @@ class Scheduler:
         if not ids:
             return
         prompt = self.prompts, group.slot, length
-        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt))
+        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt, group.images))
         request.computed += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True
@@ -275,7 +288,8 @@ class Scheduler:
 
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
-    return one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
+    media = [None if r.images is None else r.images.media for r in (one, other)]
+    return media[0] is media[1] and (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt))
 
 
 class Stopper:
