@@ -202,6 +202,7 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer
@@ -223,7 +224,10 @@ def build_parts(
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
-    train, validation = open_data(config, tokenizer, tracking)
+    processor = load_processor(
+        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
+    )
+    train, validation = open_data(config, tokenizer, tracking, processor)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     rewards = RewardRunner(config, events=tracking.event)
@@ -247,7 +251,7 @@ def build_parts(
         workers=workers,
         kl_controller=kl_controller(config),
         validator=build_validator(config, validation, rollouts, rewards, tracking),
-        checkpoints=Checkpoints(config, tokenizer.save_pretrained, tracking),
+        checkpoints=Checkpoints(config, partial(save_tokenizer, tokenizer, processor, model.path), tracking),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
@@ -257,6 +261,15 @@ def build_parts(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
     )
     return parts, total_steps
+
+
+def save_tokenizer(tokenizer: Any, processor: Any, path: str, directory: Path) -> None:
+    """Write what stands before a model to its checkpoint: the tokenizer, and of one that sees images the processor's files."""
+    from verl.data.media import save_processor
+
+    tokenizer.save_pretrained(directory)
+    if processor is not None:
+        save_processor(path, directory)
 
 
 def quiet_libraries() -> None:
@@ -274,8 +287,8 @@ def data_seed(config: Config) -> int:
     return config.data.seed if config.data.seed is not None else config.trainer.seed
 
 
-def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
-    """Training data, and validation data or None; bad rows reported, limits enforced."""
+def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
+    """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
 
     data = config.data
@@ -284,17 +297,16 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
     def known(source: str) -> bool:
         return not unsupported([source])
 
-    train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known)
+    open_split = partial(
+        PromptDataset, config=config, tokenizer=tokenizer, score_known=known, processor=processor
+    )
+    train = open_split(data.train_files, split="train")
     if len(train) < data.train_batch_size:
         raise UserError(
             f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
             "lower the batch size or add data"
         )
-    validation = (
-        PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known)
-        if data.val_files
-        else None
-    )
+    validation = open_split(data.val_files, split="val") if data.val_files else None
     tracking.data_report(train, validation)
     return train, validation
 

@@ -17,6 +17,7 @@ from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import Timeline, profiled, step_times
+from verl.trainer.seeing import ImageRecord
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
 
@@ -122,6 +123,7 @@ class StepRecord:
         self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
+        self.images = ImageRecord(parts)
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
 
     def announce(self, step: int, total_steps: int) -> None:
@@ -196,7 +198,7 @@ class StepRecord:
 
     def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """The step's one record; adds to `metrics` what follows from the batch and the clock."""
-        metrics |= self.facts(step, batch) | self._times(step)
+        metrics |= self.facts(step, batch) | self._times(step) | self.images.metrics(batch, self.sampled)
         self._parts.tracking.log(step, metrics)
 
     def _times(self, step: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED
-from verl.config.rules.context import Check
+from verl.config.rules.context import ACTOR, Check
 
 
 def check(c: Check) -> None:
@@ -141,10 +141,22 @@ def _model(c: Check) -> None:
     if facts.remote_code and not c.model.trust_remote_code:
         why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
         c.refuse(f"{c.model_key}.trust_remote_code", why)
-    if facts.vision:
-        c.lacks(at, f"vision models ({facts.name}) are not in this release; use a text model")
+    if facts.vision and (why := _no_vision(c)):
+        c.lacks(at, f"vision models ({facts.name}) {why}")
     if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:
         c.refuse("reward_model.model.path", "reward_model.enable=True needs it")
+
+
+def _no_vision(c: Check) -> str:
+    """Why this run cannot have a model that sees images, "" if it can."""
+    if not c.ppo:
+        return "are trained by reinforcement alone in this release; use a text model"
+    if not CAPABILITIES[c.rollout.name].images:
+        return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
+    for key in ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"):
+        if (c.cfg.select(f"{ACTOR}.{key}") or 1) > 1:
+            return f"are not split in this release; set {ACTOR}.{key}=1"
+    return ""
 
 
 def _trackers(c: Check) -> None:
