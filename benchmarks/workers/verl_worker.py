@@ -114,6 +114,13 @@ def main() -> None:
     from verl.trainer.ppo_trainer import PPOTrainer
     from verl.trainer.run import build_parts
 
+    class Measured(PPOTrainer):
+        """Keeps the batch of the step that was done last."""
+
+        def _sample(self, step: int) -> Any:
+            self.sampled = super()._sample(step)
+            return self.sampled
+
     if args.threads:
         torch.set_num_threads(args.threads)
     work = json.loads((args.work / "work.json").read_text())
@@ -123,7 +130,7 @@ def main() -> None:
         parts, total = build_parts(
             config, tracking, loop, Phases(), RunHooks(tracking.event, tracking.notice)
         )
-        trainer = PPOTrainer(config, parts, total)
+        trainer = Measured(config, parts, total)
         memory = parts.phases.mark = Memory(detect(args.device))
         parts.workers.weight_sync.push(0)
         first_token(parts, [2] * 16)
@@ -136,7 +143,7 @@ def main() -> None:
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             timings = parts.phases.timings()
             sampling = timings["gen"] + timings["reward"]
-            tokens = int(trainer.last_batch.lengths.sum())
+            tokens = int(trainer.sampled.lengths.sum())
             record = {
                 "step": wall,
                 "sampling": sampling,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -39,8 +40,28 @@ def test_a_process_says_where_it_stands_again_and_again(child) -> None:
     assert child.poll() is None, "asking does no harm"
 
 
+def test_a_question_needs_no_signal_which_could_end_a_process_at_work(child) -> None:
+    """faulthandler's signal reads frames that change meanwhile: about one answer in a few hundred ended the process."""
+    with patch("os.kill", side_effect=AssertionError("a signal")):
+        assert all("the_place_where_it_hangs" in stacks.ask(child.pid) for _ in range(3))
+
+
+def test_an_interpreter_that_is_stuck_says_where() -> None:
+    """`PyDLL` keeps the interpreter's lock."""
+    stuck = CHILD.replace("time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", stuck], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        assert "in the_place_where_it_hangs" in stacks.ask(process.pid, timeout=1.5)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_stopped_process_and_one_that_is_gone(child) -> None:
     os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert "does not answer" in stacks.ask(child.pid, timeout=0.3)
     child.kill()
     child.wait()
