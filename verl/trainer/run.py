@@ -205,7 +205,7 @@ def build_parts(
     from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import load_tokenizer, save_tokenizer
     from verl.platform.host import tune_allocator
     from verl.reward.runner import RewardRunner
     from verl.rollout.loop_processes import LoopProcesses
@@ -251,7 +251,9 @@ def build_parts(
         workers=workers,
         kl_controller=kl_controller(config),
         validator=build_validator(config, validation, rollouts, rewards, tracking),
-        checkpoints=Checkpoints(config, partial(save_tokenizer, tokenizer, processor, model.path), tracking),
+        checkpoints=Checkpoints(
+            config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
+        ),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
@@ -261,15 +263,6 @@ def build_parts(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
     )
     return parts, total_steps
-
-
-def save_tokenizer(tokenizer: Any, processor: Any, path: str, directory: Path) -> None:
-    """Write what stands before a model to its checkpoint: the tokenizer, and of one that sees images the processor's files."""
-    from verl.data.media import save_processor
-
-    tokenizer.save_pretrained(directory)
-    if processor is not None:
-        save_processor(path, directory)
 
 
 def quiet_libraries() -> None:

@@ -26,7 +26,11 @@ class ImageRecord:
     def __init__(self, parts: Parts):
         self._parts = parts
         self._checked = False
-        self._before: dict[str, int] = {}
+        self._before = self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        images = getattr(self._parts.stream.dataset, "images", None)
+        return {} if images is None else dict(images.counts)
 
     def check(self, step: int, batch: Batch, colocation: Colocation) -> None:
         """At the first step with images: blank those of one response, and its log-probs must change. ImagesUnseen if not."""
@@ -60,9 +64,8 @@ class ImageRecord:
         if not media:
             return {}
         count = sum(one.images for one in media)
-        images = self._parts.stream.dataset.images
-        now = dict(images.counts) if images is not None else {}
-        since, self._before = {name: total - self._before.get(name, 0) for name, total in now.items()}, now
+        now = self._counts()
+        since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
         out: dict[str, Number] = {
             f"perf/images/{name}_per_image": total / count for name, total in since.items()
         }

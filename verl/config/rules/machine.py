@@ -149,8 +149,12 @@ def _model(c: Check) -> None:
 
 def _no_vision(c: Check) -> str:
     """Why this run cannot have a model that sees images, "" if it can."""
+    if c.cfg.entry == "sft":
+        sizes = ("engine.ulysses_sequence_parallel_size", "engine.tensor_parallel_size")
+        split = next((key for key in sizes if (c.cfg.select(key) or 1) > 1), None)
+        return f"are not split in this release; set {split}=1" if split else ""
     if not c.ppo:
-        return "are trained by reinforcement alone in this release; use a text model"
+        return "are not in this release of generation and evaluation; use a text model"
     if not CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
     for key in ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"):

@@ -42,6 +42,7 @@ class FilesConfig(Group):
         apply_chat_template_kwargs: Passed to the chat template (`enable_thinking`, …); same for training, validation,
             filtering.
         mm_processor_kwargs: Passed to the processor (`min_pixels`, …).
+        allow_image_urls: Fetch images that the data names by http URL.
         use_shm: Copy files to shared memory first.
         cache_dir: Where remote files are kept.
         max_bad_row_ratio: More unusable rows than this refuse the run.
@@ -57,6 +58,7 @@ class FilesConfig(Group):
     val_max_samples: int = -1
     apply_chat_template_kwargs: Map = open_map()
     mm_processor_kwargs: Map = open_map()
+    allow_image_urls: bool = key(False, ours=True)
     custom_cls: UserClassConfig = sub(UserClassConfig)
     use_shm: bool = False
     cache_dir: FilePath = "~/.cache/verl/rlhf"
@@ -79,7 +81,6 @@ class DataConfig(FilesConfig):
         reward_fn_key: Column that selects the reward function.
         validation_shuffle: Shuffle the validation rows.
         image_patch_size: null = the processor's own.
-        allow_image_urls: Fetch images that the data names by http URL.
         tokenizer: Tokenizer of the data; null = the model's.
         trust_remote_code: Run code that is shipped with the tokenizer.
         tool_config_path: Tools counted in the prompt length.
@@ -100,7 +101,6 @@ class DataConfig(FilesConfig):
     reward_fn_key: str = "data_source"
     validation_shuffle: bool = False
     image_patch_size: int | None = key(None, low=1, ours=True)
-    allow_image_urls: bool = key(False, ours=True)
     tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
     trust_remote_code: bool = False
     tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
