@@ -3,7 +3,7 @@
     make quickstart-vision    (or: python examples/quickstart/quickstart_vision.py --out quickstart_vision_run)
 
 Two thirds of the warm-up's demonstrations forget the blue shapes; reinforcement learning puts that right. Every validation also
-asks the same questions in front of empty images, where the model can only guess.
+asks the same questions in front of grey images, where the model can only guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quickstart import HERE, run, say
 
-SOURCES = {"shapes": "with its images", "shapes_blank": "with empty images"}
+SOURCES = {"shapes": "with its images", "shapes_blank": "with grey images"}
 
 
 def accuracy(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
@@ -71,7 +71,7 @@ def reinforce(out: Path, seed: int, warm_steps: int, steps: int, extra: list[str
         "actor_rollout_ref.rollout.name=native",
         "trainer.device=cpu",
         f"trainer.total_training_steps={steps}",
-        "trainer.test_freq=10",
+        "trainer.test_freq=5",
         f"trainer.save_freq={steps}",
         f"trainer.seed={seed}",
         "trainer.project_name=quickstart-vision",
@@ -86,8 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("quickstart_vision_run"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fresh", action="store_true", help="delete what an earlier quickstart left")
     args, extra = parser.parse_known_args()
     out, seed = args.out, ["--seed", str(args.seed)]
@@ -102,9 +102,9 @@ def main() -> None:
         say("2/4  A small Qwen2.5-VL, its tokenizer and image processor, from nothing (seconds)")
         run(str(HERE / "build_vision_model.py"), ["--out", str(out / "model"), *seed], out / "model.log")
     if not (out / f"warm_up/global_step_{args.warm_steps}").exists():
-        say(f"3/4  Supervised warm-up, {args.warm_steps} steps")
+        say(f"3/4  Supervised warm-up, {args.warm_steps} steps (about 3 minutes on two cores)")
         warm_up(out, args.seed, args.warm_steps)
-    say(f"4/4  Reinforcement learning with GRPO, {args.steps} steps")
+    say(f"4/4  Reinforcement learning with GRPO, {args.steps} steps (about 1.5 minutes on two cores)")
     reinforce(out, args.seed, args.warm_steps, args.steps, extra)
     curve = accuracy(out / "grpo")
     shutil.copyfile(out / "grpo/report.html", out / "report.html")

@@ -4,7 +4,7 @@
 
 An image is three by three cells, some with a red circle or a blue square. The answer is how many there are. In the warm-up's
 demonstrations a share of the answers is careless: it forgets the blue ones. test.parquet asks every question twice, the second
-time in front of an empty image (data source `shapes_blank`).
+time in front of a grey image (data source `shapes_blank`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 CELL, CELLS = 16, 3
 QUESTION = "How many shapes?"
-BACKGROUND = (255, 255, 255)
+BACKGROUND, EMPTY = (255, 255, 255), (127, 127, 127)
 
 
 def png(image: Image.Image) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def main() -> None:
     write([problem(dice, i, args.careless) for i in range(args.train)], args.out / "warm_up.parquet")
     write([problem(dice, i) for i in range(args.train)], args.out / "train.parquet")
     test = [problem(dice, i) for i in range(args.test)]
-    empty = png(Image.new("RGB", (CELL * CELLS, CELL * CELLS), BACKGROUND))
+    empty = png(Image.new("RGB", (CELL * CELLS, CELL * CELLS), EMPTY))
     write(test + [row | {"images": [empty], "data_source": "shapes_blank"} for row in test], args.out / "test.parquet")
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tests.tiny import tiny_tokenizer, tiny_vision_model
+from tests.tiny import SPECIAL, VISION, tiny_tokenizer, tiny_vision_model
 from verl.config import load
 from verl.data.dataset import PromptDataset
 from verl.data.files import DataError
 from verl.data.media import decoded, load_processor, open_image, save_processor, with_images
 from verl.data.rows import BadRow
+from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
 
 PAD = 263
@@ -178,11 +179,13 @@ def test_bad_rows_are_left_out_and_long_ones_never_cut(model: Path, tmp_path: Pa
         {"images": [{"bytes": picture((4000, 10))}]},
         {"images": [{"bytes": picture((200, 200))}]},
         {"images": [{"bytes": picture((1, 1))}]},
+        {"images": [{"bytes": picture()}] * 3, "prompt": [{"role": "user", "content": "?"}]},
     ]
-    data = open_rows(model, rows, tmp_path, "data.truncation=left", "data.max_prompt_length=80")
+    limits = ("data.max_prompt_length=80", "actor_rollout_ref.rollout.limit_images=2")
+    data = open_rows(model, rows, tmp_path, "data.truncation=left", *limits)
     found = {record["row"]: record["problem"] for record in data.bad_rows}
     named = ("undecodable image", "image count", "image tokens", "image size", "prompt too long")
-    assert found == dict(enumerate(named, 1))
+    assert found == dict(enumerate(named, 1)) | {7: "too many images"}
     assert [data.prompt(row).row for row in range(len(data))] == [0, 6]
 
 
@@ -194,4 +197,32 @@ def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) ->
     assert (tmp_path / "preprocessor_config.json").read_bytes() == (
         model / "preprocessor_config.json"
     ).read_bytes()
-    assert not np.any([file.suffix == ".safetensors" for file in tmp_path.iterdir()])
+    tokenizer = tiny_tokenizer(template=None, special=SPECIAL + VISION)
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "T"}')
+    processor = load_processor(str(tmp_path), tokenizer, {})
+    assert tokenizer.chat_template == "T" and type(pickle.loads(pickle.dumps(processor))) is type(processor)
+
+
+def test_supervised_rows_hold_their_images_before_what_is_learned(model: Path, tmp_path: Path) -> None:
+    one = {"bytes": picture(), "path": None}
+    ask, say = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}
+    rows = [
+        {"messages": [ask, say], "images": [one]},
+        {"messages": [ask, say], "images": None},
+        {"messages": [ask | {"content": "b"}, say, ask, say], "images": [one]},
+        {"messages": [ask, say], "images": [{"bytes": picture((200, 200)), "path": None}]},
+        {"messages": [ask, say], "images": [one, one]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet")
+    words = [f"data.train_files={tmp_path}/s.parquet", f"model.path={model}", "data.max_length=70"]
+    config = load([*words, "data.max_bad_row_ratio=1", "data.truncation=left"], entry="sft").data
+    tokenizer = load_tokenizer(model)
+    data = SFTDataset(config.train_files, tokenizer, config, load_processor(str(model), tokenizer, {}))
+    assert {record["row"]: record["problem"] for record in data.bad_rows} == dict(
+        enumerate(("image after an answer", "too long", "image count"), 2)
+    )
+    seen, blind = data[0], data[1]
+    assert seen.media is not None and (seen.ids == PAD).sum() == seen.media.tokens and blind.media is None
+    learned = tokenizer.decode(seen.ids[seen.mask])
+    assert learned == tokenizer.decode(blind.ids[blind.mask]) and learned.startswith("a<|im_end|>")

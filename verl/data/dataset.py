@@ -198,7 +198,10 @@ class PromptDataset(CheckedRows):
         self.config = config
         self._limit = int(data.max_prompt_length)
         self.rules = replace(rules or RowRules.of(config), images=processor is not None)
-        self.images = None if processor is None else ImageProcessor(processor, data.allow_image_urls)
+        self.images = None
+        if processor is not None:
+            most = config.actor_rollout_ref.rollout.limit_images
+            self.images = ImageProcessor(processor, data.allow_image_urls, most)
         renderer = ChatRenderer(tokenizer, data.apply_chat_template_kwargs)
         if data.custom_cls.path:
             super().__init__(CustomRows.load(files, config, tokenizer, split, processor))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,14 +178,18 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class ImageProcessor:
-    """The processor of a vision-language model. `counts`: images opened, decoded and processed since the start."""
+    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded and processed since the
+    start."""
 
     processor: Any
     urls: bool = False
+    limit: int | None = None
     counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
 
     def tokens(self, cells: Sequence[Any], folder: Path) -> list[int]:
         """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
+        if self.limit is not None and len(cells) > self.limit:
+            raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
         sizes = [
             (image.height, image.width) for image in (open_image(c, folder, urls=self.urls) for c in cells)
         ]
@@ -271,23 +276,30 @@ def load_processor(
         raise DataError(
             f"data.mm_processor_kwargs: {', '.join(unknown)} is nothing that {type(images).__name__} takes"
         )
-    # A part that is left out is None, which the class would refuse.
-    without = type(own.__name__, (own,), {"check_argument_for_proper_class": lambda *_: None})
+    if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
+        tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
     parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
-    return without(**parts)
+    made = own.__new__(own)
+    # A part that is left out is None, which the class would refuse; it stays the class itself, for other processes.
+    made.check_argument_for_proper_class = lambda *_: None
+    own.__init__(made, **parts)
+    del made.check_argument_for_proper_class
+    return made
+
+
+def _file(path: str, name: str) -> str | None:
+    """The local file of that name of a model directory or hub id, None where it has none."""
+    from transformers.utils import cached_file
+
+    options = dict.fromkeys(("missing_entries", "connection_errors"), False)
+    return cached_file(path, name, **{f"_raise_exceptions_for_{key}": value for key, value in options.items()})
 
 
 def save_processor(path: str, directory: Path) -> None:
     """Copy a model's processor files, as they are, to a checkpoint, which `AutoProcessor` then loads."""
     import shutil
 
-    from transformers.utils import cached_file
-
     for name in _PROCESSOR_FILES:
-        options = {
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        found = cached_file(path, name, **options)
+        found = _file(path, name)
         if found is not None and not (directory / name).exists():
             shutil.copyfile(found, directory / name)

@@ -40,11 +40,11 @@ class Group:
     computed: int = 0
     users: int = 0
     last_used: int = 0
+    shift: int = 0  # what a response token's position is more than its number in prompt + response
 
-    @property
-    def shift(self) -> int:
-        """What a response token's position is more than its number in prompt + response."""
-        return 0 if self.images is None else self.images.context.shift
+    def __post_init__(self) -> None:
+        if self.images is not None:
+            self.shift = self.images.context.shift
 
 
 @dataclass(eq=False, slots=True)
@@ -288,8 +288,11 @@ class Scheduler:
 
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
-    media = [None if r.images is None else r.images.media for r in (one, other)]
-    return media[0] is media[1] and (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt))
+    if not (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)):
+        return False
+    if one.images is None or other.images is None:
+        return one.images is other.images
+    return one.images.media is other.images.media
 
 
 class Stopper:
