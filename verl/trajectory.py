@@ -72,11 +72,13 @@ class Media:
     inputs  arguments of the model's forward by name: pixel_values float32 [patches, numbers of one],
             image_grid_thw int64 [images, 3], in the order of the context
     tokens  of the context that stand for images
+    small   the images scaled down, as encoded files, for the report
     key     of its own, by which another process knows it again
     """
 
     inputs: dict[str, np.ndarray]
     tokens: int = 0
+    small: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
 
     @property

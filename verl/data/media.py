@@ -31,6 +31,8 @@ PLACEHOLDER = "<image>"
 MOST_PIXELS = 89_478_485
 """Pillow's own limit, from which on it warns of a decompression bomb; more is a bad row here."""
 _URL_BYTES, _URL_SECONDS = 64 << 20, 30
+# Longest side of an image in the report, in pixels.
+_SMALL = 192
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.jinja", "chat_template.json"),
@@ -155,6 +157,14 @@ def with_images(
     return placed, ordered
 
 
+def _scaled_down(image: Image) -> bytes:
+    """A file of a few kilobytes."""
+    out, small = io.BytesIO(), image.copy()
+    small.thumbnail((_SMALL, _SMALL))
+    small.save(out, "JPEG", quality=80)
+    return out.getvalue()
+
+
 def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] == "image"]
 
@@ -229,7 +239,7 @@ class ImageProcessor:
         )
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
-        return ids, Media(inputs, tokens)
+        return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)))
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""

@@ -97,7 +97,7 @@ def _decode_media(payload: Mapping[str, Any], count: int) -> list[Media | None]:
     held = {}
     for facts in payload["media"]:
         known = _MEDIA.get(facts["key"])
-        held[facts["key"]] = known or Media(dict(facts["inputs"]), facts["tokens"], facts["key"])
+        held[facts["key"]] = known or Media(dict(facts["inputs"]), facts["tokens"], key=facts["key"])
     _MEDIA.update(held)
     return [None if key is None else held[key] for key in payload["media_of"]]
 
