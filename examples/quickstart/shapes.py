@@ -82,7 +82,10 @@ def main() -> None:
     write([problem(dice, i) for i in range(args.train)], args.out / "train.parquet")
     test = [problem(dice, i) for i in range(args.test)]
     empty = png(Image.new("RGB", (CELL * CELLS, CELL * CELLS), EMPTY))
-    write(test + [row | {"images": [empty], "data_source": "shapes_blank"} for row in test], args.out / "test.parquet")
+    write(
+        test + [row | {"images": [empty], "data_source": "shapes_blank"} for row in test],
+        args.out / "test.parquet",
+    )
 
 
 if __name__ == "__main__":

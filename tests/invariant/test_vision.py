@@ -21,6 +21,8 @@ from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.models.layers import product_weights
+from verl.models.load import load_model
 from verl.trajectory import Prompt, Trajectory
 from verl.weight_sync.sender import InProcessSync
 
@@ -184,12 +186,19 @@ def of_two_ranks(path: str, shares: list[list[int]]) -> tuple[float, dict[str, t
 
 
 @pytest.mark.parametrize(
-    "shares", [[[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 1, 4, 5, 6, 7], [2, 3]], [list(range(8)), []]], ids=str
+    ("arch", "shares"),
+    [
+        ("qwen2_5_vl", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("qwen2_5_vl", [list(range(8)), []]),
+        *((arch, [[0, 1, 4, 5, 6, 7], [2, 3]]) for arch in ARCHITECTURES),
+    ],
+    ids=str,
 )
-def test_two_ranks_are_one_whoever_has_the_images(path25: Path, shares: list[list[int]]) -> None:
+def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
     """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other."""
-    found = ranks.run(of_two_ranks, 2, str(path25), shares)
-    norm, expected, log_probs = of_two_ranks(str(path25), [list(range(8))])
+    path = tiny_vision_model(tmp_path, arch)
+    found = ranks.run(of_two_ranks, 2, str(path), shares)
+    norm, expected, log_probs = of_two_ranks(str(path), [list(range(8))])
     for rank, (other, given, ours) in enumerate(found):
         assert other == pytest.approx(norm, rel=1e-4)
         assert_close(given, expected, 1e-3)
@@ -220,6 +229,18 @@ def test_what_is_in_the_image_changes_the_response(path25: Path) -> None:
     assert np.abs(seen - blank).max() > 1e-3
 
 
+def test_a_later_turn_encodes_nothing_again(path25: Path) -> None:
+    actor, prompts = FSDPEngine(path25, role_cfg=trained(), device="cpu"), make_prompts(path25)[2:3]
+    sampler = NativeEngine(actor.module, **LIMITS)
+    first = sample(sampler, prompts, 1)[0][0]
+    context = np.concatenate((prompts[0].ids, first.token_ids, np.arange(65, 75)))
+    later = [Prompt("0:2@0.1", context, None, media=prompts[0].media)]
+    found = sample(sampler, later, 1)
+    assert sampler.stats()["images"] == 3, "each of the three images once"
+    ours = actor.forward(rows_of(later, found), temperature=1.0)["log_probs"]
+    assert np.abs(ours - sampled(found)).max() <= 1e-4
+
+
 def test_a_frozen_tower_stays(path25: Path) -> None:
     actor = FSDPEngine(path25, role_cfg=trained(freeze_vision_tower=True), device="cpu")
     before = {name: p.detach().clone() for name, p in actor.module.named_parameters()}
@@ -245,6 +266,12 @@ def test_adapters_leave_the_tower_out_if_asked(path25: Path) -> None:
         ours = actor.forward(segments(rows), temperature=1.0)["log_probs"]
         assert np.abs(ours - sampled(found)).max() <= 1e-4
         actor.step(segments(rows), simple_loss(sum(r.length for r in rows)), temperature=1.0)
+
+
+def test_the_cost_of_a_token_is_the_language_model_s(path25: Path) -> None:
+    model = load_model(path25)
+    text = [p for n, p in model.named_parameters() if "visual" not in n and "embed_tokens" not in n and p.ndim > 1]
+    assert product_weights(model, model.config.get_text_config()) == sum(p.numel() for p in text)
 
 
 def test_what_does_not_fit_is_refused_by_name(path25: Path, tmp_path: Path) -> None:

@@ -302,7 +302,9 @@ def _file(path: str, name: str) -> str | None:
     from transformers.utils import cached_file
 
     options = dict.fromkeys(("missing_entries", "connection_errors"), False)
-    return cached_file(path, name, **{f"_raise_exceptions_for_{key}": value for key, value in options.items()})
+    return cached_file(
+        path, name, **{f"_raise_exceptions_for_{key}": value for key, value in options.items()}
+    )
 
 
 def save_processor(path: str, directory: Path) -> None:

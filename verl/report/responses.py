@@ -188,7 +188,11 @@ class _Packer:
         group = step, record.get("uid")
         if group != self._group:
             given = record.get("images")
-            uris = [uri for uri in given if str(uri).startswith("data:image/")] if isinstance(given, list) else []
+            uris = (
+                [uri for uri in given if str(uri).startswith("data:image/")]
+                if isinstance(given, list)
+                else []
+            )
             at = [self._intern(uri, self._image_at, self.packed.images) for uri in uris]
             self._group = group
             self._seen = {"im": at, "it": number(record.get("image_tokens"))} if at else {}
