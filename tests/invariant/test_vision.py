@@ -270,7 +270,9 @@ def test_adapters_leave_the_tower_out_if_asked(path25: Path) -> None:
 
 def test_the_cost_of_a_token_is_the_language_model_s(path25: Path) -> None:
     model = load_model(path25)
-    text = [p for n, p in model.named_parameters() if "visual" not in n and "embed_tokens" not in n and p.ndim > 1]
+    text = [
+        p for n, p in model.named_parameters() if "visual" not in n and "embed_tokens" not in n and p.ndim > 1
+    ]
     assert product_weights(model, model.config.get_text_config()) == sum(p.numel() for p in text)
 
 

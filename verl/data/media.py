@@ -13,6 +13,7 @@ import binascii
 import io
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,9 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
             "wrong column type", f"an image is a {type(cell).__name__}; bytes, a path or a URI is needed"
         )
     try:
-        image = Image.open(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name
+            image = Image.open(source)
     except FileNotFoundError as error:
         raise BadRow("image missing", f"{source}: no such file") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
