@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.chaos.fork_server import ForkServer
+from tests.ray_cluster import shared
+from tests.runs import TinyRun
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: two workers that share the rest out among them then end together."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Long tests first: two workers that share the rest out among them then end together. Before them those on the shared
+    Ray cluster: one worker has all of them while the other one begins at the other end, so nobody waits for the cluster."""
+    items.sort(key=lambda item: ("ray_address" not in item.fixturenames, not item.get_closest_marker("slow")))
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,28 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
     """Starts commands without paying for the imports each time; made when the first test asks for it."""
     with ForkServer(tmp_path_factory.mktemp("fork_server")) as helper:
         yield helper
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """Model, data and reward of small runs."""
+    return TinyRun(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the test run's simulated Ray cluster of four nodes with a core and two NPUs each; this module's alone."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    base = tmp_path_factory.getbasetemp()
+    with shared(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def ray_driver(ray_address: str) -> Iterator[str]:
+    """This process as a driver on that cluster."""
+    import ray
+
+    ray.init(address=ray_address, namespace="verl", logging_level="ERROR", log_to_driver=False)
+    yield ray_address
+    ray.shutdown()

@@ -1,12 +1,32 @@
-"""A simulated Ray cluster for tests: several nodes of this machine, shared by a module's tests."""
+"""Simulated Ray clusters: several nodes of this machine.
+
+One serves the whole test run: the fixture `ray_address` starts it on first need, `shared` is behind it. It is a process of
+its own (`python -m tests.ray_cluster FILE PID`), because the worker of pytest-xdist that needed it first may not be the
+last one; it ends with the test run. A test that takes nodes away, or needs another kind of node, has a cluster of its own
+(`cluster_of`) and says why.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-STORE = 150 << 20
+import psutil
+from filelock import FileLock
+
+from tests.runs import environment
+
+STORE = 80 << 20
+"""Ray wants at least 75 MiB a node."""
+NODE = {"num_cpus": 1, "resources": {"NPU": 2}}
+"""Of the shared cluster's four. One core: no two roles that ask for a device each share a node."""
+START_S = 120
 
 
 @contextmanager
@@ -14,7 +34,7 @@ def cluster_of(nodes: int, head: dict[str, Any] | None = None, **each: Any) -> I
     """A running `ray.cluster_utils.Cluster`; its `address` is for RAY_ADDRESS. `head`: what only its head has."""
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 2, "object_store_memory": STORE} | each
+    options = {"num_cpus": 1, "object_store_memory": STORE} | each
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"include_dashboard": False, **options, **(head or {})},
@@ -26,3 +46,54 @@ def cluster_of(nodes: int, head: dict[str, Any] | None = None, **each: Any) -> I
         yield cluster
     finally:
         cluster.shutdown()
+
+
+@contextmanager
+def shared(folder: Path) -> Iterator[str]:
+    """The address of the run's cluster, which nobody else uses within the block.
+
+    `folder` is one that all processes of the test run have in common.
+    """
+    address = folder / "ray_cluster.address"
+    with FileLock(folder / "ray_cluster.lock"):
+        if not address.exists():
+            _start(address)
+        yield address.read_text()
+
+
+def _start(address: Path) -> None:
+    run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    log = address.with_suffix(".log")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray_cluster", str(address), str(run)],
+            cwd=Path(__file__).parents[1],
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    end = time.monotonic() + START_S
+    while not address.exists():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+
+
+def serve(address: Path, run: int) -> None:
+    """Keep the cluster until the process `run` has ended."""
+    with cluster_of(4, **NODE) as cluster:
+        address.with_suffix(".new").write_text(cluster.address)
+        address.with_suffix(".new").rename(address)
+        while _lives(run):
+            time.sleep(0.5)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

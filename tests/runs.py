@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,11 @@ def weights(run: Path, step: int) -> dict[str, bytes]:
     for file in sorted((run / f"global_step_{step}" / "actor").glob("*.safetensors")):
         out |= {name: tensor.tobytes() for name, tensor in load_file(file).items()}
     return out
+
+
+def from_step(run: Path, step: int, to: Path) -> Path:
+    """A copy of a run as it was when that step was saved."""
+    to.mkdir()
+    shutil.copytree(run / f"global_step_{step}", to / f"global_step_{step}")
+    (to / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return to

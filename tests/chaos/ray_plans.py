@@ -6,11 +6,13 @@ from pathlib import Path
 
 SLOW_SAMPLING = """
 import time
+from pathlib import Path
 from verl.engine.rollout.native.engine import NativeEngine
 
 _step = NativeEngine.step
 
 def slow(self):
+    Path("{mark}").touch()
     time.sleep({seconds})
     _step(self)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import ray_plans
 from tests.runs import TinyRun, environment, records
 
 WORDS = (
@@ -19,7 +20,7 @@ WORDS = (
     "trainer.total_training_steps=2",
     "trainer.test_freq=-1",
     "trainer.val_before_train=False",
-    "data.max_response_length=24",
+    "data.max_response_length=12",
 )
 LIMIT_S = 60
 """Within so many seconds a run that cannot go on has to end."""
@@ -27,19 +28,26 @@ LIMIT_S = 60
 
 @contextmanager
 def started(
-    tiny: TinyRun, out: Path, address: str, *words: str, **more: str
+    tiny: TinyRun, address: str, out: Path, *words: str, **more: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command, which is ended with the block. It prints to OUT.log beside its run folder."""
+    """The command in a fresh process (a plan that changes workers has no effect with a forked driver); it is ended with the
+    block. It prints to OUT.log beside its run folder."""
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
     env = environment(RAY_ADDRESS=address, **more)
-    log = out.parent / f"{out.name}.log"
-    with log.open("w") as file:
+    with (out.parent / f"{out.name}.log").open("w") as file:
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         yield run
     finally:
         run.kill()
         run.wait()
+
+
+def slow_sampling(folder: Path, mark: Path, seconds: float = 0.25) -> dict[str, str]:
+    """The environment that makes a token take so long, a response twelve times as long; `mark` is there once one began."""
+    return ray_plans.plan(
+        folder / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=seconds, mark=mark
+    )
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:

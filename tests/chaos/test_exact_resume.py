@@ -20,7 +20,7 @@ from tests.chaos.killing import (
     state_files,
     step_lines,
 )
-from tests.runs import TinyRun, records, weights
+from tests.runs import records, weights
 
 KILLS = 20
 STEPS = 32
@@ -40,21 +40,18 @@ EVERYTHING = [
     "algorithm.use_kl_in_reward=True",
     "algorithm.kl_ctrl.type=adaptive",
     "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
     "actor_rollout_ref.actor.ppo_epochs=2",
     "actor_rollout_ref.actor.shuffle=True",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
     "actor_rollout_ref.actor.fsdp_config.dtype=null",
     "data.shuffle=True",
+    "reward_model.reward_manager=dapo",
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=2",
     "trainer.test_freq=3",
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

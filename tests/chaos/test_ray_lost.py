@@ -1,4 +1,7 @@
-"""Nodes that go: a bundle moves to another node, and a run that is cut off from its cluster ends with that said."""
+"""Nodes that go: a bundle moves to another node, and a run that is cut off from its cluster ends with that said.
+
+Its cluster is its own, because every test takes a part of it away.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos import ray_plans
 from tests.chaos.ray_runs import (
     LIMIT_S,
     events,
@@ -19,25 +21,25 @@ from tests.chaos.ray_runs import (
     nothing_lost,
     pid_of,
     replaced_once,
+    slow_sampling,
     started,
     steps_logged,
     until,
 )
 from tests.ray_cluster import STORE, cluster_of
-from tests.runs import TinyRun
 from verl.config import load
 
 ray = pytest.importorskip("ray")
 from tests import ray_stubs  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ALONE = ("trainer.nnodes=1", "data.max_response_length=12")
+ALONE = "trainer.nnodes=1"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without work and three nodes of one core. The last tests take the head away."""
-    with cluster_of(4, head={"num_cpus": 0}, num_cpus=1) as running:
+    with cluster_of(4, head={"num_cpus": 0}) as running:
         yield running
 
 
@@ -80,20 +82,33 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         ray.shutdown()
 
 
-def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tmp_path) -> None:
-    tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "out"
+def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tiny, tmp_path) -> None:
+    out, mark = tmp_path / "out", tmp_path / "sampling"
     own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.3)
-    with started(tiny, out, cluster.address, *ALONE, *own, **slow) as run:
+    slow = slow_sampling(tmp_path, mark, 0.3)
+    with started(tiny, cluster.address, out, ALONE, *own, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
-        time.sleep(1.0)  # 12 tokens take 4 s: step 2 is being sampled
+        mark.unlink()
+        until(mark.exists, run, out)
+        time.sleep(0.5)  # step 2 is being sampled
         raylet = psutil.Process(pid_of(out, "sampler 0")).ppid()
         node = next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == raylet)
         cluster.remove_node(node, allow_graceful=False)
         assert run.wait(200) == 0, log_of(out)[-3000:]
     assert replaced_once(out)["unfinished"] == 12
     nothing_lost(out, [2])
+
+
+def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, tiny, tmp_path) -> None:
+    out, mark = tmp_path / "out", tmp_path / "sampling"
+    slow = slow_sampling(tmp_path, mark)
+    with started(tiny, cluster.address, out, **slow) as run:
+        until(mark.exists, run, out)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        assert run.wait(LIMIT_S) == 1
+    last = last_word(out)
+    assert re.search(r"training worker [01] .* died in gen: its node is lost", last), last
 
 
 @pytest.mark.parametrize(
@@ -107,11 +122,11 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tmp_path) 
     ],
     ids=["daemon", "head"],
 )
-def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tmp_path, kill, words) -> None:
+def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tiny, tmp_path, kill, words) -> None:
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
-    tiny, out, address = TinyRun(tmp_path / "tiny"), tmp_path / "out", cluster.address
-    slow = ray_plans.plan(tmp_path / "plug", "slow_sampling", ray_plans.SLOW_SAMPLING, seconds=0.6)
-    with started(tiny, out, address, *ALONE, "trainer.total_training_steps=9", **slow) as run:
+    out, mark, address = tmp_path / "out", tmp_path / "sampling", cluster.address
+    slow = slow_sampling(tmp_path, mark, 0.6)
+    with started(tiny, address, out, ALONE, "trainer.total_training_steps=9", **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         getattr(cluster.head_node, kill)(check_alive=False)
         assert run.wait(LIMIT_S) == 1

@@ -1,4 +1,7 @@
-"""An object store that is full, on a disk that is full too: the run ends with what to change."""
+"""An object store that is full, on a disk that is full too: the run ends with what to change.
+
+Its cluster is its own: only a Ray that is started with the option takes the disk for full.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,13 @@ from verl.workers.ray.calls import RayCalls, WorkerHandle  # noqa: E402
 from verl.workers.roles import Role  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STORE = 80 << 20
 NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 """Ray takes a disk for full above this share."""
 
 
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
-    with cluster_of(1, object_store_memory=STORE, _system_config=NO_DISK) as running:
+    with cluster_of(1, _system_config=NO_DISK) as running:
         ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
         calls = RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])

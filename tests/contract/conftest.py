@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,39 @@ import numpy as np
 import pytest
 import torch
 
-from tests.vllm_cases import vllm_engine, vllm_model
+from tests.vllm_cases import require_vllm, vllm_engine, vllm_model
 from verl.engine.rollout.base import Completion
 
 ENGINES = ["native", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 
 
-@dataclass
 class Sampler:
-    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`)."""
+    """A rollout engine that is a weight receiver too, and the model that it should compute (`reference`); `discard` gives
+    the next test new ones."""
 
-    engine: Any
-    reference: Any
-    path: Path
+    def __init__(self, kind: str, path: Path):
+        self._kind, self.path = kind, path
+
+    @functools.cached_property
+    def engine(self) -> Any:
+        """At most 8 responses at a time, of at most 256 tokens with their prompt."""
+        if self._kind == "vllm":
+            return vllm_engine(self.path, load_format="auto")
+        from tests.tiny import tiny_tokenizer
+        from verl.engine.rollout.native import NativeEngine
+
+        limits = {"eos_token_ids": [258], "max_model_len": 256, "max_num_seqs": 8}
+        return NativeEngine(load(self.path), tokenizer=tiny_tokenizer(), **limits)
+
+    @functools.cached_property
+    def reference(self) -> Any:
+        return load(self.path)
+
+    def discard(self) -> None:
+        if "engine" in vars(self):
+            self.engine.close()
+        for name in ("engine", "reference"):
+            vars(self).pop(name, None)
 
     @torch.no_grad()
     def logits(self, prompt: list[int], response: list[int]) -> torch.Tensor:
@@ -48,22 +68,8 @@ def load(path: Path) -> Any:
 
 @pytest.fixture(scope="session", params=ENGINES)
 def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
-    """At most 8 responses at a time, of at most 256 tokens with their prompt."""
-    path = vllm_model(tmp_path_factory.mktemp(request.param) / "model")
     if request.param == "vllm":
-        from verl.config.engine_packages import EnginePackageError, check_vllm
-
-        try:
-            check_vllm()
-        except EnginePackageError as error:
-            pytest.skip(str(error))
-        engine = vllm_engine(path, load_format="auto")
-    else:
-        from tests.tiny import tiny_tokenizer
-        from verl.engine.rollout.native import NativeEngine
-
-        engine = NativeEngine(
-            load(path), eos_token_ids=[258], max_model_len=256, max_num_seqs=8, tokenizer=tiny_tokenizer()
-        )
-    yield Sampler(engine, load(path), path)
-    engine.close()
+        require_vllm()
+    made = Sampler(request.param, vllm_model(tmp_path_factory.mktemp(request.param) / "model"))
+    yield made
+    made.discard()

@@ -24,21 +24,37 @@ SCRIPTS = sorted(s for s in EXAMPLES.rglob("*.sh") if s.name != "ray_start.sh" a
 PREPARE = sorted((EXAMPLES / "data_preprocess").glob("*.py"))
 
 
-@pytest.fixture
-def shell(tmp_path):
-    """Runs a command with this interpreter as python3 and tmp_path as home; returns the finished process."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
+def shell_in(home: Path):
+    """Runs commands with this interpreter as python3 and `home` as home; gives the finished process."""
+    folder = home / "bin"
+    folder.mkdir(exist_ok=True)
     (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python3").chmod(0o755)
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "RAY_", "VERL_"))}
-        env |= {"PATH": f"{folder}:{env['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        env |= {"PATH": f"{folder}:{env['PATH']}", "HOME": str(home), "PYTHONPATH": str(ROOT)}
         command = [str(word) for word in words]
-        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=home, check=False)
 
     return run
+
+
+@pytest.fixture
+def shell(tmp_path):
+    return shell_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A home with a model directory, and the data as the script that the comments name makes it."""
+    home = tmp_path_factory.mktemp("home")
+    gsm8k_files(home)
+    prepare = EXAMPLES / "data_preprocess/gsm8k.py"
+    made = shell_in(home)("python3", prepare, "--local_dataset_path", home / "raw")
+    assert made.returncode == 0, made.stderr
+    model_directory(home / "model")
+    return home
 
 
 def gsm8k_files(home: Path) -> None:
@@ -72,17 +88,11 @@ def test_a_command_resolves_and_passes_on_its_arguments(script, shell) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)
-def test_a_command_is_right_after_its_own_preparation(script, shell, tmp_path) -> None:
-    """The data is made by the script that the comment names; only the model is another."""
-    gsm8k_files(tmp_path)
-    prepare = EXAMPLES / "data_preprocess/gsm8k.py"
-    made = shell("python3", prepare, "--local_dataset_path", tmp_path / "raw")
-    assert made.returncode == 0, made.stderr
+def test_a_command_is_right_after_its_own_preparation(script, prepared) -> None:
+    """Only the model is another."""
     key = "model.path" if "sft" in script.name else "actor_rollout_ref.model.path"
-    model = model_directory(tmp_path / "model")
-    done = shell(
-        "bash", script, f"{key}={model}", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"
-    )
+    words = [f"{key}={prepared}/model", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"]
+    done = shell_in(prepared)("bash", script, *words)
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout
     assert "no effect" not in done.stderr and "not in this release" not in done.stderr

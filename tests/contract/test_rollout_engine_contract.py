@@ -18,7 +18,7 @@ BUDGET = 150
 
 
 def test_it_is_a_rollout_engine(sampler: Sampler) -> None:
-    assert isinstance(sampler.engine, RolloutEngine) and sampler.engine.version == 0
+    assert isinstance(sampler.engine, RolloutEngine) and sampler.engine.version >= 0
     assert not sampler.engine.dead
 
 
@@ -94,6 +94,10 @@ def test_end_tokens_stop_tokens_and_stop_strings_end_a_response_and_stay_in_it(s
         assert len(done.log_probs) == len(cut)
     whole = response().token_ids.tolist()
     assert whole == (free[: free.index(258) + 1] if 258 in free else free)
+    full = response(ignore_eos=True, max_tokens=1000)
+    assert len(full.token_ids) == 256 - 20 and full.finish_reason == "length", (
+        "as long as max_model_len lets it"
+    )
 
 
 def test_the_prompt_of_a_group_is_computed_once(sampler: Sampler) -> None:
@@ -152,8 +156,9 @@ def test_asleep_nothing_is_sampled(sampler: Sampler) -> None:
         ([1], {"top_p": 0.0}, r"top_p=0\.0"),
         ([1], {"min_p": 2.0}, r"min_p=2\.0"),
         ([1], {"max_tokens": 0}, r"max_tokens=0"),
+        ([1], {"temperature": -1.0}, r"temperature=-1\.0"),
     ],
-    ids=["long", "empty", "top_p", "min_p", "max_tokens"],
+    ids=["long", "empty", "top_p", "min_p", "max_tokens", "temperature"],
 )
 def test_requests_that_cannot_be_sampled_are_refused(
     sampler: Sampler, prompt: list[int], params: dict[str, Any], said: str

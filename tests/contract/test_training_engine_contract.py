@@ -239,6 +239,7 @@ def saved(path: Path, folder: Path) -> Any:
 def test_what_is_saved_is_a_hugging_face_directory(on: Run, tmp_path: Path) -> None:
     path, to = tiny_model(tmp_path / "m", "qwen3_moe", tied=True), tmp_path / "w"
     found = on(saved, path, to)
+    assert len(list(to.glob("*.safetensors"))) == len(found), "every rank writes its part"
     config = json.loads((to / "config.json").read_text())
     assert config["dtype"] == json.loads((path / "config.json").read_text()).get("dtype", "bfloat16")
     assert "verl" not in json.dumps(config) and (to / "generation_config.json").exists()

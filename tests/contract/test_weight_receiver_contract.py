@@ -86,9 +86,10 @@ def test_requests_under_way_go_on_with_new_weights(sampler: Sampler) -> None:
 
 
 def test_a_load_that_is_not_whole_leaves_a_sampler_that_refuses(sampler: Sampler) -> None:
-    """The last one: an engine of its own processes is of no use after it."""
+    """An engine of its own processes is of no use after it."""
     some = [(n, t) for n, t in sampler.reference.state_dict().items() if "layers.1.self_attn.k_proj" not in n]
     with pytest.raises((ValueError, WeightSyncError), match=r"no value came for .*layers\.1\.self_attn"):
         sampler.engine.load_weights(some, 9)
     with pytest.raises(RuntimeError, match="no value came for"):
         sample(sampler.engine, [PROMPT])
+    sampler.discard()

@@ -175,10 +175,6 @@ class Page:
                 "Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, **more
             )
 
-    def mouse(self, x: float, y: float) -> None:
-        """Move the pointer."""
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def screenshot(self, target: Path, whole: bool = False) -> Path:
         """Save a PNG of the window, or of the whole page."""
         if whole:

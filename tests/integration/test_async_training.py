@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import records
+from tests.vllm_cases import require_vllm, vllm_model
 
 POOLS = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
 
@@ -18,26 +19,26 @@ def trained(run: Path, step: int) -> list[str]:
     return list(dict.fromkeys(row["uid"] for row in rows))
 
 
-def test_in_one_process_it_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    tiny = TinyRun(tmp_path / "tiny")
-    done = main_ppo(tiny.overrides(tmp_path / "out", "trainer.max_staleness=1"))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+def test_in_one_process_it_is_refused_with_what_to_do(fork_server, tiny, tmp_path: Path) -> None:
+    done = fork_server.run(tiny.overrides(tmp_path / "out", "trainer.max_staleness=1"))
+    assert done.status == 2 and "Traceback" not in done.stderr
     assert "share one model here" in done.stderr and "rollout.nnodes=1" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_one_step_off_trains_on_the_same_prompts_and_resumes(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    tiny = TinyRun(tmp_path / "tiny")
+def test_one_step_off_trains_on_the_same_prompts_and_resumes(
+    fork_server, tiny, ray_address, tmp_path: Path
+) -> None:
     plain, ahead = tmp_path / "plain", tmp_path / "ahead"
     steady = ["trainer.test_freq=-1", "trainer.val_before_train=False"]
-    done = main_ppo(tiny.overrides(plain, *steady, "trainer.total_training_steps=5"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fork_server.run(tiny.overrides(plain, *steady, "trainer.total_training_steps=5"))
+    assert done.status == 0, done.stderr[-3000:]
     words = [*POOLS, *steady, "trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=token"]
     for steps in (3, 5):
-        done = main_ppo(tiny.overrides(ahead, *words, f"trainer.total_training_steps={steps}"), timeout=420)
-        assert done.returncode == 0, done.stderr[-3000:]
+        argv = tiny.overrides(ahead, *words, f"trainer.total_training_steps={steps}")
+        done = fork_server.run(argv, timeout=400, RAY_ADDRESS=ray_address)
+        assert done.status == 0, done.stderr[-3000:]
     assert "resuming from" in done.stderr and "global_step_3" in done.stderr
     found = records(ahead)
     assert sorted(found) == [1, 2, 3, 4, 5]
@@ -58,20 +59,20 @@ def test_one_step_off_trains_on_the_same_prompts_and_resumes(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["native", "vllm"])
-def test_answers_that_a_push_interrupts_are_continued(tmp_path: Path, engine: str) -> None:
+def test_answers_that_a_push_interrupts_are_continued(
+    fork_server, tiny, ray_address, tmp_path: Path, engine: str
+) -> None:
     """Samplers are the bottleneck, so every push finds responses half written. The learning rate is 0: whatever version
     wrote a token, sampler and trainer must agree on it, so what is lost or shifted at a seam is seen."""
-    pytest.importorskip("ray")
-    tiny = TinyRun(tmp_path / "tiny")
+    model = tiny.model
     if engine == "vllm":
-        from tests.vllm_cases import require_vllm, vllm_model
-
         require_vllm()
-        tiny.model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
+        model = vllm_model(tmp_path / "heads", "qwen2", tied=True)
     out = tmp_path / "out"
     words = [
         *POOLS,
         "trainer.max_staleness=1",
+        f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.rollout.name={engine}",
         "actor_rollout_ref.rollout.max_num_seqs=8",
         "data.max_response_length=160",
@@ -83,8 +84,8 @@ def test_answers_that_a_push_interrupts_are_continued(tmp_path: Path, engine: st
         "trainer.verify_weight_sync=True",
         "trainer.logprob_diff_limit=1e-4",
     ]
-    done = main_ppo(tiny.overrides(out, *words), timeout=600)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    done = fork_server.run(tiny.overrides(out, *words), timeout=600, RAY_ADDRESS=ray_address)
+    assert done.status == 0, (done.stdout + done.stderr)[-4000:]
     found = records(out)
     assert sorted(found) == [1, 2, 3, 4]
     seams = []

@@ -21,11 +21,6 @@ PLUGIN = {"VERL_USE_EXTERNAL_MODULES": "tests.integration.bad_plugin"}
 CONFIGURATION, MACHINE, FAILED, UNSAVED = 2, 3, 1, 4
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("tiny"))
-
-
 def errors(run: Run) -> list[str]:
     """The messages a run ended with: what starts with "verl: " and is neither progress nor about the data it read."""
     harmless = ("verl: Training Progress", "verl: train: ", "verl: val: ")
@@ -58,28 +53,25 @@ def table(tiny: TinyRun, path: Path, *, drop: str = "", rows: int | None = None)
 # ---------------------------------------------------------------------------------------------------- data
 
 
-def test_missing_parquet(tiny, fork_server, tmp_path) -> None:
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={tiny.root}/trian.parquet"))
-    assert_refused(
-        run, MACHINE, "data.train_files", f"{tiny.root}/trian.parquet", "no such file", "train.parquet"
-    )
+@pytest.mark.parametrize(
+    ("key", "make", "status", "said"),
+    [
+        ("data.train_files", lambda tiny, to: None, MACHINE, ["no such file"]),
+        ("data.train_files", lambda tiny, to: to.write_bytes(b""), CONFIGURATION, ["empty"]),
+        ("data.val_files", lambda tiny, to: to.write_bytes(b""), CONFIGURATION, ["empty"]),
+        ("data.train_files", lambda tiny, to: table(tiny, to, rows=0), CONFIGURATION, ["no rows"]),
+        ("data.val_files", lambda tiny, to: table(tiny, to, rows=0), CONFIGURATION, ["no rows"]),
+        ("data.train_files", lambda tiny, to: to.write_text("a,b\n1,2\n"), CONFIGURATION, ["not a parquet file"]),
+    ],
+    ids=["absent", "empty", "empty val", "no rows", "no rows val", "csv"],
+)  # fmt: skip
+def test_files_that_cannot_be_read(tiny, fork_server, tmp_path, key, make, status, said) -> None:
+    make(tiny, tmp_path / "trian.parquet")
+    (tmp_path / "train.parquet").touch()
+    run = fork_server.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/trian.parquet"))
+    message = assert_refused(run, status, key, f"{tmp_path}/trian.parquet", *said)
+    assert status != MACHINE or "train.parquet" in message.replace("trian", ""), "the nearest name"
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
-def test_empty_parquet(tiny, fork_server, tmp_path, key) -> None:
-    (tmp_path / "zero.parquet").write_bytes(b"")
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"{key}={tmp_path}/zero.parquet"))
-    assert_refused(run, CONFIGURATION, key, "zero.parquet", "empty")
-    none = table(tiny, tmp_path / "none.parquet", rows=0)
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"{key}={none}"))
-    assert_refused(run, CONFIGURATION, key, "none.parquet", "no rows")
-
-
-def test_a_file_that_is_no_parquet(tiny, fork_server, tmp_path) -> None:
-    (tmp_path / "text.parquet").write_text("question,answer\n1,2\n")
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"data.train_files={tmp_path}/text.parquet"))
-    assert_refused(run, CONFIGURATION, "data.train_files", "text.parquet", "not a parquet file")
 
 
 @pytest.mark.parametrize(
@@ -273,45 +265,26 @@ def test_failed_scores_above_the_limit_stop_the_run(tiny, fork_server, tmp_path)
 # --------------------------------------------------------------------------------------------------- model
 
 
-@pytest.fixture
-def model(tiny, tmp_path) -> Path:
-    """A copy of the model to be broken."""
-    return Path(shutil.copytree(tiny.model, tmp_path / "model"))
-
-
-def test_a_model_directory_without_weights(tiny, fork_server, model, tmp_path) -> None:
-    (model / "model.safetensors").unlink()
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    assert_refused(
-        run, CONFIGURATION, f"actor_rollout_ref.model.path={model}", "no *.safetensors", "config.json"
-    )
-
-
-def test_a_model_directory_with_weights_cut_short(tiny, fork_server, model, tmp_path) -> None:
-    file = model / "model.safetensors"
+def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "status", "said"),
+    [
+        ("model.safetensors", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path=", "no *.safetensors", "config.json"]),
+        ("model.safetensors", cut_short, CONFIGURATION, ["model.path=", "model.safetensors (", " bytes)"]),
+        ("config.json", Path.unlink, CONFIGURATION, ["actor_rollout_ref.model.path", "config.json does not exist"]),
+        ("tokenizer*", Path.unlink, CONFIGURATION, ["no tokenizer", "actor_rollout_ref.model.tokenizer_path"]),
+        ("", shutil.rmtree, MACHINE, ["actor_rollout_ref.model.path", "no such directory"]),
+    ],
+)  # fmt: skip
+def test_a_model_directory_that_is_not_whole(tiny, fork_server, tmp_path, name, damage, status, said) -> None:
+    model = Path(shutil.copytree(tiny.model, tmp_path / "model"))
+    for file in list(model.glob(name)) if name else [model]:
+        damage(file)
     run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    assert_refused(
-        run, CONFIGURATION, f"model.path={model}", f"model.safetensors ({file.stat().st_size} bytes)"
-    )
-
-
-def test_a_model_directory_without_config(tiny, fork_server, model, tmp_path) -> None:
-    (model / "config.json").unlink()
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    assert_refused(run, CONFIGURATION, "actor_rollout_ref.model.path", f"{model}/config.json does not exist")
-
-
-def test_a_model_directory_without_tokenizer(tiny, fork_server, model, tmp_path) -> None:
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={model}"))
-    assert_refused(run, CONFIGURATION, str(model), "no tokenizer", "actor_rollout_ref.model.tokenizer_path")
-
-
-def test_no_model_directory(tiny, fork_server, tmp_path) -> None:
-    run = fork_server.run(tiny.overrides(tmp_path / "out", f"actor_rollout_ref.model.path={tmp_path}/none"))
-    assert_refused(run, MACHINE, "actor_rollout_ref.model.path", f"{tmp_path}/none: no such directory")
+    assert_refused(run, status, str(model), *said)
 
 
 # ------------------------------------------------------------------------------------------- configuration
@@ -397,8 +370,7 @@ def test_a_checkpoint_cut_in_the_middle_is_passed_over(
 ) -> None:
     out = Path(shutil.copytree(three_steps, tmp_path / "out"))
     for step in (2, 3):
-        file = out / f"global_step_{step}" / damage
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        cut_short(out / f"global_step_{step}" / damage)
     run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"))
     assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
     for step in (2, 3):

@@ -17,11 +17,6 @@ from verl.trainer.main_ppo import main
 GAE = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-2", "trainer.test_freq=0")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("critic"))
-
-
 def train(tiny: TinyRun, out: Path, *words: str) -> dict[int, dict]:
     assert main(tiny.overrides(out, *GAE, *words)) == 0
     lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())

@@ -26,11 +26,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("every"))
-
-
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_it_trains_by_its_key(tiny: TinyRun, tmp_path: Path, estimator: str, loss: str) -> None:
     words = [

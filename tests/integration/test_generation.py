@@ -17,11 +17,6 @@ from tests.runs import TinyRun, environment
 from verl.trainer import main_eval, main_generation, main_ppo
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("tiny"))
-
-
 def words(tiny: TinyRun, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={tiny.model}",

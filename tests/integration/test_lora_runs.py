@@ -19,11 +19,6 @@ KL = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_lo
 SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=-1"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("tiny"))
-
-
 def adapter_of(out: Path, step: int) -> Path:
     return out / f"global_step_{step}/actor/lora_adapter"
 

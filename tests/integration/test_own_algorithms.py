@@ -13,11 +13,6 @@ from verl.trainer.main_ppo import main
 PLUG_IN = "actor_rollout_ref.model.external_lib=tests.integration.plug_in_needs"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("own"))
-
-
 def records(out: Path) -> list[dict]:
     lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line.get("step")]

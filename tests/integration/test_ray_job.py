@@ -1,4 +1,7 @@
-"""`ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir .`: the code travels, and the run finishes."""
+"""`ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir .`: the code travels, and the run finishes.
+
+Its cluster is its own: it takes jobs, and every node of it unpacks code that no other test wants.
+"""
 
 from __future__ import annotations
 

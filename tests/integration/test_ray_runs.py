@@ -1,56 +1,70 @@
-"""Whole runs over two ranks on two nodes: the same as one process, the same again, the same after a resume."""
+"""Whole runs over ranks and samplers on nodes of the shared cluster: the same as one process, the same again, the same after
+a resume."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
-import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ray_cluster import cluster_of
-from tests.runs import TinyRun, main_ppo, records, weights
+from tests.runs import from_step, main_ppo, records, weights
+from tests.tiny import tiny_model
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FSDP = "actor_rollout_ref.actor.fsdp_config"
-TWO = (
-    "trainer.nnodes=2",
-    "trainer.n_gpus_per_node=1",
-    "trainer.verify_weight_sync=True",
-    f"{FSDP}.param_offload=True",
-    f"{FSDP}.optimizer_offload=True",
-)
+VERIFIED = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.verify_weight_sync=True")
+TWO = (*VERIFIED, f"{FSDP}.param_offload=True", f"{FSDP}.optimizer_offload=True")
 SHORT = ("trainer.total_training_steps=3", "trainer.test_freq=3", "actor_rollout_ref.actor.use_kl_loss=True")
+LORA = ("actor_rollout_ref.model.lora_rank=8", "trainer.total_training_steps=2", "trainer.test_freq=-1")
+Train = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def address():
-    with cluster_of(2, num_cpus=1) as cluster:
-        yield cluster.address
+def train(fork_server, tiny, ray_address) -> Train:
+    """A run to its end, on the cluster if it asks for two nodes; returns its folder."""
+
+    def start(out: Path, *words: str) -> Path:
+        more = {"RAY_ADDRESS": ray_address} if "trainer.nnodes=2" in words else {}
+        run = fork_server.run(tiny.overrides(out, *SHORT, *words), timeout=300, **more)
+        assert run.status == 0, (run.stdout + run.stderr)[-4000:]
+        return out
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("tiny"))
-
-
-def train(tiny: TinyRun, out: Path, *words: str, address: str = "") -> Path:
-    more = {"RAY_ADDRESS": address} if address else {}
-    done = main_ppo(tiny.overrides(out, *SHORT, *words), timeout=400, **more)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return out
+def alone(train, tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "alone")
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, tmp_path_factory) -> Path:
-    return train(tiny, tmp_path_factory.mktemp("runs") / "alone")
+def profiles(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
 
 
 @pytest.fixture(scope="module")
-def two(tiny, address, tmp_path_factory) -> Path:
-    return train(tiny, tmp_path_factory.mktemp("runs") / "two", *TWO, address=address)
+def two(train, profiles, tmp_path_factory) -> Path:
+    """Two of its steps are profiled, which changes nothing."""
+    words = (
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[2,3]",
+        "global_profiler.profile_continuous_steps=True",
+        f"global_profiler.save_path={profiles}",
+        "actor_rollout_ref.actor.profiler.enable=True",
+        "actor_rollout_ref.actor.profiler.ranks=[1]",
+        "actor_rollout_ref.rollout.profiler.enable=True",
+    )
+    return train(tmp_path_factory.mktemp("runs") / "two", *TWO, *words)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in map(json.loads, (run / "events.jsonl").open()) if e["event"] == kind]
 
 
 def assert_close(one: dict[int, dict], other: dict[int, dict], steps: list[int]) -> None:
@@ -60,14 +74,6 @@ def assert_close(one: dict[int, dict], other: dict[int, dict], steps: list[int])
         for name, value in one[step].items():
             if isinstance(value, float) and not math.isnan(value):
                 assert other[step][name] == pytest.approx(value, rel=2e-3, abs=2e-4), (step, name)
-
-
-def from_step(run: Path, step: int, to: Path) -> Path:
-    """A copy of a run as it was when that step was saved."""
-    to.mkdir()
-    shutil.copytree(run / f"global_step_{step}", to / f"global_step_{step}")
-    (to / "latest_checkpointed_iteration.txt").write_text(str(step))
-    return to
 
 
 def test_two_ranks_train_as_one_process(alone, two) -> None:
@@ -82,41 +88,117 @@ def test_two_ranks_train_as_one_process(alone, two) -> None:
     assert moved == pytest.approx(sum(map(len, weights(two, 3).values())), rel=1e-3), (
         "each weight counts once, whatever the number of nodes"
     )
-    plan = next(
-        e
-        for e in map(json.loads, (two / "events.jsonl").read_text().splitlines())
-        if e.get("event") == "plan"
+    device = events(two, "plan")[0]["device"]
+    assert "2 ranks on 2 nodes" in device and "2 samplers" in device
+
+
+def test_workers_write_profiles_of_the_chosen_steps(two, profiles) -> None:
+    """Those of the named rank and of the sampler, one for both steps."""
+    found = sorted(p.name for p in profiles.glob("*.json.gz"))
+    assert found == ["actor.rank1.step2-3.torch.json.gz", "rollout.rank0.step2-3.torch.json.gz"]
+    for name in found:
+        with gzip.open(profiles / name, "rt") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"} & names
+        training = {"old_log_prob", "update_actor"} if name.startswith("actor") else set()
+        assert training | {"update_weights"} <= names, "the phases of this worker are ranges"
+    assert len(events(two, "profile")[0]["files"]) == 4
+
+
+def test_samplers_on_nodes_of_their_own_get_the_weights_by_relay(
+    tiny, ray_address, alone, tmp_path, monkeypatch
+) -> None:
+    """Two ranks and two samplers on four nodes. The driver is this process, to see which nodes got a broadcast."""
+    import ray
+
+    from verl.trainer.main_ppo import main
+    from verl.workers.ray.remote_weight_sync import RemoteWeightSync
+
+    relays, seen, out = RemoteWeightSync._relays, [], tmp_path / "apart"
+
+    def watched(self: RemoteWeightSync, routes: Any, *rest: Any) -> list[Any]:
+        refs = relays(self, routes, *rest)
+        seen.append((len(routes.relayed), len(set(self._nodes)), rest[-1][0][-1]["timeout"]))
+        return refs
+
+    monkeypatch.setattr(RemoteWeightSync, "_relays", watched)
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    pool = (
+        "actor_rollout_ref.rollout.nnodes=2",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+        "actor_rollout_ref.nccl_timeout=123",
     )
-    assert "2 ranks on 2 nodes" in plan["device"] and "2 samplers" in plan["device"]
+    try:
+        assert main(tiny.overrides(out, *SHORT, *VERIFIED, *pool)) == 0
+    finally:
+        ray.shutdown()
+    assert len(seen) == 4 and set(seen) == {(2, 2, 123)}, (
+        "each push goes to both, with the time the user gave"
+    )
+    assert_close(records(alone), records(out), [0, 1, 2, 3])
+    device = events(out, "plan")[0]["device"]
+    assert "2 ranks on 2 nodes" in device and "2 samplers" in device
 
 
-def test_samplers_on_a_node_of_their_own_get_the_weights_by_relay(tiny, address, alone, tmp_path) -> None:
-    pool = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
-    apart = train(tiny, tmp_path / "apart", *pool, "trainer.verify_weight_sync=True", address=address)
-    assert_close(records(alone), records(apart), [0, 1, 2, 3])
-
-
-def test_a_critic_on_two_ranks_learns_as_in_one_process(tiny, address, tmp_path) -> None:
-    words = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "critic.ppo_mini_batch_size=4")
+def test_a_critic_on_two_ranks_learns_as_in_one_process(train, tmp_path) -> None:
+    words = (
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-4",
+        "critic.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=2",
+    )
     offload = "critic.model.fsdp_config.param_offload=True"
-    alone = train(tiny, tmp_path / "alone", *words)
-    two = train(tiny, tmp_path / "two", *words, *TWO, offload, address=address)
-    assert_close(records(alone), records(two), [0, 1, 2, 3])
-    assert records(two)[3]["critic/vf_loss"] > 0 and (two / "global_step_3/critic/config.json").is_file()
+    alone = train(tmp_path / "alone", *words)
+    two = train(tmp_path / "two", *words, *TWO, offload)
+    assert_close(records(alone), records(two), [0, 1, 2])
+    assert records(two)[2]["critic/vf_loss"] > 0 and (two / "global_step_2/critic/config.json").is_file()
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(tiny, address, two, tmp_path) -> None:
-    again = train(tiny, from_step(two, 1, tmp_path / "again"), *TWO, address=address)
+def test_a_resumed_run_is_the_same_bit_for_bit(train, two, tmp_path) -> None:
+    again = train(from_step(two, 1, tmp_path / "again"), *TWO)
     later, first = records(again), records(two)
     assert {s: later[s] for s in (2, 3)} == {s: first[s] for s in (2, 3)}
     assert weights(again, 3) == weights(two, 3)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(
-    tiny, address, alone, two, tmp_path
-) -> None:
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_back(train, alone, two, tmp_path) -> None:
     assert sorted(weights(two, 3)) == sorted(weights(alone, 3))
-    down = train(tiny, from_step(two, 1, tmp_path / "down"))
+    down = train(from_step(two, 1, tmp_path / "down"))
     assert_close(records(two), records(down), [2, 3])
-    up = train(tiny, from_step(alone, 1, tmp_path / "up"), *TWO, address=address)
+    up = train(from_step(alone, 1, tmp_path / "up"), *TWO)
     assert_close(records(alone), records(up), [2, 3])
+
+
+def test_the_adapter_alone_moves_between_two_ranks_and_the_run_is_that_of_one_process(
+    train, tmp_path
+) -> None:
+    pytest.importorskip("peft")
+    alone, two = records(train(tmp_path / "alone", *LORA)), tmp_path / "two"
+    for steps in (1, 2):
+        train(two, *LORA, *VERIFIED, f"trainer.total_training_steps={steps}")
+    assert events(two, "resumed")[-1]["step"] == 1
+    both = records(two)
+    for step in (1, 2):
+        assert both[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"):
+            assert both[step][name] == pytest.approx(alone[step][name], rel=2e-3, abs=2e-4), (step, name)
+    assert (two / "global_step_2/actor/lora_adapter/adapter_model.safetensors").is_file()
+
+
+def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
+    tiny, ray_address, tmp_path, monkeypatch
+) -> None:
+    """The driver's home has a hub model in its cache, those of the nodes do not. What else is compared: test_ray_nodes.py."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    cache = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"
+    tiny_model(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("a" * 40)
+    words = tiny.overrides(tmp_path / "out", *VERIFIED, "actor_rollout_ref.model.path=somebody/tiny")
+    done = main_ppo(words, RAY_ADDRESS=ray_address, HOME=str(tmp_path))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    (said,) = [line for line in done.stderr.splitlines() if "do not fit" in line]
+    assert "somebody/tiny" in said and "HF_HUB_OFFLINE is set" in said, said
+    assert not list((tmp_path / "out").glob("global_step_*")) and not list((tmp_path / "out").glob(".seen*"))

@@ -20,9 +20,8 @@ pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("arch", "tied"), [("qwen3", False), ("llama", True)])
-def test_only_the_adapter_moves(tmp_path: Path, arch: str, tied: bool) -> None:
-    path = vllm_model(tmp_path / "model", arch, tied=tied)
+def test_only_the_adapter_moves(tmp_path: Path) -> None:
+    path = vllm_model(tmp_path / "model", "llama", tied=True)
     actor = engine(str(path), trained())
     actor.schedule(10)
     disturb(actor)

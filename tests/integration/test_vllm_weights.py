@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEMPERATURE = 0.8
 LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
 PROMPTS = [LONG, LONG[:7], [250]]
-MODELS = [("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
-MODELS += [("gemma2", True), ("gpt2", True)]
+MODELS = [("llama", False), ("qwen3_moe", False), ("gemma2", True), ("gpt2", True)]
+"""Qwen3 is below over two devices, Qwen2 in the runs of test_vllm_train.py."""
 
 
 def trainer(path: Path) -> Any:
@@ -83,8 +83,6 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
         assert difference(actor, after, 2) <= 1e-4
         assert {c.versions for c in after} == {(1,)}
         assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(before, after, strict=True))
-        if arch == "llama":
-            refuses_weights_that_are_not_the_models(actor, sampler)
         processes = {p for p in sampler._processes if p[0] != os.getpid()}
         assert processes and all(start_time(pid) == started for pid, started in processes)
     finally:
@@ -92,29 +90,13 @@ def test_sampler_and_trainer_agree(tmp_path: Path, arch: str, tied: bool) -> Non
     assert not [pid for pid, started in processes if start_time(pid) == started], "close ends them"
 
 
-def refuses_weights_that_are_not_the_models(actor: Any, sampler: Any) -> None:
-    """The last thing an engine does: a load that failed half-way leaves no model to sample from."""
+def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
     from verl.weight_sync.base import WeightSyncError
 
-    some = [(n, t) for n, t in actor.named_weights() if "layers.1.self_attn.k_proj" not in n]
-    with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.qkv_proj"):
-        sampler.load_weights(some, 2)
-    with pytest.raises(RuntimeError, match=r"started anew.*qkv_proj"):
-        sample(sampler, PROMPTS)
-    with pytest.raises(RuntimeError, match="started anew"):
-        sampler.load_weights(actor.named_weights(), 3)
-
-
-@pytest.mark.parametrize(
-    ("arch", "said"), [("gemma2", "an output matrix of its own"), ("gpt_oss", "copies 10 weights by itself")]
-)
-def test_models_that_would_keep_old_weights_are_refused(tmp_path: Path, arch: str, said: str) -> None:
-    from verl.weight_sync.base import WeightSyncError
-
-    path = vllm_model(tmp_path / "model", arch)
+    path = vllm_model(tmp_path / "model", "gpt_oss")
     sampler = vllm_engine(path, load_format="dummy", skip_tokenizer_init=True)
     try:
-        with pytest.raises(WeightSyncError, match=said):
+        with pytest.raises(WeightSyncError, match="copies 10 weights by itself"):
             sampler.load_weights(trainer(path).named_weights(), 0)
         with pytest.raises(RuntimeError, match="started anew"):
             sample(sampler, PROMPTS)

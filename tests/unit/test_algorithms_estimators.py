@@ -13,6 +13,7 @@ import torch
 
 from tests import algorithm_references as slow
 from verl.algorithms import core_algos
+from verl.algorithms.advantage import GroupStatistics, compute_grpo_outcome_advantage
 from verl.algorithms.driver import compute_advantages
 from verl.algorithms.registry import ESTIMATORS
 from verl.algorithms.token_advantage import discounted_sums
@@ -61,7 +62,7 @@ def random_rows(seed: int, dense: bool = False) -> list[slow.Row]:
             }
             parts = {"accuracy": float(rng.integers(0, 2)), "form": float(rng.normal())}
             rows.append(slow.Row(rewards, p, m, f"g{g}", score, columns, parts, baseline=0.25 * g))
-    return rows
+    return [rows[i] for i in rng.permutation(len(rows))]
 
 
 def padded(rows: list[slow.Row], of: Any, width: int) -> torch.Tensor:
@@ -228,3 +229,40 @@ def test_what_they_need() -> None:
             segment.put("values", None)
     with pytest.raises(ValueError, match="adv_estimator=gae needs values, which this step does not have"):
         compute_advantages(batch, config(adv_estimator="gae"), rollout_n=1)
+
+
+# -- grpo: what the loop does not show -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("score", [0.0, 0.1, 1 / 3, -7.7])
+def test_equal_scores_give_exactly_zero(normalise: bool, score: float) -> None:
+    # In float64 the mean of ten equal numbers is not always that number: 0.1 is such a one.
+    rewards = torch.full((10, 1), score, dtype=torch.float64)
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, torch.ones(10, 1), ["a"] * 10, norm_adv_by_std_in_grpo=normalise
+    )
+    assert torch.equal(advantages, torch.zeros(10, 1, dtype=torch.float64))
+
+
+def test_float32_in_float32_out_with_float64_statistics() -> None:
+    # 1e8 + {0, 8, 16} are float32 numbers whose float32 variance is badly off.
+    rewards = torch.tensor([[1e8], [1e8 + 8], [1e8 + 16]], dtype=torch.float32)
+    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), ["g"] * 3)
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-6, atol=1e-6)
+
+
+def test_keys_may_be_a_tensor_and_must_match_the_responses() -> None:
+    scores = np.array([1.0, 2.0, 5.0])
+    from_tensor = GroupStatistics.of(scores, torch.tensor([4, 4, 9]))
+    from_names = GroupStatistics.of(scores, ["x", "x", "y"])
+    assert np.array_equal(from_tensor.mean, from_names.mean)
+    assert from_names.mean.dtype == from_names.std.dtype == np.float64
+    with pytest.raises(ValueError, match="3 responses but 2 group keys"):
+        GroupStatistics.of(scores, ["x", "y"])
+
+
+def test_no_responses() -> None:
+    advantages, _ = compute_grpo_outcome_advantage(torch.zeros(0, 4), torch.zeros(0, 4), [])
+    assert advantages.shape == (0, 4)

@@ -4,18 +4,21 @@ segments."""
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests import algorithm_references as slow
 from tests.algorithms_rows import actor
 from verl.algorithms import core_algos
 from verl.algorithms.objective import ActorObjective, trajectory_tokens
-from verl.algorithms.policy_loss import MODES
+from verl.algorithms.policy_loss import MODES, agg_loss, masked_mean
 from verl.engine.training.base import MicroBatch
 from verl.trajectory import Prompt, Segment, Trajectory, segments_of
 from verl.workers.plan import UpdatePlan
@@ -293,3 +296,141 @@ def test_without_a_config_the_constants_are_the_defaults() -> None:
     batch = random_responses(5)
     expected = slow.loss("dppo_tv", batch, constants(low=0.2, high=0.2, cap=20.0), "token-mean", H)
     check(public("dppo_tv", batch, None, "token-mean"), expected)
+
+
+# -- vanilla, by hand ----------------------------------------------------------------------------------------
+
+
+def vanilla(d: float, a: float, **settings: Any) -> tuple[float, dict[str, float]]:
+    loss, metrics = core_algos.compute_policy_loss_vanilla(
+        torch.zeros(1, 1, dtype=torch.float64),
+        torch.full((1, 1), d, dtype=torch.float64),
+        torch.full((1, 1), a, dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.float64),
+        config=actor(**settings),
+    )
+    return loss.item(), metrics
+
+
+def test_clip_higher_dual_clip_and_the_limit_of_the_ratio_by_hand() -> None:
+    assert vanilla(30.0, -1.0, clip_ratio_c=1e99)[0] == pytest.approx(math.exp(20))
+    assert vanilla(-30.0, 1.0)[0] == pytest.approx(-math.exp(-20))
+    assert vanilla(math.log(1.25), 1.0, clip_ratio_high=0.28)[0] == pytest.approx(-1.25)
+    assert vanilla(math.log(1.25), 1.0)[0] == pytest.approx(-1.2)
+    assert vanilla(math.log(0.5), -1.0)[0] == pytest.approx(0.8)
+    value, metrics = vanilla(math.log(5.0), -1.0)
+    assert value == pytest.approx(3.0)
+    assert metrics["actor/pg_clipfrac_lower"] == 1.0
+    value, metrics = vanilla(math.log(5.0), -1.0, clip_ratio_c=10.0)
+    assert value == pytest.approx(5.0)
+    assert metrics["actor/pg_clipfrac_lower"] == 0.0
+
+
+def test_without_config_the_defaults_hold() -> None:
+    args = [torch.randn(2, 3, dtype=torch.float64) for _ in range(3)]
+    mask = torch.ones(2, 3, dtype=torch.float64)
+    bare, _ = core_algos.compute_policy_loss_vanilla(*args, mask)
+    configured, _ = core_algos.compute_policy_loss_vanilla(*args, mask, config=actor())
+    assert bare.item() == configured.item()
+
+
+def test_garbage_under_the_mask_reaches_neither_value_nor_gradient() -> None:
+    log_prob = torch.tensor([[-1.0, float("nan")]], requires_grad=True)
+    old = torch.tensor([[-1.5, float("inf")]])
+    advantages = torch.tensor([[1.0, float("nan")]])
+    loss, metrics = core_algos.compute_policy_loss_vanilla(
+        old, log_prob, advantages, torch.tensor([[1.0, 0.0]])
+    )
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert log_prob.grad[0, 1].item() == 0
+    assert all(math.isfinite(v) for v in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"clip_ratio_c": 1.0}, "clip_ratio_c"), ({"clip_ratio_low": -0.1}, "negative")]
+)
+def test_bad_constants_are_refused(settings: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        vanilla(0.0, 1.0, **settings)
+
+
+# -- aggregation ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]]:
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    numbers = st.floats(-10, 10, allow_nan=False, width=32)
+    x = [draw(st.lists(numbers, min_size=width, max_size=width)) for _ in range(rows)]
+    kinds = st.one_of(st.just([0] * width), st.lists(st.integers(0, 1), min_size=width, max_size=width))
+    return x, [draw(kinds) for _ in range(rows)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(matrices(), st.sampled_from(MODES), st.data())
+def test_any_split_adds_up(
+    matrix: tuple[list[list[float]], list[list[int]]], mode: str, data: st.DataObject
+) -> None:
+    x, m = torch.tensor(matrix[0], dtype=torch.float64, requires_grad=True), torch.tensor(matrix[1]).float()
+    whole = agg_loss(x, m, mode, loss_scale_factor=5.0)
+    (gradient,) = torch.autograd.grad(whole, x)
+    part_of = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(x), max_size=len(x))))
+    counts = {
+        "batch_num_tokens": int(m.sum()),
+        "global_batch_size": int((m.sum(-1) > 0).sum()),
+        "loss_scale_factor": 5.0,
+    }
+    pieces = [agg_loss(x[part_of == k], m[part_of == k], mode, **counts) for k in range(4)]
+    (pieced,) = torch.autograd.grad(sum(pieces), x)
+    torch.testing.assert_close(sum(pieces), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pieced, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_may_hold_anything(mode: str) -> None:
+    x = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]], requires_grad=True)
+    m = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    loss = agg_loss(x, m, mode)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad[~m.bool()] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_to_aggregate_is_zero(mode: str) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    loss = agg_loss(x, torch.zeros(2, 3), mode, batch_num_tokens=0, global_batch_size=0)
+    loss.backward()
+    assert loss.item() == 0
+    assert (x.grad == 0).all()
+
+
+def test_fully_masked_answers_are_not_counted() -> None:
+    x, m = torch.ones(3, 2), torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    assert agg_loss(x, m, "seq-mean-token-sum").item() == 1.5
+    assert agg_loss(x, m, "seq-mean-token-mean").item() == 1.0
+    assert agg_loss(x, m, "seq-mean-token-sum-norm").item() == 0.75, "by the width"
+
+
+def test_dp_size_multiplies_and_needs_the_counts() -> None:
+    x, m = torch.ones(2, 2), torch.ones(2, 2)
+    assert agg_loss(x, m, "token-mean", dp_size=4, batch_num_tokens=16).item() == 1.0
+    assert agg_loss(x, m, "token-sum", dp_size=2).item() == 8.0
+    with pytest.raises(ValueError, match="needs batch_num_tokens when dp_size is 2"):
+        agg_loss(x, m, "token-mean", dp_size=2, global_batch_size=2)
+    for mode in MODES[2:]:
+        with pytest.raises(ValueError, match="needs global_batch_size"):
+            agg_loss(x, m, mode, dp_size=2, batch_num_tokens=4)
+
+
+def test_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'; there are: token-mean"):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "mean")
+    with pytest.raises(ValueError, match="loss_scale_factor must be greater than 0"):
+        agg_loss(torch.ones(1, 1), torch.ones(1, 1), "seq-mean-token-sum-norm", loss_scale_factor=0)
+
+
+def test_masked_mean_of_nothing_is_zero() -> None:
+    assert masked_mean(torch.tensor([[float("nan")]]), torch.zeros(1, 1)).item() == 0

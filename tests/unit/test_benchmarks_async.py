@@ -61,18 +61,6 @@ def test_the_bound_holds_and_runs_repeat(way: sim.Way) -> None:
     assert sum(first["staleness"]["shares"].values()) == pytest.approx(1, abs=1e-3)
 
 
-def test_long_tails_are_what_staleness_hides() -> None:
-    even, tailed = (replace(sim.Assumptions(), sigma=sigma) for sigma in (0.0, 1.0))
-    gains = []
-    for how in (even, tailed):
-        rates = [
-            sim.Simulation(how, way, 8, 8, 32).run(10, 4)["tokens_per_s"]
-            for way in (sim.WAYS[1], sim.WAYS[4])
-        ]
-        gains.append(rates[1] / rates[0])
-    assert gains[1] > gains[0] > 1
-
-
 def test_the_picture_has_every_span(tmp_path: Path) -> None:
     steps = [
         {"step": s, "begin": 10.0 * s, "end": 10.0 * s + 9, "sampler": [[10.0 * s, 10.0 * s + 5]],

@@ -176,16 +176,6 @@ def test_scores_on_a_device_are_float32(shapes_only: None) -> None:
     assert [name for name in made if name.startswith("aten")] == ["aten.bmm.dtype_out", "aten.mul_.Tensor"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_the_scaled_products(dtype: torch.dtype) -> None:
-    a, b = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((3, 4, 8), (3, 8, 2))
-    )
-    out = torch.empty(3, 4, 2)
-    decode_plan._product(a.to(dtype), b.to(dtype), 0.3, out)
-    torch.testing.assert_close(out, 0.3 * (a @ b), rtol=2e-2, atol=2e-2)
-
-
 # -- sampling
 
 

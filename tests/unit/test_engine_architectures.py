@@ -154,6 +154,7 @@ def test_log_probs_do_not_depend_on_how_long_the_neighbours_are(
 @pytest.mark.parametrize(
     ("arch", "more", "why"),
     [
+        ("bloom", {}, "own attention"),
         ("roberta", {"is_decoder": True}, "positions"),
         ("doge", {}, "chooses for itself"),
         ("bert", {"is_decoder": False}, "both directions"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,35 +102,6 @@ def test_two_ranks_one_rank_one_device_and_back(tmp_path: Path, arch: str, tied:
     same(back[0][1], ended)
     hybrid = ranks.run(sharded, 2, path, two, 0, None, 0, {"fsdp_size": 1, "offload_policy": True})
     same(hybrid[1][0], saved)
-
-
-def test_what_is_written_is_a_hugging_face_directory(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    path = tiny_model(tmp_path / "m", "qwen3_moe", tied=True)
-    saved, _ = ranks.run(sharded, 2, str(path), None, 1, str(tmp_path / "two"))[0]
-    there = tmp_path / "two/w"
-    files = sorted(f.name for f in there.glob("*.safetensors"))
-    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = json.loads((there / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index.values()) == set(files) and "lm_head.weight" not in index
-    assert any(".experts.0." in name for name in index)
-    sizes = [(there / name).stat().st_size for name in files]
-    assert max(sizes) < 2 * min(sizes)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        there, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    engine = FSDPEngine(module=loaded, role_cfg=ROLE, device="cpu", trainable=False)
-    for name, tensor in engine.named_weights():
-        assert torch.equal(tensor, saved[name]), name
-    assert json.loads((there / "config.json").read_text()) == _described(path, tmp_path / "plain")
-    assert (there / "generation_config.json").exists()
-
-
-def _described(path: Path, to: Path) -> Any:
-    FSDPEngine(path, role_cfg=ROLE, device="cpu").save_weights(to)
-    return json.loads((to / "config.json").read_text())
 
 
 def test_files_are_cut_evenly_and_below_the_limit() -> None:

@@ -181,25 +181,3 @@ def test_three_uneven_shards_and_offloading_train_the_same(tmp_path: Path) -> No
     for name, tensor in local.named_weights():
         torch.testing.assert_close(three[0][name], tensor, rtol=0, atol=5e-5)
         assert torch.equal(moved[0][name], three[0][name]), name
-
-
-def counting(path: str) -> tuple[int, int, float]:
-    """Layers called with and without recomputation; peak is not measured here."""
-    counts = []
-    for on in (False, True):
-        one = engine(path, role(), model_cfg={"enable_gradient_checkpointing": on})
-        calls = [0]
-
-        def count(*_: Any, calls: list[int] = calls) -> None:
-            calls[0] += 1
-
-        for layer in one._layers:
-            layer.mlp.register_forward_pre_hook(count)
-        norm = one.step(rows_of(ROWS), simple_loss(30), temperature=1.0).grad_norm
-        counts.append(calls[0])
-    return counts[0], counts[1], norm
-
-
-def test_layers_are_recomputed_when_asked_for(tmp_path: Path) -> None:
-    for without, recomputed, _ in ranks.run(counting, 2, str(tiny_model(tmp_path / "m"))):
-        assert recomputed == 2 * without > 0

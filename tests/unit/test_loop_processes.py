@@ -133,31 +133,26 @@ def test_a_loop_that_blocks_for_a_second_delays_nobody(config: Config) -> None:
     assert quick >= 10 and longest < 0.5, (longest, quick)
 
 
-def test_failures_are_lost_trajectories_with_their_reason(config: Config) -> None:
+def test_failures_are_lost_trajectories_with_their_reason_and_a_process_that_ended_is_replaced(
+    config: Config,
+) -> None:
     events: list[dict] = []
-    ways = ("raises", "returns text", "nothing", "ends its process")
-    found = []
-    for way in ways:
-        found.append(sample(config, rows(("fails", {"how": way})), 1, events).trajectories[0])
-    assert [t.finish_reason for t in found] == ["lost", "lost", "stop", "lost"]
-    assert "KeyError: 'no such tool'" in found[0].score_error and "LoopFailed" not in found[0].score_error
-    assert "AgentLoopOutput, not str" in found[1].score_error
-    assert "exit code 3" in found[3].score_error
-    assert "loops_of_a_user.py" in events[0]["traceback"], "the traceback is the one of the user's code"
-    unsendable = sample(config, rows(("fails", {"how": object()})), 1, events).trajectories[0]
-    assert "how" in unsendable.score_error and "cannot be sent" in unsendable.score_error
+    ways = ("raises", "returns text", "ends its process", "nothing", object())
 
-
-def test_a_process_that_ended_is_replaced(config: Config) -> None:
-    async def go() -> list[str]:
-        rollouts = manager(config, LoopProcesses(1, config))
+    async def go() -> list[Trajectory]:
+        rollouts = manager(config, LoopProcesses(1, config), events)
         try:
-            await rollouts.take(rows(("fails", {"how": "ends its process"})))
-            return [t.finish_reason for t in await rollouts.take(rows(("fails", {"how": "nothing"})))]
+            return [(await rollouts.take(rows(("fails", {"how": way})))).trajectories[0] for way in ways]
         finally:
             await rollouts.stop()
 
-    assert asyncio.run(go()) == ["stop", "stop"]
+    found = asyncio.run(go())
+    assert [t.finish_reason for t in found] == ["lost", "lost", "lost", "stop", "lost"]
+    assert "KeyError: 'no such tool'" in found[0].score_error and "LoopFailed" not in found[0].score_error
+    assert "AgentLoopOutput, not str" in found[1].score_error
+    assert "exit code 3" in found[2].score_error
+    assert "loops_of_a_user.py" in events[0]["traceback"], "the traceback is the one of the user's code"
+    assert "how" in found[4].score_error and "cannot be sent" in found[4].score_error
 
 
 def test_no_process_outlives_the_manager(config: Config) -> None:

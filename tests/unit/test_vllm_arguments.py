@@ -22,40 +22,14 @@ from verl.engine.rollout.vllm.arguments import (
 from verl.engine.rollout.vllm.batch import BatchSampling, batch_sampling
 from verl.errors import UserError
 
-KNOWN = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "skip_tokenizer_init",
-        "trust_remote_code",
-        "dtype",
-        "tensor_parallel_size",
-        "gpu_memory_utilization",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "enforce_eager",
-        "load_format",
-        "logprobs_mode",
-        "scheduling_policy",
-        "seed",
-        "generation_config",
-        "worker_extension_cls",
-        "disable_log_stats",
-        "hf_config_path",
-        "quantization",
-        "cudagraph_capture_sizes",
-        "enable_expert_parallel",
-        "enable_sleep_mode",
-        "block_size",
-        "distributed_executor_backend",
-        "kv_cache_memory_bytes",
-        "mm_processor_cache_gb",
-        "compilation_config",
-    ]
-)
+NAMES = """
+model tokenizer skip_tokenizer_init trust_remote_code dtype tensor_parallel_size gpu_memory_utilization max_model_len
+max_num_seqs max_num_batched_tokens enable_chunked_prefill enable_prefix_caching enforce_eager load_format logprobs_mode
+scheduling_policy seed generation_config worker_extension_cls disable_log_stats hf_config_path quantization
+cudagraph_capture_sizes enable_expert_parallel enable_sleep_mode block_size kv_cache_memory_bytes
+distributed_executor_backend mm_processor_cache_gb compilation_config
+"""
+KNOWN = frozenset(NAMES.split())
 
 
 def translated(given: dict[str, Any], *, text_only: bool = False, known: frozenset[str] = KNOWN) -> Any:

@@ -21,7 +21,7 @@ class ImagesUnseen(RuntimeError):
 
 
 class ImageRecord:
-    """Of one run. Costs nothing while its rows have no images."""
+    """Of one run of a model that sees images."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
@@ -29,8 +29,7 @@ class ImageRecord:
         self._before = self._counts()
 
     def _counts(self) -> dict[str, int]:
-        images = getattr(self._parts.stream.dataset, "images", None)
-        return {} if images is None else dict(images.counts)
+        return dict(self._parts.stream.dataset.images.counts)
 
     def check(self, step: int, batch: Batch, colocation: Colocation) -> None:
         """At the first step with images: blank those of one response, and its log-probs must change. ImagesUnseen if not."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verl.config import Config
     from verl.rollout.schedule import PromptSchedule
     from verl.tracking.tracker import Tracking
+    from verl.trainer.colocation import Colocation
     from verl.trainer.run import Parts
     from verl.trajectory import Batch, Trajectory
     from verl.workers.plan import Refusal, UpdateResult
@@ -123,7 +124,8 @@ class StepRecord:
         self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
-        self.images = ImageRecord(parts)
+        seeing = getattr(parts.stream.dataset, "images", None) is not None
+        self._images = ImageRecord(parts) if seeing else None
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
 
     def announce(self, step: int, total_steps: int) -> None:
@@ -150,6 +152,11 @@ class StepRecord:
             profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
         ):
             yield
+
+    def check_images(self, step: int, batch: Batch, colocation: Colocation) -> None:
+        """See `ImageRecord.check`; nothing for a model that sees none."""
+        if self._images is not None:
+            self._images.check(step, batch, colocation)
 
     def of_updates(self, step: int, batch: Batch, updates: Mapping[str, UpdateResult]) -> dict[str, Any]:
         """Metrics of the updates of a step, by role; what was refused is dumped and counted."""
@@ -198,7 +205,9 @@ class StepRecord:
 
     def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """The step's one record; adds to `metrics` what follows from the batch and the clock."""
-        metrics |= self.facts(step, batch) | self._times(step) | self.images.metrics(batch, self.sampled)
+        metrics |= self.facts(step, batch) | self._times(step)
+        if self._images is not None:
+            metrics |= self._images.metrics(batch, self.sampled)
         self._parts.tracking.log(step, metrics)
 
     def _times(self, step: int) -> dict[str, float]:
