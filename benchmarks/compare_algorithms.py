@@ -2,7 +2,9 @@
 
     make quickstart
     python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,ppo --seeds 1 --figure docs/ppo.svg
+    python benchmarks/compare_algorithms.py --start quickstart_run --methods grpo,distill --figure docs/distill.svg
 
+The teacher of `distill` is the policy that the quickstart trained by GRPO, its student the warmed-up model that all start from.
 Each run is `main_ppo` with the words of METHODS below; runs that are there already are read, not repeated. The horizontal axis is
 response tokens sampled for training. Accuracy is that of one greedy response to each of the 200 held-out problems.
 """
@@ -32,6 +34,10 @@ METHODS = {
         f"{ACTOR}.ppo_mini_batch_size=16",
     ],
 }
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+LOSS = "distillation.distillation_loss"
+METHODS["distill"] = ["distillation.enabled=True", f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=16"]
+METHODS["distill_alone"] = [*METHODS["distill"], f"{LOSS}.use_task_rewards=False"]
 Curve = list[tuple[float, float, float]]
 
 
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--results", type=Path, help="the curves as JSON")
     args = parser.parse_args()
     start = args.start.resolve()
     curves: dict[str, list[Curve]] = {}
@@ -115,6 +122,8 @@ def main() -> None:
             if not (out / "report.html").exists():
                 program = [sys.executable, "-m", "verl.trainer.main_ppo"]
                 command = [*program, *words(start, out, seed, args.steps), *METHODS[name]]
+                if name.startswith("distill"):
+                    command.append(f"{TEACHER}={next((start / 'grpo').glob('global_step_*')) / 'actor'}")
                 print(" ".join(command), flush=True)
                 out.mkdir(parents=True, exist_ok=True)
                 with (out / "log").open("w") as log:
@@ -128,6 +137,8 @@ def main() -> None:
         print(
             f"{name:8s} {first:6.1%} → {median[1]:6.1%}  {median[0]:9,.0f} tokens  {median[2]:5.1f} tokens a response"
         )
+    if args.results:
+        args.results.write_text(json.dumps(curves, indent=1) + "\n")
     if args.figure:
         args.figure.write_text(figure(curves))
 

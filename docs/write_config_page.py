@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from verl.config import names
+from verl.config import asynchronous, names
 from verl.config.fields import Field, fields_of, type_name
 from verl.config.reference import allowed, default_text, first_line, help_of
 from verl.config.rollout_engines import RELEASED
@@ -68,15 +68,17 @@ def other_names() -> Iterator[str]:
     renames = {**names.RENAMES["ppo"], **names.RENAMES["sft"]}.items()
     old = [(plain(glob), re.sub(r"\\\d", "…", new)) for glob, new in renames]
     old.append(("*_micro_batch_size (over all devices)", "*_micro_batch_size_per_gpu"))
-    old.append((f"{names.STALENESS_MODE}, {names.STALENESS_LIMIT}", "trainer.max_staleness"))
+    computed = "trainer.{weight_sync_every, max_staleness, max_steps_per_version}, …: see docs/compat.md"
+    old.append((", ".join(asynchronous.KEYS), computed))
     yield table("## Old names", "Accepted, with one line that names the new one.", "old | new", old)
     unread = [(plain(glob), why) for table in names.UNREAD.values() for glob, why in table.items()]
-    rows = [*((plain(glob), reason) for glob, reason in names.NO_EFFECT.items()), *unread]
+    no_effect = {**names.ACCEPTED, **names.NO_EFFECT}.items()
+    rows = [*((plain(glob), reason) for glob, reason in no_effect), *unread]
     yield table("## Accepted, no effect", "The reason is printed once.", "key | reason", rows)
-    refused = [(plain(glob), *absent) for glob, absent in names.REFUSED.items()]
+    refused = [(plain(glob), *absent[:2]) for glob, absent in names.REFUSED.items()]
     for key, values in names.REFUSED_VALUES.items():
-        refused += [(f"{key}={value}", *absent) for value, absent in values.items()]
-    refused += [(key, *absent) for key, absent in names.FEATURES.items()]
+        refused += [(f"{key}={value}", *absent[:2]) for value, absent in values.items()]
+    refused += [(key, *absent[:2]) for key, absent in names.FEATURES.items()]
     here = (
         f"Estimators here: {', '.join(names.built_in('ESTIMATORS'))}; policy losses: {', '.join(names.built_in('LOSSES'))} (and "
         f"registered ones); engines: {', '.join(RELEASED)}; strategies: {', '.join(names.STRATEGIES)}."

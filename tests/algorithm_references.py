@@ -421,3 +421,65 @@ def geo_mean(batch: list[Response], c: Any) -> Found:
             told["pg_clipfrac_lower"] += (outside and r.a[t] < 0) / tokens
             told["ppo_kl"] -= r.d(t) / tokens
     return value, slopes, told
+
+
+# -- distillation ------------------------------------------------------------------------------------------------
+
+
+def distilled(
+    mode: str, new: list[float], teacher: list[float], least: float | None
+) -> tuple[float, list[float]]:
+    """A token's term and its slopes: of one sampled token, or of the teacher's k most likely ones."""
+    floor = -math.inf if least is None else least
+    moves = [1.0 if v >= floor else 0.0 for v in new]
+    new, teacher = [max(v, floor) for v in new], [max(v, floor) for v in teacher]
+    if mode == "forward_kl_topk":
+        term = math.fsum(math.exp(nu) * (nu - v) for v, nu in zip(new, teacher, strict=True))
+        return max(term, 0.0), [
+            -math.exp(nu) * m if term > 0 else 0.0 for nu, m in zip(teacher, moves, strict=True)
+        ]
+    u = new[0] - teacher[0]
+    near = clip(u, -20.0, 20.0)
+    k3 = math.exp(-near) + near - 1
+    term, slope = {
+        "k1": (u, 1.0),
+        "abs": (abs(u), float((u > 0) - (u < 0))),
+        "k2": (u * u / 2, u),
+        "k3": (clip(k3, -10.0, 10.0), 1 - math.exp(-near) if abs(u) < 20 and k3 < 10 else 0.0),
+    }[{"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(mode, mode)]
+    return term, [slope * moves[0]]
+
+
+def distillation(
+    batch: list[Response],
+    new: list[list[list[float]]],
+    teacher: list[list[list[float]]],
+    c: Any,
+    mode: str,
+    horizon: float,
+) -> Found:
+    """Value, slopes by [response][token][one of k] and means over tokens of the whole mini-batch. `c`: loss_mode, least, limit,
+    gradient (as a policy gradient of the vanilla loss with c.low, c.high, c.cap)."""
+    tokens, carrying = sum(len(r.kept) for r in batch), sum(bool(r.kept) for r in batch)
+    value, told = 0.0, {"abs_loss": 0.0, "loss_min": math.inf, "loss_max": -math.inf}
+    slopes = [[[0.0] * len(of_token) for of_token in own] for own in new]
+    for i, r in enumerate(batch):
+        for t in r.kept:
+            term, own = distilled(c.loss_mode, new[i][t], teacher[i][t], c.least)
+            if c.limit is not None and abs(term) > c.limit:
+                term, own = clip(term, -c.limit, c.limit), [0.0] * len(own)
+            told["abs_loss"] += abs(term) / tokens
+            told |= {"loss_min": min(told["loss_min"], term), "loss_max": max(told["loss_max"], term)}
+            share = {
+                "token-mean": 1 / tokens,
+                "token-sum": 1.0,
+                "seq-mean-token-sum": 1 / carrying,
+                "seq-mean-token-mean": 1 / carrying / len(r.kept),
+                "seq-mean-token-sum-norm": 1 / carrying / horizon,
+            }[mode]
+            if c.gradient:
+                found = vanilla(Response(r.new, r.old, [-term] * len(r.new), r.m), t, c, batch)
+                term, own = found.x, [found.slope]
+            value += share * term
+            slopes[i][t] = [share * slope for slope in own]
+    return value, slopes, told  # type: ignore[return-value]

@@ -3,7 +3,8 @@
 `install()` puts a finder at the end of `sys.meta_path`: real modules always win, and nothing is imported until
 a plug-in asks. A path of the table yields either one of our modules as it is, or a module that offers the
 listed names; the packages above it exist only for the import. Everything else under those packages is refused
-with an ImportError that names the interface to use instead.
+with an ImportError that names the interface to use instead. The entry points that users start with `python3 -m` are paths of
+the table too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 _LATER_TOOLS = (
@@ -22,44 +23,69 @@ _LATER_TOOLS = (
 )
 _MODELS = "any Hugging Face architecture is used as it is, through verl.engine.training.base.TrainingEngine"
 
-# Path that plug-ins import → one of our modules (the whole of it), or its names → "module:name" of ours.
-SERVED: dict[str, str | dict[str, str]] = {
-    "verl.protocol": {
-        "DataProto": "verl.data_proto:DataProto",
-        "DataProtoItem": "verl.data_proto:DataProtoItem",
-    },
-    "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
-    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_corr_helper",
-    "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
-    "verl.experimental.agent_loop": {
-        name: f"verl.rollout.agent_loop:{name}" for name in ("AgentLoopBase", "AgentLoopOutput", "register")
-    },
-    "verl.utils.reward_score": {"default_compute_score": "verl.reward:default_compute_score"},
-    "verl.utils.import_utils": {"load_extern_object": "verl.data.load_object:load_extern_object"},
-    "verl.utils.dataset.rl_dataset": {
-        "RLHFDataset": "verl.data.plugins:RLHFDataset",
-        "collate_fn": "verl.data.plugins:collate_fn",
-    },
-    "verl.utils.dataset.multiturn_sft_dataset": {"MultiTurnSFTDataset": "verl.data.sft:SFTDataset"},
-    "verl.experimental.dataset.sampler": {
-        "AbstractSampler": "verl.data.plugins:AbstractSampler",
-        "AbstractCurriculumSampler": "verl.data.plugins:AbstractCurriculumSampler",
-    },
-    "verl.experimental.dynamic_dataset.dynamicgen_dataset": {
-        "AbstractDataGenerator": "verl.data.plugins:AbstractDataGenerator",
-    },
-    "verl.workers.reward_manager": {
-        "register": "verl.reward.managers:register",
-        "get_reward_manager_cls": "verl.reward.managers:get_reward_manager_cls",
-    },
-    "verl.experimental.reward_loop.reward_manager": {
-        "register": "verl.reward.managers:register",
-        "get_reward_manager_cls": "verl.reward.managers:get_reward_manager_cls",
-    },
-    "verl.experimental.reward_loop.reward_manager.base": {
-        "RewardManagerBase": "verl.reward.managers:RewardManagerBase",
-    },
+# Path that users start → the program, and the configuration that is its default.
+ENTRY_POINTS: dict[str, tuple[str, str]] = {
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "verl.trainer.main_ppo",
+        "fully_async_ppo_trainer",
+    ),
+    "verl.experimental.one_step_off_policy.main_ppo": ("verl.trainer.main_ppo", "one_step_off_ppo_trainer"),
+    "verl.trainer.main_ppo_sync": ("verl.trainer.main_ppo", "ppo_trainer"),
+    "verl.trainer.main_generation_server": ("verl.trainer.main_generation", "generation"),
+    "verl.trainer.fsdp_sft_trainer": ("verl.trainer.sft_trainer", "sft_trainer"),
 }
+
+
+def _renamed(listed: str) -> list[tuple[str, str]]:
+    """ "a b=c" → a as a, b as c."""
+    pairs = (name.partition("=") for name in listed.split())
+    return [(name, ours or name) for name, _, ours in pairs]
+
+
+_MANAGERS = "verl.reward.managers: register get_reward_manager_cls"
+_RULES = (
+    "gsm8k math_dapo geo3k math math_reward=math math_verify=math prime_math=math prime_code=code sandbox_fusion=code "
+    "search_r1_like_qa_em=search_qa"
+)
+# Path that plug-ins import → one of our modules (the whole of it), or "module: names", a name of ours behind "=".
+_TABLE = {
+    **{path: target for path, (target, _) in ENTRY_POINTS.items()},
+    "verl.protocol": "verl.data_proto: DataProto DataProtoItem",
+    "verl.trainer.config": "verl.config.public: AlgoConfig RolloutCorrectionConfig CheckpointConfig",
+    "verl.trainer.config.algorithm": "verl.config.public: AlgoConfig RolloutCorrectionConfig",
+    "verl.trainer.ppo.core_algos": "verl.algorithms.core_algos",
+    "verl.trainer.ppo.metric_utils": "verl.tracking.public_metrics",
+    "verl.trainer.ppo.ray_trainer": "verl.algorithms.of_batches: compute_advantage",
+    "verl.trainer.ppo.rollout_corr_helper": "verl.algorithms.rollout_corr_helper",
+    "verl.trainer.ppo.trainer_utils": "verl.algorithms.of_batches: compute_advantage",
+    "verl.trainer.ppo.v1.utils": "verl.algorithms.of_batches",
+    "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
+    "verl.experimental.agent_loop": "verl.rollout.agent_loop: AgentLoopBase AgentLoopOutput register",
+    "verl.utils.import_utils": "verl.data.load_object: load_extern_object",
+    "verl.utils.metric": "verl.tracking.public_metrics: AggregationType Metric reduce_metrics",
+    "verl.utils.metric.utils": "verl.tracking.public_metrics",
+    "verl.utils.reward_score": "verl.reward: default_compute_score",
+    **{f"verl.utils.reward_score.{name}": f"verl.reward.rules.{rule}" for name, rule in _renamed(_RULES)},
+    "verl.utils.torch_functional": "verl.algorithms.torch_functional",
+    "verl.utils.dataset.rl_dataset": "verl.data.plugins: RLHFDataset collate_fn",
+    "verl.utils.dataset.multiturn_sft_dataset": "verl.data.sft: MultiTurnSFTDataset=SFTDataset",
+    "verl.experimental.dataset.sampler": "verl.data.plugins: AbstractSampler AbstractCurriculumSampler",
+    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.plugins: AbstractDataGenerator",
+    "verl.workers.config": "verl.config.public: ActorConfig CriticConfig PolicyLossConfig",
+    "verl.workers.config.actor": "verl.config.public: ActorConfig PolicyLossConfig",
+    "verl.workers.reward_manager": _MANAGERS,
+    "verl.experimental.reward_loop.reward_manager": _MANAGERS,
+    "verl.experimental.reward_loop.reward_manager.base": "verl.reward.managers: RewardManagerBase",
+}
+
+
+def _entry(target: str) -> str | dict[str, str]:
+    module, names, listed = target.partition(": ")
+    return {name: f"{module}:{ours}" for name, ours in _renamed(listed)} if names else module
+
+
+# Path → our module, or its names → "module:name" of ours.
+SERVED: dict[str, str | dict[str, str]] = {path: _entry(target) for path, target in _TABLE.items()}
 
 # What plug-ins do not reach: path (and all below it) → what there is instead. The longest path that fits counts.
 REFUSED: dict[str, str] = {
@@ -75,7 +101,6 @@ REFUSED: dict[str, str] = {
     "verl.utils.reward_score": "use verl.reward.default_compute_score, which knows every built-in rule",
     "verl.utils.tracking": "use verl.tracking",
     "verl.utils.checkpoint": "use verl.checkpoint",
-    "verl.utils.torch_functional": "use verl.algorithms.policy_loss (agg_loss, masked, masked_mean)",
     "verl.trainer.ppo": "use verl.trainer.ppo_trainer (the loop) or verl.algorithms.core_algos",
 }
 
@@ -141,6 +166,12 @@ class _Alias(Loader):
     def __init__(self, target: str):
         self._target = target
 
+    def get_code(self, name: str) -> CodeType:
+        """What `python3 -m name` runs: the program, with the default configuration of that name."""
+        _, default = ENTRY_POINTS.get(name, ("", ""))
+        run = f"sys.exit(program.main(['--config-name={default}', *sys.argv[1:]]))" if default else ""
+        return compile(f"import sys, {self._target} as program\n{run}", self._target, "exec")
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
@@ -168,7 +199,7 @@ class PluginFinder(MetaPathFinder):
             return None
         entry = SERVED.get(fullname)
         if isinstance(entry, str) and fullname not in PACKAGES:
-            return ModuleSpec(fullname, _Alias(entry))
+            return ModuleSpec(fullname, _Alias(entry), origin=entry)
         if entry is not None or fullname in PACKAGES:
             return ModuleSpec(fullname, _View(), is_package=True)
         if any(p in REFUSED or p in PACKAGES or p in SERVED for p in [*_parents(fullname), fullname]):

@@ -16,7 +16,7 @@ import torch
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 # Public name → column; ids and mask have a width of their own.
-_COLUMNS = {c.public: name for name, c in COLUMNS.items() if name not in ("response_ids", "response_mask")}
+_COLUMNS = {c.public: n for n, c in COLUMNS.items() if c.public not in ("", "responses", "response_mask")}
 
 
 class DataProtoItem:
@@ -77,6 +77,14 @@ class DataProto:
         __num_turns__, the row's other columns, and what the reward function returned.
         """
         return cls(_tensors(rows), _objects_of(rows), rows.meta)
+
+    def having(self, **columns: torch.Tensor) -> DataProto:
+        """The same rows with further, or other, tensors."""
+        return DataProto({**self.batch, **columns}, self.non_tensor_batch, self.meta_info)
+
+    def select_idxs(self, rows: Any) -> DataProto:
+        """The rows of a list, an array or a tensor of numbers or bools."""
+        return self[rows]  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return self._size

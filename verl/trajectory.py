@@ -23,26 +23,33 @@ class Column:
     """A token-level column: one value (or `trailing` values) for every response token.
 
     dtype     of the arrays on the driver and on the way to a worker
-    source    the pass that produces it: rollout, old_log_prob, ref, values, adv, update
+    source    the pass that produces it: rollout, reward, old_log_prob, ref, teacher, values, adv, update
     public    its name in the view that plug-ins get (`verl.DataProto`, arguments of estimators)
     trailing  further dimensions, by name, e.g. ("k",)
+    context   the context's tokens have values too: `Segment.context_columns`
     """
 
     dtype: Any = np.float32
     source: str = "rollout"
     public: str = ""
     trailing: tuple[str, ...] = ()
+    context: bool = False
 
 
 COLUMNS: dict[str, Column] = {
     "response_ids": Column(np.int64, public="responses"),
     "response_mask": Column(bool, public="response_mask"),
     "rollout_log_probs": Column(public="rollout_log_probs"),
+    "routed_experts": Column(np.int16, trailing=("layers", "k"), context=True),
     "old_log_probs": Column(source="old_log_prob", public="old_log_probs"),
     "entropy": Column(source="old_log_prob", public="entropys"),
     "sum_pi_squared": Column(source="old_log_prob", public="sum_pi_squared"),
     "ref_log_probs": Column(source="ref", public="ref_log_prob"),
+    "teacher_log_probs": Column(source="teacher", public="teacher_log_probs"),
+    "teacher_topk_ids": Column(np.int32, source="teacher", public="teacher_topk_ids", trailing=("k",)),
+    "teacher_topk_log_probs": Column(source="teacher", public="teacher_topk_log_probs", trailing=("k",)),
     "values": Column(source="values", public="values"),
+    "scores": Column(source="reward"),
     "token_rewards": Column(source="adv", public="token_level_rewards"),
     "advantages": Column(source="adv", public="advantages"),
     "returns": Column(source="adv", public="returns"),
@@ -51,7 +58,11 @@ COLUMNS: dict[str, Column] = {
     "mini_batch_values": Column(source="update", public="mini_batch_values"),
 }
 """Every token-level column. response_mask is True where the policy wrote the token; rollout_log_probs are those of the
-distribution sampled from, 0 where the mask is False. All but the first two are absent (None) until their pass fills them."""
+distribution sampled from, 0 where the mask is False; routed_experts are the experts that a token went to in each layer that has
+some, -1 where nobody knows (the last token of a response is never computed). All but the first two are absent (None) until their pass fills them."""
+
+UNKNOWN_EXPERT = -1
+"""In `routed_experts`: nobody saw the token; it goes where its router sends it."""
 
 AGENT_LOOP_ARGUMENTS = (
     "self",
@@ -119,13 +130,23 @@ class Segment:
 
     context_ids  int64 [P]; the same array object for the segments of a group that share it
     columns      name of `COLUMNS` → array [L, …]; also readable and writable as attributes, None where absent
+    context_columns  the same of the context's tokens, [P, …], for columns that have them; shared like context_ids
     versions     weight versions that wrote tokens, oldest first, without repeats
     media        images in the context, None without
     uid, index   key of the group, number of the trajectory in it
     trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
     """
 
-    __slots__ = ("columns", "context_ids", "index", "media", "trajectory", "uid", "versions")
+    __slots__ = (
+        "columns",
+        "context_columns",
+        "context_ids",
+        "index",
+        "media",
+        "trajectory",
+        "uid",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -144,6 +165,7 @@ class Segment:
         self.uid, self.index = uid, index
         self.trajectory: Trajectory | None = None
         self.columns: dict[str, np.ndarray] = {"response_ids": response_ids, "response_mask": response_mask}
+        self.context_columns: dict[str, np.ndarray] = {}
         for name, values in columns.items():
             self.put(name, values)
 
@@ -370,12 +392,14 @@ class Batch:
         return all(column in segment.columns for t in self.trajectories for segment in t.segments)
 
     def padded(self, column: str, dtype: Any = np.float32, width: int | None = None) -> np.ndarray:
-        """A row for each trajectory, all its segments joined: [N, width or max L] with zeros on the right."""
+        """A row for each trajectory, all its segments joined: [N, width or max L, …] with zeros on the right."""
         lengths = self.lengths
         size = int(lengths.max()) if len(lengths) and width is None else int(width or 0)
-        out = np.zeros((len(self), size), dtype=dtype)
-        for row, t in zip(out, self.trajectories, strict=True):
-            row[: t.length] = t.column(column)
+        values = [t.column(column) for t in self.trajectories]
+        trailing = values[0].shape[1:] if values and values[0] is not None else ()
+        out = np.zeros((len(self), size, *trailing), dtype=dtype)
+        for row, own, t in zip(out, values, self.trajectories, strict=True):
+            row[: t.length] = own
         return out
 
     def fill(self, column: str, padded: np.ndarray) -> None:

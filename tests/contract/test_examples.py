@@ -54,6 +54,8 @@ def prepared(tmp_path_factory) -> Path:
     made = shell_in(home)("python3", prepare, "--local_dataset_path", home / "raw")
     assert made.returncode == 0, made.stderr
     model_directory(home / "model")
+    classifier = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    model_directory(home / "scorer", **classifier)
     return home
 
 
@@ -65,10 +67,10 @@ def gsm8k_files(home: Path) -> None:
         (home / f"raw/{split}.jsonl").write_text("\n".join(lines))
 
 
-def model_directory(folder: Path) -> Path:
+def model_directory(folder: Path, **more: object) -> Path:
     """What --check looks at of a model: a config and the name of a weight file."""
     folder.mkdir()
-    shape = {"model_type": "qwen3", "max_position_embeddings": 4096, "num_attention_heads": 4}
+    shape = {"model_type": "qwen3", "max_position_embeddings": 4096, "num_attention_heads": 4} | more
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(b"")
     return folder
@@ -92,6 +94,10 @@ def test_a_command_is_right_after_its_own_preparation(script, prepared) -> None:
     """Only the model is another."""
     key = "model.path" if "sft" in script.name else "actor_rollout_ref.model.path"
     words = [f"{key}={prepared}/model", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "--check"]
+    if script.parent.name == "reward_model":
+        words.append(f"reward_model.model.path={prepared}/scorer")
+    if script.parent.name == "distillation":
+        words.append(f"distillation.teacher_models.teacher_model.model_path={prepared}/model")
     done = shell_in(prepared)("bash", script, *words)
     assert done.returncode == 0, done.stderr
     assert "check: ok" in done.stdout and "130 rows" in done.stdout

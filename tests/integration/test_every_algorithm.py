@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import TinyRun, records
+from tests.tiny import tiny_model
 from verl.config.names import built_in
 from verl.trainer.main_ppo import main
 
@@ -26,18 +27,53 @@ PAIRS = [
 ]
 
 
+LOSS = "distillation.distillation_loss"
+DISTILLED = {
+    "a term beside the rewards": [f"{LOSS}.loss_mode=low_var_kl", f"{LOSS}.distillation_loss_coef=0.5"],
+    "the most likely tokens alone": [
+        f"{LOSS}.loss_mode=forward_kl_topk",
+        f"{LOSS}.topk=8",
+        f"{LOSS}.use_task_rewards=False",
+    ],
+    "a policy gradient": [
+        f"{LOSS}.loss_mode=k1",
+        f"{LOSS}.use_policy_gradient=True",
+        f"{LOSS}.loss_max_clamp=5.0",
+        f"{LOSS}.log_prob_min_clamp=-20.0",
+    ],
+}
+
+
 @pytest.mark.parametrize(("estimator", "loss"), PAIRS)
 def test_it_trains_by_its_key(tiny: TinyRun, tmp_path: Path, estimator: str, loss: str) -> None:
+    own = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
+    ten_steps(tiny, tmp_path, *own, *MORE.get(estimator, []), *MORE.get(loss, []))
+
+
+@pytest.mark.parametrize("how", DISTILLED)
+def test_distillation_trains_by_its_keys(tiny: TinyRun, tmp_path: Path, how: str) -> None:
+    teacher = tiny_model(tmp_path / "teacher", seed=3, scale=4.0, hidden_size=64)
+    model = f"distillation.teacher_models.teacher_model.model_path={teacher}"
+    found = ten_steps(tiny, tmp_path, "distillation.enabled=True", model, *DISTILLED[how])
+    first, last = found[1], found[10]
+    names = ("loss", "abs_loss", "loss_min", "loss_max")
+    assert {f"distillation/{name}" for name in names} <= set(last)
+    assert last["distillation/loss_min"] <= last["distillation/loss"] <= last["distillation/loss_max"]
+    if "alone" in how:
+        assert last["distillation/loss"] < first["distillation/loss"]
+        assert last["actor/loss"] == pytest.approx(last["distillation/loss"], rel=1e-5)
+        assert {"distillation/overlap_ratio", "distillation/teacher_mass_min"} <= set(last)
+
+
+def ten_steps(tiny: TinyRun, tmp_path: Path, *own: str) -> dict[int, dict]:
+    """The records of a run with nothing refused."""
     words = [
-        f"algorithm.adv_estimator={estimator}",
-        f"{ACTOR}.policy_loss.loss_mode={loss}",
         f"{ACTOR}.optim.lr=1e-3",
         "trainer.total_training_steps=10",
         "trainer.save_freq=-1",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
-        *MORE.get(estimator, []),
-        *MORE.get(loss, []),
+        *own,
     ]
     assert main(tiny.overrides(tmp_path / "out", *words)) == 0
     found = records(tmp_path / "out")
@@ -46,3 +82,4 @@ def test_it_trains_by_its_key(tiny: TinyRun, tmp_path: Path, estimator: str, los
         assert math.isfinite(record["actor/pg_loss"]) and record.get("training/refused_steps", 0) == 0
         assert record["actor/grad_norm"] > 0
         assert {"actor/ppo_kl", "critic/advantages/mean"} <= set(record)
+    return found

@@ -155,6 +155,22 @@ def test_a_critic_on_two_ranks_learns_as_in_one_process(train, tmp_path) -> None
     assert records(two)[2]["critic/vf_loss"] > 0 and (two / "global_step_2/critic/config.json").is_file()
 
 
+def test_two_ranks_are_taught_as_one_process(train, tmp_path) -> None:
+    """Two teachers, of which some steps' rows of a rank may need only one."""
+    teachers = [tiny_model(tmp_path / name, seed=seed, scale=4.0) for seed, name in enumerate("ab", 3)]
+    words = (
+        "distillation.enabled=True",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        "distillation.distillation_loss.topk=8",
+        "distillation.teacher_key=ability",
+        f"+distillation.teacher_models={{a:{{key:math,model_path:{teachers[0]}}},b:{{model_path:{teachers[1]}}}}}",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    alone, two = train(tmp_path / "alone", *words), train(tmp_path / "two", *words, *TWO)
+    assert_close(records(alone), records(two), [0, 1, 2, 3])
+
+
 def test_a_resumed_run_is_the_same_bit_for_bit(train, two, tmp_path) -> None:
     again = train(from_step(two, 1, tmp_path / "again"), *TWO)
     later, first = records(again), records(two)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import tiny_config, tiny_model
 from tests.unit.engine_cases import BOTH, assert_close, gradients, reference, rows_of, simple_loss
 from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 
 CONFIG = {"fsdp_config": {"dtype": "float32"}, "grad_clip": 0.0, "optim": {"lr": 0.0, "weight_decay": 0.0}}
 
@@ -26,14 +28,17 @@ def module():
 
 
 def run(module, rows, model_cfg=None, **options):
-    engine = FSDPEngine(module=module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu")
-    stats = engine.forward(rows, BOTH, temperature=0.8)
-    result = engine.step(rows, simple_loss(max(1, len(stats["log_probs"])), 0.1), BOTH, temperature=0.8)
+    engine = FSDPEngine(module=module, role_cfg=CONFIG | options, model_cfg=model_cfg, device="cpu", topk=4)
+    stats = engine.forward(rows, (*BOTH, "topk_log_probs"), temperature=0.8)
+    for row in rows:
+        row.teacher_topk_ids = np.stack([row.response_ids, row.response_ids * 3 % 250], 1).astype(np.int32)
+    loss = simple_loss(max(1, len(stats["log_probs"])), 0.1)
+    result = engine.step(rows, loss, (*BOTH, *CANDIDATE_OUTPUTS), temperature=0.8)
     return stats, result, gradients(engine)
 
 
 def same(a, b, tolerance=2e-5):
-    for name in BOTH:
+    for name in (*BOTH, "topk_log_probs"):
         torch.testing.assert_close(*(torch.from_numpy(x[0][name]) for x in (a, b)), rtol=1e-5, atol=2e-5)
     assert_close(a[2], b[2], tolerance)
     assert a[1].metrics == pytest.approx(b[1].metrics, rel=1e-4, abs=1e-6)

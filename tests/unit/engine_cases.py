@@ -55,7 +55,7 @@ def reference(
 
 
 def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
-    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T: the gradient depends on the log-probs too."""
+    """−Σ A·logp·(1 + ½ logp)/T − c·ΣH/T − Σ of candidates' logp/T, if there are any: the gradient depends on the log-probs too."""
 
     def loss(batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         parts = [r.advantages for r in batch.rows]
@@ -63,7 +63,12 @@ def simple_loss(total: int, entropy_coeff: float = 0.0) -> Any:
         value = -(advantages * (batch.log_probs + batch.log_probs**2 / 4)).sum() / total
         if entropy_coeff:
             value = value - entropy_coeff * batch.entropy.sum() / total
-        metrics = {
+        candidates, extremes = batch.candidate_log_probs, {}
+        if candidates is not None and candidates.numel():
+            value = value - candidates.sum() / total
+            least, share = float(candidates.detach().min()), float(batch.candidates_in_topk.sum())
+            extremes = {"candidates_min": (least, 1.0), "in_topk": (share, 1.0 * len(candidates))}
+        metrics = extremes | {
             "sum": (float(value.detach()), 0.0),
             "mean": (float(batch.log_probs.detach().sum()), len(advantages)),
         }

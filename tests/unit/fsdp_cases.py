@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 from tests.unit.engine_cases import BOTH, rows_of, simple_loss
+from verl.engine.training.log_prob import CANDIDATE_OUTPUTS
 from verl.trajectory import Trajectory
+
+TOPK = ("topk_log_probs", "topk_ids")
 
 ROLE = {
     "fsdp_config": {"dtype": "float32"},
@@ -44,12 +47,15 @@ def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -
     """Log-probs of the rows, then steps; everything that must not depend on the number of ranks."""
     from verl.engine.training.sharding import whole
 
-    found = engine.forward(rows, (*BOTH, "sum_pi_squared"), temperature=0.8)
-    results = [engine.step(rows, simple_loss(total, 0.1), BOTH, temperature=0.8) for _ in range(steps)]
+    found = engine.forward(rows, (*BOTH, "sum_pi_squared", *TOPK), temperature=0.8)
+    asked = (*BOTH, *CANDIDATE_OUTPUTS)
+    results = [engine.step(rows, simple_loss(total, 0.1), asked, temperature=0.8) for _ in range(steps)]
     return {
         "log_probs": found["log_probs"],
         "entropy": found["entropy"],
         "squares": found["sum_pi_squared"],
+        "topk": found["topk_log_probs"],
+        "topk_ids": found["topk_ids"],
         "metrics": [r.metrics for r in results],
         "refused": [r.refused for r in results],
         "tokens": [r.tokens for r in results],
@@ -62,7 +68,11 @@ def drive(engine: Any, rows: Sequence[Trajectory], total: int, steps: int = 1) -
 
 
 def rows() -> list[Trajectory]:
-    return rows_of(GROUPS)
+    """With other tokens in the place of each, whose log-probs are a part of the loss."""
+    found, rng = rows_of(GROUPS), np.random.default_rng(7)
+    for row in found:
+        row.teacher_topk_ids = rng.integers(0, 250, (row.length, 3)).astype(np.int32)
+    return found
 
 
 def total() -> int:
@@ -77,7 +87,7 @@ def on_ranks(
 
     out = {}
     for name, (role_cfg, model_cfg, kind) in cases.items():
-        engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
+        engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu", topk=4)
         mine = shares(kind, engine.dp_size)[engine.dp_rank]
         chosen = [rows()[i] for i in mine]
         out[name] = drive(engine, chosen, total(), steps) | {
@@ -95,7 +105,7 @@ def locally(
     """The same on `FSDPEngine` with all rows."""
     from verl.engine.training.fsdp_engine import FSDPEngine
 
-    engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu")
+    engine = FSDPEngine(path, role_cfg=role_cfg, model_cfg=model_cfg, device="cpu", topk=4)
     return drive(engine, rows(), total(), steps)
 
 
@@ -115,7 +125,7 @@ def columns(found: list[dict[str, Any]], column: str) -> np.ndarray:
 
 def assert_same(found: list[dict[str, Any]], local: dict[str, Any], tolerance: float = 1e-6) -> None:
     """Every rank's results against those of one device: tokens' columns, metrics, norm, gradients."""
-    for column in ("log_probs", "entropy", "squares"):
+    for column in ("log_probs", "entropy", "squares", "topk", "topk_ids"):
         np.testing.assert_allclose(columns(found, column), local[column], rtol=1e-6, atol=4 * tolerance)
     for one in found:
         assert one["refused"] == local["refused"]

@@ -418,10 +418,10 @@ def test_dp_size_multiplies_and_needs_the_counts() -> None:
     x, m = torch.ones(2, 2), torch.ones(2, 2)
     assert agg_loss(x, m, "token-mean", dp_size=4, batch_num_tokens=16).item() == 1.0
     assert agg_loss(x, m, "token-sum", dp_size=2).item() == 8.0
-    with pytest.raises(ValueError, match="needs batch_num_tokens when dp_size is 2"):
+    with pytest.raises(ValueError, match="batch_num_tokens is required when dp_size is 2"):
         agg_loss(x, m, "token-mean", dp_size=2, global_batch_size=2)
     for mode in MODES[2:]:
-        with pytest.raises(ValueError, match="needs global_batch_size"):
+        with pytest.raises(ValueError, match="global_batch_size is required"):
             agg_loss(x, m, mode, dp_size=2, batch_num_tokens=4)
 
 

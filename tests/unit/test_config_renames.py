@@ -51,8 +51,32 @@ ppo ARR.model.lora.alpha=8 → ARR.model.lora_alpha=8
 ppo ARR.model.lora.adapter_path=/a → ARR.model.lora_adapter_path=/a
 ppo ARR.model.lora.exclude_modules=x → ARR.model.exclude_modules=[x]
 ppo ARR.model.lora.target_modules=[linear_qkv,linear_proj] → ARR.model.target_modules=[q_proj,k_proj,v_proj,o_proj]
+ppo ARR.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
+ppo ARR.actor.fsdp_config.router_replay.mode=R2 → ARR.actor.router_replay.mode=R2
+ppo ARR.actor.veomni.router_replay.mode=R3 → ARR.actor.router_replay.mode=R3
 ppo ARR.rollout.skip_rollout=True → skip.rollout.enable=True
 ppo ARR.rollout.skip_dump_dir=/d → skip.rollout.dump_dir=/d
+ppo rollout.nnodes=2 → ARR.rollout.nnodes=2
+ppo rollout.n_gpus_per_node=2 → ARR.rollout.n_gpus_per_node=2
+ppo rollout.n=6 → ARR.rollout.n=6
+ppo async_training.concurrent_samples_per_replica=9 → ARR.rollout.max_num_seqs=9
+ppo ARR.actor.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
+ppo ARR.actor.veomni.param_offload=True → ARR.actor.fsdp_config.param_offload=True
+ppo ARR.actor.veomni.enable_full_shard=False → ARR.actor.fsdp_config.reshard_after_forward=False
+ppo ARR.ref.veomni.ulysses_parallel_size=2 → ARR.ref.ulysses_sequence_parallel_size=2
+ppo critic.veomni.fsdp_size=4 → critic.model.fsdp_config.fsdp_size=4
+ppo critic.veomni.ulysses_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
+ppo ARR.actor.torchtitan.data_parallel_shard_size=4 → ARR.actor.fsdp_config.fsdp_size=4
+ppo ARR.actor.torchtitan.tensor_parallel_size=2 → ARR.actor.fsdp_config.tensor_parallel_size=2
+ppo ARR.actor.torchtitan.activation_checkpoint=none → ARR.model.enable_gradient_checkpointing=False
+ppo ARR.actor.torchtitan.activation_checkpoint=selective → ARR.model.enable_gradient_checkpointing=True
+ppo ARR.actor.fsdp_config.turbo_config.distributed.fully_shard_parallel_size=8 → ARR.actor.fsdp_config.fsdp_size=8
+ppo ARR.actor.fsdp_config.turbo_config.distributed.ulysses_parallel_size=2 → ARR.actor.ulysses_sequence_parallel_size=2
+ppo ARR.actor.fsdp_config.turbo_config.memory.recompute=False → ARR.model.enable_gradient_checkpointing=False
+sft engine.tp_size=2 → engine.tensor_parallel_size=2
+sft engine.ulysses_parallel_size=2 → engine.ulysses_sequence_parallel_size=2
+sft engine.activation_checkpointing=False → model.enable_gradient_checkpointing=False
+sft optim.min_lr_factor=0.1 → optim.min_lr_ratio=0.1
 ppo ray_init.num_cpus=4 → ray_kwargs.ray_init.num_cpus=4
 sft model.partial_pretrain=/m → model.path=/m
 sft model.strategy=fsdp2 → engine.strategy=fsdp2
@@ -102,7 +126,107 @@ def test_the_later_spelling_of_the_manager_counts():
     ],
 )
 def test_modes_of_staleness(argv, lag):
-    assert load(argv).trainer.max_staleness == lag
+    cfg = load(argv)
+    assert cfg.trainer.max_staleness == lag
+    assert cfg.trainer.weight_sync_every == (4 if any("separate_async" in word for word in argv) else 1)
+
+
+ASYNC = "--config-name=fully_async_ppo_trainer"
+MINI = f"{ARR}.actor.ppo_mini_batch_size=8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (
+            [ASYNC, MINI],
+            "weight_sync_every=4 max_staleness=1 max_steps_per_version=5 total_training_steps=12",
+        ),
+        (
+            [ASYNC, MINI, "async_training.staleness_threshold=0.5", "async_training.require_batches=2"],
+            "max_staleness=1 max_steps_per_version=6 total_training_steps=6",
+        ),
+        ([ASYNC, "async_training.staleness_threshold=0"], "max_staleness=0 max_steps_per_version=None"),
+        ([ASYNC, "async_training.staleness_threshold=2"], "max_staleness=2 max_steps_per_version=None"),
+        ([ASYNC, "rollout.test_freq=5", "trainer.save_freq=6"], "test_freq=20 save_freq=8"),
+        (
+            [ASYNC, "trainer.weight_sync_every=2", "trainer.total_training_steps=7"],
+            "weight_sync_every=2 total_training_steps=7",
+        ),
+        (["async_training.trigger_parameter_sync_step=2"], "weight_sync_every=2 max_staleness=1"),
+        (["--config-name=one_step_off_ppo_trainer"], "max_staleness=1 weight_sync_every=1"),
+        (
+            ["trainer.v1={trainer_mode:separate_async,separate_async:{parameter_sync_step:2}}"],
+            "weight_sync_every=2",
+        ),
+    ],
+)
+def test_asynchronous_entry_points_are_the_one_loop(argv, expected):
+    cfg = load(argv)
+    for pair in expected.split():
+        key, value = pair.split("=")
+        assert str(cfg.trainer[key]) == value, (key, cfg.notices)
+    if ASYNC in argv:
+        rollout, correction = cfg.actor_rollout_ref.rollout, cfg.algorithm.rollout_correction
+        assert (rollout.nnodes, rollout.n, correction.bypass_mode) == (1, 4, True)
+        batches = 2 if "async_training.require_batches=2" in argv else 1
+        assert cfg.data.train_batch_size == batches * cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+        assert sum("async_training is now called" in notice for notice in cfg.notices) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("async_training.staleness_threshold=-1", "no number of at least 0"),
+        ("async_training.trigger_parameter_sync_step=0", "no whole number of at least 1"),
+        ("async_training.partial_rollout=False", "leave it True"),
+        ("async_training.use_dynamic_resource_scheduling=True", "not in this release"),
+        (
+            "trainer.v1={trainer_mode:separate_async,separate_async:{parameter_sync_step:0.5}}",
+            "no whole number",
+        ),
+    ],
+)
+def test_asynchronous_keys_that_cannot_be(override, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        load([override])
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", ["veomni", "fsdp_turbo", "torchtitan", "automodel"])
+def test_backends_that_are_fsdp2_under_another_name(name):
+    cfg = load([f"model_engine={name}"])
+    assert (
+        cfg.actor_rollout_ref.actor.strategy
+        == cfg.actor_rollout_ref.ref.strategy
+        == cfg.critic.strategy
+        == "fsdp2"
+    )
+    assert cfg.notices == [f"{name} is FSDP2 here: its sizes and offloading count, its kernels do not"]
+    assert load([f"actor@{ARR}.actor={name}_actor"]).actor_rollout_ref.actor.strategy == "fsdp2"
+    assert load([f"{ARR}.actor.strategy={name}"]).actor_rollout_ref.actor.strategy == "fsdp2"
+    assert load([f"engine={name}", f"optim={name}"], entry="sft").engine.strategy == "fsdp2"
+
+
+def test_keys_of_a_group_that_is_not_there_are_one_line():
+    with pytest.raises(ConfigError) as error:
+        load(["topology.a=1", "topology.b.c=2", "topology.d=3", "algorithm.gama=1"])
+    texts = [str(problem) for problem in error.value.problems]
+    assert (
+        len(texts) == 2
+        and "no such group of keys; given in it: topology.a, topology.b.c, topology.d" in texts[0]
+    )
+    assert "nearest: algorithm.gamma" in texts[1]
+
+
+def test_small_spellings():
+    assert load(["reward.custom_reward_function.name=null"]).custom_reward_function.name == "compute_score"
+    given = "+ray_kwargs.ray_init.runtime_env.py_executable='uv run python'"
+    cfg = load([given])
+    assert ("py_executable" in cfg.ray_kwargs.ray_init.runtime_env) != any(
+        "uv is not" in n for n in cfg.notices
+    )
+    assert load(["trainer.save_freq=after_each_epoch"], entry="sft").trainer.save_freq == "after_each_epoch"
 
 
 def test_an_unknown_mode_of_staleness():
@@ -161,6 +285,13 @@ synchronised: ARR.actor.sync_gradients=True critic.sync_gradients=True
 one_implementation: trainer.use_legacy_worker_impl=auto trainer.use_v1=True
 one_implementation: reward_model.use_reward_loop=True reward_model.launch_reward_fn_async=True
 asynchronous_engine_interface: ARR.rollout.mode=async
+driver: transfer_queue.enable=True
+devices_of_the_samplers: async_training.use_trainer_do_validate=True
+kernels: ARR.actor.veomni.attn_implementation=sdpa ARR.actor.veomni.moe_implementation=fused
+kernels: ARR.actor.torchtitan.attn_type=flex ARR.actor.automodel.backend_config.attn=te
+compute_is_in_dtype: ARR.actor.fsdp_config.mixed_precision=True
+packed: ARR.actor.megatron.use_remove_padding=True
+adapter: ARR.model.lora.freeze_vision_model=True ARR.model.lora.lora_A_init_method=kaiming
 streamed: ARR.rollout.layered_summon=True
 chunked: ARR.actor.entropy_checkpointing=True ARR.actor.entropy_from_logits_with_chunking=True
 chunked: ARR.ref.entropy_from_logits_chunk_size=2048 ARR.actor.calculate_entropy=True
@@ -210,13 +341,22 @@ def test_keys_that_are_not_needed_say_nothing(override):
 
 
 REFUSED = [
-    "distillation.enabled=True",
     f"{ARR}.model.mtp.enable=True",
     f"{ARR}.actor.qat.enable=True",
-    "transfer_queue.enable=True",
     f"{ARR}.rollout.disaggregation.enabled=True",
-    f"{ARR}.rollout.enable_rollout_routing_replay=True",
-    f"{ARR}.actor.router_replay.mode=R2",
+    f"{ARR}.ref.router_replay.mode=R2",
+    f"{ARR}.actor.fsdp_config.qat.enable=True",
+    f"{ARR}.actor.veomni.expert_parallel_size=2",
+    f"{ARR}.actor.torchtitan.pipeline_parallel_size=2",
+    f"{ARR}.actor.automodel.cp_size=4",
+    f"{ARR}.actor.fsdp_config.turbo_config.distributed.expert_parallel_size=2",
+    f"{ARR}.actor.megatron.use_megatron_fsdp=True",
+    f"{ARR}.rollout.moe_tensor_parallel_size=2",
+    f"{ARR}.model.lora.merge=True",
+    f"{ARR}.model.lora.type=canonical_lora",
+    f"{ARR}.model.lora.dropout=0.1",
+    "trainer.checkpoint_callback_class=x.Y",
+    "global_profiler.finish_hook_cmd=ls",
     f"{ARR}.rollout.over_sample_rate=0.1",
     f"{ARR}.rollout.agent.custom_async_server.path=x.py",
 ]
@@ -231,13 +371,13 @@ def test_recognised_and_refused(override):
 @pytest.mark.parametrize(
     "override",
     [
-        "distillation.enabled=False",
-        "distillation.teacher.path=x",
         f"{ARR}.model.mtp.enable=False",
         f"{ARR}.model.mtp={{enable:False,n:2}}",
         f"{ARR}.actor.router_replay.mode=disabled",
         f"{ARR}.rollout.over_sample_rate=0",
         f"{ARR}.rollout.agent.custom_async_server.path=null",
+        f"{ARR}.actor.veomni.expert_parallel_size=1",
+        f"{ARR}.model.lora.type=lora",
     ],
 )
 def test_refused_features_may_be_switched_off(override):

@@ -83,6 +83,52 @@ def test_values_and_gradients(rows, vocab, block, temperature, softcap, bias, en
             torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("block", [(1, 1), (7, 3), (64, 16), (1 << 20, 1 << 14)])
+@pytest.mark.parametrize("topk", [1, 5, 37])
+def test_candidates_and_the_most_likely_tokens(monkeypatch, block, topk):
+    monkeypatch.setattr(log_prob, "BLOCK_SCORES", block[0])
+    monkeypatch.setattr(log_prob, "BLOCK_COLUMNS", block[1])
+    hidden, weight, offset, targets = (x.requires_grad_(x.is_floating_point()) for x in make(bias=True))
+    candidates = torch.stack([torch.randperm(37)[:topk] for _ in targets])
+    logp = torch.log_softmax((hidden @ weight.t() + offset) / 0.8, -1)
+    mix = torch.randn(len(targets), topk + 1, dtype=torch.float64)
+    together = torch.cat((targets[:, None], candidates), 1)
+    (mix * logp.gather(1, together)).sum().backward()
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, weight, offset)]
+    out = token_outputs(
+        leaves[0],
+        targets,
+        LogitLayer(*leaves[1:]),
+        log_prob.OUTPUTS,
+        temperature=0.8,
+        candidates=candidates,
+    )
+    found = torch.cat((out["log_probs"][:, None], out["candidate_log_probs"]), 1)
+    (mix.float() * found).sum().backward()
+    values, ids = logp.topk(topk, 1)
+    torch.testing.assert_close(found.double(), logp.gather(1, together), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out["topk_log_probs"].double(), values.detach(), rtol=2e-5, atol=2e-5)
+    assert torch.equal(out["topk_ids"].long(), ids)
+    inside = (candidates[:, :, None] == ids[:, None]).any(-1)
+    assert torch.equal(out["candidates_in_topk"].bool(), inside)
+    for ours, theirs in zip(leaves, (hidden, weight, offset), strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2e-4, atol=2e-5)
+
+
+def test_a_candidate_that_the_vocabulary_has_not_is_minus_infinity():
+    hidden, weight, _, targets = make(dtype=torch.float32)
+    candidates = torch.tensor([[36, 37]]).expand(13, 2)
+    asked = (*log_prob.CANDIDATE_OUTPUTS, "log_probs")
+    chunked = token_outputs(
+        hidden, targets, LogitLayer(weight), asked, temperature=1.0, candidates=candidates
+    )
+    plain = log_prob.outputs_of_logits(hidden @ weight.t(), targets, asked, candidates)
+    for name in asked:
+        torch.testing.assert_close(chunked[name], plain[name], rtol=1e-5, atol=2e-5)
+    found = chunked["candidate_log_probs"]
+    assert found[:, 0].isfinite().all() and (found[:, 1] == float("-inf")).all()
+
+
 def test_extreme_logits_stay_finite():
     hidden, weight, _, targets = make(dtype=torch.float32)
     hidden = (hidden * 1e4).requires_grad_()
@@ -139,8 +185,9 @@ hidden = torch.randn(rows, width, requires_grad=True)
 targets = torch.randint(0, 2000, (rows,))
 token_outputs(hidden[:8], targets[:8], LogitLayer(weight[:64]), ALL[:2], temperature=1.0)["entropy"].sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-out = token_outputs(hidden, targets, LogitLayer(weight), ALL[:2], temperature=1.0)
-(out["log_probs"].sum() + out["entropy"].sum()).backward()
+out = token_outputs(hidden, targets, LogitLayer(weight), (*ALL, "candidate_log_probs", "candidates_in_topk"),
+                    temperature=1.0, candidates=torch.randint(0, 2000, (rows, 32)))
+(out["log_probs"].sum() + out["entropy"].sum() + out["candidate_log_probs"].sum()).backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

@@ -187,13 +187,10 @@ def test_memory_on_a_processor_names_what_lives_and_what_was_allocated(tmp_path:
     assert any(e["args"]["Bytes"] == 492_000 for e in allocated)
 
 
-@pytest.mark.parametrize(
-    ("tool", "words"),
-    [("nsys", "records CUDA devices; this process works on cpu"), ("npu", "needs an Ascend device")],
-)
-def test_what_cannot_work_here_says_what_to_do(tool: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        open_profiler(config(tool), roles=("actor",), rank=0, device="cpu")
+def test_what_cannot_work_here_says_what_to_do_or_does_nothing() -> None:
+    with pytest.raises(UserError, match="records CUDA devices; this process works on cpu"):
+        open_profiler(config("nsys"), roles=("actor",), rank=0, device="cpu")
+    assert open_profiler(config("npu"), roles=("actor",), rank=0, device="cpu") is None
 
 
 def test_nsys_must_have_started_the_process() -> None:
@@ -212,7 +209,7 @@ def test_arguments_of_tools() -> None:
     assert check_options("nsys", {"anything": 1}) == "" == check_options("torch", {"contents": ["cpu"]})
     assert "depth is not known" in check_options("torch_memory", {"depth": 1})
     assert "torch.content is not known" in check_options("torch", {"content": ["cpu"]})
-    assert "leave it False" in check_options("torch", {"discrete": True})
+    assert check_options("torch", {"discrete": True}) == ""
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 from verl.rollout.event_loop import BackgroundLoop
 from verl.rollout.manager import RolloutManager, RolloutSettings, response_seed
-from verl.rollout.schedule import PromptSchedule
+from verl.rollout.schedule import PromptSchedule, Versions
 from verl.rollout.session import ResumableGeneration
 from verl.tracking.timer import Phases
 from verl.trainer.ppo_trainer import PPOTrainer
@@ -177,6 +177,44 @@ def test_staleness_is_bounded_and_order_is_that_of_the_draws(tmp_path, staleness
     assert not run.engine.under_way, "nothing is begun that no step will train on"
 
 
+@pytest.mark.parametrize(
+    ("staleness", "every", "most"), [(0, 1, None), (0, 3, None), (1, 3, None), (1, 3, 4), (2, 2, None)]
+)
+def test_weights_are_pushed_every_so_many_steps(tmp_path, staleness, every, most) -> None:
+    more = [
+        f"trainer.weight_sync_every={every}",
+        f"trainer.max_steps_per_version={most}",
+        "trainer.save_freq=-1",
+    ]
+    own = "actor_rollout_ref.rollout.nnodes=1"
+    run = Run(tmp_path, staleness, TimedEngine(lengths), *more, own, steps=11).go()
+    order = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+    assert [t.uid for batch in run.batches for t in batch if t.index == 0] == [
+        p.uid for _ in range(11) for p in order.take()
+    ]
+    assert len(run.ended) == 1 + -(-11 // every), "the start, every t steps, and the last step"
+    lags = [(step - 1) // every - min(t.versions) for step, batch in enumerate(run.batches, 1) for t in batch]
+    assert min(lags) >= 0 and max(lags) == staleness
+    begun = {step: min(min(t.versions) for t in batch) for step, batch in enumerate(run.batches, 1)}
+    limit = most or (1 + staleness) * every
+    assert all(step <= version * every + limit for step, version in begun.items())
+    held = [record["training/weight_version"] for record in run.quiet.records.values()]
+    assert held == [(step - 1) // every + 1 for step in range(1, 12)]
+
+
+def test_a_resume_after_a_push_draws_what_the_run_would_have_drawn() -> None:
+    stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+    whole, drawn = PromptSchedule(stream, Versions(every=3, staleness=1), last_step=12), []
+    for step in range(1, 13):
+        drawn += [prompt.uid for prompt in whole.due(step)]
+        if step == 6:
+            saved = whole.position(6)
+    again = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
+    again.load_state(saved)
+    resumed = PromptSchedule(again, Versions(every=3, staleness=1), last_step=12)
+    assert [prompt.uid for step in range(7, 13) for prompt in resumed.due(step)] == drawn[6 * BATCH :]
+
+
 def test_an_interrupted_answer_is_what_it_would_have_been(tmp_path) -> None:
     whole = Run(tmp_path, 0, TimedEngine(lengths)).go()
     parts = Run(tmp_path, 2, TimedEngine(lengths)).go()
@@ -261,21 +299,21 @@ def test_a_sampler_of_prompts_that_learns_must_not_be_drawn_ahead() -> None:
 
     stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True, sampler=Learning(range(20)))
     with pytest.raises(UserError, match=r"set trainer\.max_staleness=0"):
-        PromptSchedule(stream, max_staleness=1, last_step=3)
-    PromptSchedule(stream, max_staleness=0, last_step=3)
+        PromptSchedule(stream, Versions(staleness=1), last_step=3)
+    PromptSchedule(stream, Versions(), last_step=3)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 7))
 def test_draws_never_run_past_the_bound(ahead: int, first: int, last: int) -> None:
     stream = PromptStream(Rows(), batch_size=BATCH, seed=1, shuffle=True)
-    draws = PromptSchedule(stream, max_staleness=ahead, last_step=last)
+    draws = PromptSchedule(stream, Versions(staleness=ahead), last_step=last)
     begun = first - 1
     for step in range(first, last + 1):
         begun += len(draws.due(step)) // BATCH
         assert begun == max(first - 1, min(step + ahead, last)) and draws.due(step) == []
     with pytest.raises(ValueError, match="max_staleness=-1"):
-        PromptSchedule(stream, max_staleness=-1, last_step=1)
+        PromptSchedule(stream, Versions(staleness=-1), last_step=1)
 
 
 def test_pause_waits_for_requests_that_reach_the_engine_late() -> None:

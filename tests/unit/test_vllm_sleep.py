@@ -203,6 +203,7 @@ RESULT = SimpleNamespace(verified=False)
 
 
 def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
+    from verl.rollout.schedule import Versions
     from verl.trainer.ppo_trainer import PPOTrainer
 
     calls: list[str] = []
@@ -214,10 +215,11 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
         loop=SimpleNamespace(run=lambda value: value),
         phases=lambda name: contextlib.nullcontext(),
         rollouts=SimpleNamespace(pause=note("pause"), resume=note("resume")),
-        workers=SimpleNamespace(weight_sync=SimpleNamespace(push=note("push", RESULT))),
     )
     trainer = PPOTrainer.__new__(PPOTrainer)
     trainer.parts = parts  # type: ignore[assignment]
+    trainer.weight_sync = SimpleNamespace(push=note("push", RESULT))  # type: ignore[assignment]
+    trainer.versions, trainer.total_steps = Versions(), 2
     trainer.colocation = SimpleNamespace(to_sampling=note("wake"))  # type: ignore[assignment]
     settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False)
     trainer.config = SimpleNamespace(trainer=settings)  # type: ignore[assignment]

@@ -23,6 +23,7 @@ def batches(draw) -> list[Segment]:
     rows = []
     for g in range(draw(st.integers(0, 4))):
         shared = rng.integers(0, 200000, draw(st.integers(1, 6)))
+        of_shared = shared.astype(np.int16)
         for index in range(draw(st.integers(1, 4))):
             length = draw(st.integers(0, 5))
             context = shared if draw(st.booleans()) else rng.integers(0, 200000, 3)
@@ -36,6 +37,9 @@ def batches(draw) -> list[Segment]:
             for name in OPTIONAL:
                 if draw(st.booleans()):
                     row.put(name, (rng.random(length) * 2).astype(COLUMNS[name].dtype))
+                    if COLUMNS[name].context:
+                        values = context.astype(COLUMNS[name].dtype)
+                        row.context_columns[name] = of_shared if context is shared else values
             rows.append(row)
     return rows
 
@@ -55,6 +59,11 @@ def test_rows_come_back_as_they_were(rows) -> None:
         for name, was in old.columns.items():
             now = new.columns[name]
             assert now.dtype == COLUMNS[name].dtype and np.array_equal(now, was), name
+        assert new.context_columns.keys() == old.context_columns.keys()
+        for name, was in old.context_columns.items():
+            assert np.array_equal(new.context_columns[name], was), name
+    once = [len({id(row.context_columns.get("routed_experts")) for row in both}) for both in (rows, back)]
+    assert once[0] == once[1], "what is said of a context goes once, too"
     contexts = len({id(row.context_ids) for row in rows})
     assert len({id(row.context_ids) for row in back}) == contexts, "a context goes once for all that share it"
 

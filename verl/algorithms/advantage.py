@@ -290,18 +290,24 @@ def compute_grpo_passk_outcome_advantage(inputs: EstimatorInputs) -> Result:
 def compute_gdpo_outcome_advantage(inputs: EstimatorInputs) -> Result:
     """A = whiten(Σ_q w_q A^q), A^q the advantage of GRPO on component q of `gdpo_reward_keys`; w_q = 1 unless weights are given.
 
-    ValueError without keys, and for a response whose reward has no number under one of them.
+    RewardPartError without keys, and for a response whose reward has no number under one of them.
     Source: arXiv 2601.05242.
     """
     keys = setting(inputs.config, "gdpo_reward_keys", [])
     weights = setting(inputs.config, "gdpo_reward_weights", [1.0] * len(keys))
     if not keys or len(weights) != len(keys):
-        raise ValueError(f"gdpo needs algorithm.gdpo_reward_keys and as many weights: {keys}, {weights}")
+        raise RewardPartError(
+            f"gdpo needs algorithm.gdpo_reward_keys, and as many gdpo_reward_weights: {keys}, {weights}"
+        )
     parts = [
         weight * _group_relative(_component(key, inputs), inputs)
         for key, weight in zip(keys, weights, strict=True)
     ]
     return whiten_responses(np.sum(parts, axis=0), inputs)
+
+
+class RewardPartError(ValueError, AssertionError):
+    """`gdpo_reward_keys` or weights that do not fit the rewards; the public interface makes it an AssertionError."""
 
 
 def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
@@ -310,7 +316,7 @@ def _component(key: str, inputs: EstimatorInputs) -> np.ndarray:
     except (KeyError, TypeError, ValueError):
         values = np.array([np.nan])
     if not np.isfinite(values).all():
-        raise ValueError(
+        raise RewardPartError(
             f"algorithm.gdpo_reward_keys: the reward function does not return a finite number under {key!r} for every response"
         )
     return values

@@ -6,6 +6,9 @@ Plug-ins reach this module as `verl.trainer.ppo.core_algos`. Importing it fills 
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from verl.algorithms.advantage import (
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -40,8 +43,15 @@ from verl.algorithms.token_advantage import (
 )
 from verl.algorithms.value_loss import compute_value_loss
 
-# The tables the trainer reads.
-ADV_ESTIMATOR_REGISTRY: dict[str, Algorithm] = ESTIMATORS.functions
+
+class _Module(ModuleType):
+    # The table that the trainer reads, also where somebody sets another one.
+    ADV_ESTIMATOR_REGISTRY = property(
+        lambda _: ESTIMATORS.functions, lambda _, table: setattr(ESTIMATORS, "functions", table)
+    )
+
+
+sys.modules[__name__].__class__ = _Module
 POLICY_LOSS_REGISTRY: dict[str, Algorithm] = LOSSES.functions
 
 register_adv_est = ESTIMATORS.register

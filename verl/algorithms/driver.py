@@ -282,7 +282,7 @@ def _offer(rows: Batch, algorithm: Any) -> dict[str, Callable[[], Any]]:
     if baselines is not None:
         offered["reward_baselines"] = lambda: torch.from_numpy(baselines).float()
     for name, column in COLUMNS.items():
-        if name not in _OFFERED_APART and rows.has(name):
+        if column.public and name not in _OFFERED_APART and rows.has(name):
             offered[column.public] = lambda name=name: _pad(rows, name)  # type: ignore[misc]
     return offered
 

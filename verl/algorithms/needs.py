@@ -8,7 +8,7 @@ KL terms  ┘
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
@@ -38,19 +38,29 @@ class Pass:
 OLD_LOG_PROB = Pass(
     "old_log_prob",
     "actor",
-    {"log_probs": "old_log_probs", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+    {
+        "log_probs": "old_log_probs",
+        "entropy": "entropy",
+        "sum_pi_squared": "sum_pi_squared",
+        "routed_experts": "routed_experts",
+    },
 )
+_TAUGHT = {"log_probs": "teacher_log_probs"}
+_TAUGHT |= {name: f"teacher_{name}" for name in ("topk_ids", "topk_log_probs")}
+# Run once for each teacher, whose role has a name of its own (`teacher_roles`).
+TEACHER = Pass("teacher", "teacher", _TAUGHT)
 PASSES = (
     OLD_LOG_PROB,
     Pass("ref", "ref", {"log_probs": "ref_log_probs"}),
+    TEACHER,
     Pass("values", "critic", {"values": "values"}),
 )
-_COSTLY = frozenset({"sum_pi_squared"})
+_TOPK = frozenset(_TAUGHT.values()) - {"teacher_log_probs"}
+_COSTLY = frozenset({"sum_pi_squared", "routed_experts"}) | _TOPK
 _AT_HAND = {
     *("response_ids", "response_mask", "rollout_log_probs", "token_rewards", "loss_mask", "is_weights"),
     GREEDY_BASELINE,
 }
-_LATER = {"teacher_log_probs": "a teacher"}
 
 
 def needed_columns(config: Any) -> frozenset[str]:
@@ -70,12 +80,15 @@ def needed_columns(config: Any) -> frozenset[str]:
         needs |= {"old_log_probs", "rollout_log_probs"}
     if correction.bypass:  # the old policy is the sampler
         needs = {"rollout_log_probs" if name == "old_log_probs" else name for name in needs}
-    produced = {column for one in PASSES for column in one.outputs.values()}
+    needs |= teacher_columns(config)
+    produced = {column for one in PASSES if one is not TEACHER for column in one.outputs.values()}
+    if teacher_roles(config):
+        produced |= {"teacher_log_probs"} | teacher_columns(config)
     for name in sorted(needs - produced - _AT_HAND):
-        by = _LATER.get(name)
+        by = name in _TAUGHT.values()
         where = f"algorithm.adv_estimator={algorithm.adv_estimator} or policy_loss.loss_mode={loss_mode}"
         why = (
-            f"it comes from {by}, which is not in this release"
+            "it comes from a teacher; set distillation.enabled=True, and loss_mode=forward_kl_topk for the most likely tokens"
             if by
             else "no pass produces a column of that name"
         )
@@ -93,7 +106,13 @@ def passes(config: Any, updates_per_step: int) -> list[Pass]:
         needed |= {"old_log_probs"}
     if config.algorithm.use_pf_ppo:  # the update is of responses drawn again, what is logged of all
         needed |= {"old_log_probs"}
+    replay = setting(config.actor_rollout_ref.actor, "router_replay.mode", "disabled")
+    if replay == "R2" and "old_log_probs" in needed:
+        needed |= {"routed_experts"}
     chosen = [one for one in PASSES if needed & set(one.outputs.values())]
+    if TEACHER in chosen:
+        at = chosen.index(TEACHER)
+        chosen[at : at + 1] = [replace(TEACHER, role=role) for role in teacher_roles(config)]
     squares = setting(config.actor_rollout_ref.actor, "calculate_sum_pi_squared", False)
     return [one.only(needed | {"sum_pi_squared"} if squares else needed) for one in chosen]
 
@@ -107,6 +126,20 @@ def with_old_log_probs(chosen: list[Pass]) -> list[Pass]:
 def needs_reference(config: Any) -> bool:
     """True when a pass of the reference is needed."""
     return "ref_log_probs" in needed_columns(config)
+
+
+def teacher_roles(config: Any) -> dict[str, Any]:
+    """The teachers' roles with what `distillation.teacher_models` says of each; none where distillation is off."""
+    on = setting(config, "distillation.enabled", False)
+    return {f"teacher_{name}": one for name, one in config.distillation.teacher_models.items()} if on else {}
+
+
+def teacher_columns(config: Any) -> frozenset[str]:
+    """Columns of the teachers that the loss reads; none where distillation is off."""
+    if not teacher_roles(config):
+        return frozenset()
+    topk = config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
+    return _TOPK if topk else frozenset({"teacher_log_probs"})
 
 
 def needs_critic(config: Any) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.correction import parse_correction
+from verl.algorithms.distillation import Distillation
 from verl.algorithms.kl import clipped_tokens, kl_penalty
 from verl.algorithms.policy_loss import (
     LossInputs,
@@ -97,12 +98,12 @@ class PaddedMicroBatch:
             raise ValueError(f"{like.numel()} log-probs for rows with {len(where)} response tokens")
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """Flat [ΣL] → [b, W], differentiable."""
-        out = flat.new_zeros(self.shape[0] * self.shape[1])
-        return out.index_copy(0, self._where, flat).view(self.shape)
+        """Flat [ΣL, …] → [b, W, …], differentiable."""
+        out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
+        return out.index_copy(0, self._where, flat).view(*self.shape, *flat.shape[1:])
 
     def column(self, values: Sequence[np.ndarray]) -> torch.Tensor:
-        """One array per row → [b, W] in the dtype and on the device of the log-probs."""
+        """One array per row → [b, W, …] in the dtype and on the device of the log-probs."""
         flat = torch.from_numpy(np.concatenate([np.asarray(v) for v in values]))
         return self.pad(flat.to(self.like.device, self.like.dtype))
 
@@ -120,7 +121,8 @@ class ActorObjective:
     `actor` is the group `actor_rollout_ref.actor` (clip_ratio*, loss_agg_mode, entropy_coeff, use_kl_loss,
     kl_loss_coef, kl_loss_type, policy_loss.loss_mode); `denominators` the counts of the mini-batch;
     `rollout_correction` the group of that name: with bypass_mode the old policy is the sampler. `tokens_of`: T_i of
-    rows (by id) whose trajectory has other segments.
+    rows (by id) whose trajectory has other segments. `distillation`: a part that is added, or that alone is minimised
+    (use_task_rewards=False; the other parts are logged then).
 
     Metrics come as (sum, weight). The mini-batch's value is Σsum / Σweight over its micro-batches: shares and
     means weigh by their tokens; an aggregated term (pg_loss, kl_loss, entropy_loss, loss) is a part of a sum,
@@ -133,7 +135,9 @@ class ActorObjective:
         denominators: LossDenominators,
         rollout_correction: Any = None,
         tokens_of: Mapping[int, int] | None = None,
+        distillation: Distillation | None = None,
     ):
+        self._distillation = distillation
         self._actor, self._rollout_correction = actor, rollout_correction
         self._correction = parse_correction(rollout_correction)
         name = setting(setting(actor, "policy_loss"), "loss_mode", "vanilla")
@@ -173,6 +177,11 @@ class ActorObjective:
             metrics["actor/kl_coef"] = (self._kl_coef * tokens, float(tokens))
             clipped = masked(clipped_tokens(inputs.log_probs, ref, self._kl_type), inputs.loss_mask).sum()
             metrics["actor/kl_clipped_ratio"] = (float(clipped), float(tokens))
+        if self._distillation is not None:
+            pulled, found_parts, told = self._distillation(inputs, area, micro)
+            parts, metrics = parts | found_parts, metrics | told
+            task = loss if self._distillation.config.use_task_rewards else 0.0
+            loss = task + self._distillation.coefficient * pulled
         parts["actor/loss"] = loss
         share = tokens / self._denominators.tokens if self._denominators.tokens else 0.0
         values = torch.stack([part.detach() for part in parts.values()]).tolist()

@@ -87,7 +87,7 @@ def _count(given: Count | None, counted: torch.Tensor, name: str, mode: str, dp_
     if given is None:
         if dp_size > 1:
             raise ValueError(
-                f"agg_loss in mode {mode!r} needs {name} when dp_size is {dp_size}: "
+                f"agg_loss in mode {mode!r}: {name} is required when dp_size is {dp_size}: "
                 "the count over all ranks cannot be seen from one of them"
             )
         given = counted

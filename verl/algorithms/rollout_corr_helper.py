@@ -20,6 +20,12 @@ from verl.algorithms.correction import (
     rejection,
 )
 
+SUPPORTED_ROLLOUT_IS_OPTIONS = {"token", "sequence"}
+TOKEN_LEVEL_ROLLOUT_RS_OPTIONS = {"token_k1", "token_k2", "token_k3"}
+SUPPORTED_ROLLOUT_RS_OPTIONS = TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | {
+    f"seq_{over}_k{k}" for over in ("sum", "mean", "max") for k in (1, 2, 3) if (over, k) != ("max", 1)
+}
+
 
 def compute_offpolicy_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor | None, response_mask: torch.Tensor
@@ -49,6 +55,8 @@ def compute_rollout_correction_weights(
 
     ValueError for a kind or a threshold that cannot be.
     """
+    if isinstance(rollout_is_threshold, bool):
+        raise TypeError(f"rollout_is_threshold={rollout_is_threshold}: a number or bounds, not a boolean")
     how = parse_weighting(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
     tokens, mask = _flat(log_ratio, response_mask)
     weights, metrics = importance_weights(tokens, how)
@@ -97,6 +105,18 @@ def compute_rollout_correction_and_rejection_mask(
         )
         metrics |= found
     return weights, mask, correction_metrics(metrics)
+
+
+def compute_is_metrics(
+    rollout_is_weights: torch.Tensor,
+    log_ratio_for_metrics: torch.Tensor,
+    response_mask: torch.Tensor,
+    rollout_is: str,
+    rollout_is_threshold: float | str,
+) -> dict[str, float]:
+    """Metrics without prefix of the weights that the log-ratios [N, L] give; `rollout_is_weights` follow from them."""
+    settings = (response_mask, rollout_is, rollout_is_threshold)
+    return compute_rollout_correction_weights(log_ratio_for_metrics, *settings)[1]
 
 
 def _flat(log_ratio: torch.Tensor, response_mask: torch.Tensor) -> tuple[Tokens, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config.problems import Report
-from verl.config.rules import algorithm, data, lora, machine, profiling, sizes, values
+from verl.config.rules import algorithm, data, distillation, lora, machine, profiling, reward, sizes, values
 from verl.config.rules.context import Check
 from verl.config.schema.base import Root
 
@@ -15,7 +15,7 @@ def check(cfg: Root) -> Report:
     fetches nothing.
     """
     c = Check(cfg)
-    for rules in (values, algorithm, lora, sizes, machine, profiling, data):
+    for rules in (values, algorithm, distillation, lora, sizes, machine, profiling, reward, data):
         rules.check(c)
     c.report.plan = sizes.plan(c)
     return c.report

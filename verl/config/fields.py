@@ -117,6 +117,8 @@ def for_elsewhere(config: Root) -> dict[str, Any]:
             found = node[name]
             many = isinstance(found, list)
             node[name] = [_absolute(p, made) for p in found] if many else _absolute(found, made)
+    for teacher in select(plain, "distillation.teacher_models", {}).values():
+        teacher["model_path"] = _absolute(teacher.get("model_path"), made=False)
     return plain
 
 

@@ -84,8 +84,7 @@ def _built_in(name: str, folders: list[Path], entry: str) -> Iterator[Layer]:
     if known[0] != entry:
         raise _error(f"--config-name={name} belongs to another program ({known[0]}); this one is {entry}")
     if known[1]:
-        tree = {"actor_rollout_ref": {"actor": {"strategy": known[1]}}, "critic": {"strategy": known[1]}}
-        yield Layer("", tree, name)
+        yield Layer("", known[1], name)
 
 
 def _find(name: str, folders: list[Path]) -> Path | None:

@@ -7,17 +7,19 @@ import copy
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from verl.config import asynchronous
 from verl.config import devices as machine
 from verl.config.coerce import coerce, expand
 from verl.config.fields import Field, leaves, locate
 from verl.config.grammar import GrammarError, Value
-from verl.config.names import STALENESS_LIMIT, STALENESS_MODE
 from verl.config.resolve import Resolver
 from verl.config.rollout_engines import RELEASED
 from verl.config.schema.base import Root, select
+from verl.config.schema.distillation import ONLY_TEACHER
 
 
 def fill(resolver: Resolver) -> None:
@@ -25,7 +27,7 @@ def fill(resolver: Resolver) -> None:
     if resolver.interpolated:
         _interpolate(resolver)
     _micro_batches(resolver)
-    _staleness(resolver)
+    asynchronous.settle(resolver)
     complete(resolver.root, resolver.notice)
 
 
@@ -120,33 +122,6 @@ def _micro_batches(resolver: Resolver) -> None:
             resolver.notice(f"{old} is deprecated; {path}={share} ({size} over {ranks} data-parallel ranks)")
 
 
-def _staleness(resolver: Resolver) -> None:
-    """`trainer.v1.trainer_mode` and the public system's threshold, which counts from 1, as `trainer.max_staleness`."""
-    given = {key: value.data for key, value in resolver.old.items()}
-    mode, threshold = given.get(STALENESS_MODE), given.get(STALENESS_LIMIT)
-    if mode is None:
-        if threshold is not None:
-            unused = f"{STALENESS_LIMIT}={threshold} without {STALENESS_MODE}"
-            resolver.notice(f"no effect: {unused}; set trainer.max_staleness")
-    elif threshold is not None and not (type(threshold) is int and threshold > 0):
-        resolver.refuse(STALENESS_LIMIT, f"{threshold!r} is no whole number above 0")
-    elif mode not in ("sync", "colocate_async", "separate_async"):
-        resolver.refuse(STALENESS_MODE, f"{mode!r} is none of sync, colocate_async, separate_async")
-    else:
-        _lag(resolver, f"{STALENESS_MODE}={mode}", 0 if mode == "sync" else (threshold or 2) - 1)
-
-
-def _lag(resolver: Resolver, said: str, lag: int) -> None:
-    root = resolver.root
-    given = root["trainer"].max_staleness
-    if not root.was_set("trainer.max_staleness"):
-        root["trainer"].max_staleness = lag
-        root._set["trainer.max_staleness"] = 0
-        resolver.notice(f"{said} is now called trainer.max_staleness={lag}")
-    elif given != lag:
-        resolver.notice(f"{said} means trainer.max_staleness={lag}; trainer.max_staleness={given} is kept")
-
-
 def _devices(root: Root) -> None:
     """`trainer.n_gpus_per_node=null` is every device of this machine, for a trainer that uses more than one."""
     trainer = root.get("trainer")
@@ -211,17 +186,34 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
         root.actor_rollout_ref.ref.fsdp_config.dtype = actor.fsdp_config.dtype
     if mode.startswith("dppo_") and not root.was_set("actor_rollout_ref.actor.clip_ratio_c"):
         actor.clip_ratio_c = 20.0
+    _teachers(root.distillation.teacher_models, say)
     if root.critic.enable is None:
         root.critic.enable = root.algorithm.adv_estimator == "gae"
     if "optimal_token_baseline" in root.algorithm.adv_estimator:
         actor.calculate_sum_pi_squared = True
     if root.reward_manager.source == "register":
         _reward_manager(root)
+    environment = root.select("ray_kwargs.ray_init.runtime_env") or {}
+    if str(environment.get("py_executable")).startswith("uv ") and not shutil.which("uv"):
+        say(f"no effect: py_executable={environment.pop('py_executable')!r}: uv is not installed here")
+    trainer, every = root.trainer, root.trainer.weight_sync_every
+    for name in ("save_freq", "test_freq"):
+        if trainer[name] > 0 and trainer[name] % every:
+            trainer[name] += every - trainer[name] % every
+            say(f"trainer.{name}={trainer[name]}: weights are pushed every {every} steps")
     key, longest = "max_num_batched_tokens", rollout.max_model_len
     given = rollout.enable_chunked_prefill or root.was_set(f"actor_rollout_ref.rollout.{key}")
     if rollout[key] < longest and not given:
         rollout[key] = longest
         say(f"rollout.{key}={longest}: a prompt is not cut (enable_chunked_prefill=False)")
+
+
+def _teachers(models: Any, say: Callable[[str], None]) -> None:
+    """Beside teachers of other names the entry that is there from the start goes, unless it names a model."""
+    only = models.get(ONLY_TEACHER)
+    if len(models) > 1 and isinstance(only, dict) and not only.get("model_path"):
+        del models[ONLY_TEACHER]
+        say(f"distillation.teacher_models.{ONLY_TEACHER} has no model_path and is left out: there are others")
 
 
 def _rollout(rollout: Any) -> None:

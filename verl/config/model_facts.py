@@ -50,7 +50,7 @@ class ModelFacts:
     @property
     def experts(self) -> int:
         """Experts per layer; 0 for a dense model."""
-        return self._int("num_experts", "num_local_experts", "n_routed_experts") or 0
+        return self._int("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
 
     @property
     def vision(self) -> bool:

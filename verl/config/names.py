@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROGRAMS = {
     "ppo": "verl.trainer.main_ppo",
@@ -25,6 +25,19 @@ _EVERYWHERE = {
     "*.model.lora.{rank, alpha, adapter_path}": r"\1model.lora_\2",
     "*.model.lora.{target_modules, exclude_modules}": r"\1model.\2",
     "ray_init": "ray_kwargs.ray_init",
+    # Backends that are FSDP2 under another name: their group, then their keys in it.
+    "*.{veomni, torchtitan, automodel, automodel_config}": r"\1fsdp_config",
+    "*.{fsdp_config, engine}.turbo_config.{distributed, memory}": r"\1\2",
+    "*.{fsdp_config, engine}.tp_size": r"\1\2.tensor_parallel_size",
+    "*.{fsdp_config, engine}.{data_parallel_shard_size, fully_shard_parallel_size}": r"\1\2.fsdp_size",
+    "*.{fsdp_config, engine}.enable_full_shard": r"\1\2.reshard_after_forward",
+    "*.{fsdp_config, engine}.enable_fsdp_offload": r"\1\2.offload_policy",
+    "engine.ulysses_parallel_size": "engine.ulysses_sequence_parallel_size",
+    "engine.{activation_checkpoint, activation_checkpointing, recompute}": "model.enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.fsdp_config.{activation_checkpoint, activation_checkpointing, recompute}": (
+        "actor_rollout_ref.model.enable_gradient_checkpointing"
+    ),
+    "*.optim.min_lr_factor": r"\1optim.min_lr_ratio",
 }
 RENAMES: dict[str, dict[str, str]] = {
     "ppo": {
@@ -39,12 +52,22 @@ RENAMES: dict[str, dict[str, str]] = {
         "reward.{num_workers, reward_kwargs, timeout, max_*, estimated_tokens_per_request}": r"reward_model.\1",
         "critic.{fsdp, fsdp_config}": "critic.model.fsdp_config",
         "{actor_rollout_ref.actor, critic}.optim.{clip_grad, grad_clip}": r"\1.grad_clip",
-        "actor_rollout_ref.{actor, ref}.fsdp_config.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.{actor, ref}.fsdp_config.{ulysses_sequence_parallel_size, ulysses_parallel_size}": (
             r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
         ),
+        "critic.model.fsdp_config.ulysses_parallel_size": "critic.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.{actor, ref}.model_engine": r"actor_rollout_ref.\1.strategy",
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
+        "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
+        "actor.veomni.router_replay}": "actor_rollout_ref.actor.router_replay",
         "actor_rollout_ref.rollout.skip_rollout": "skip.rollout.enable",
         "actor_rollout_ref.rollout.skip_dump_dir": "skip.rollout.dump_dir",
+        "rollout.{nnodes, n_gpus_per_node, n}": r"actor_rollout_ref.rollout.\1",
+        "rollout.total_epochs": "trainer.total_epochs",
+        "{rollout, async_training}.{concurrent_samples_per_replica, max_concurrent_samples_per_replica}": (
+            "actor_rollout_ref.rollout.max_num_seqs"
+        ),
+        "actor_rollout_ref.actor.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
         **_EVERYWHERE,
     },
     "sft": {
@@ -67,8 +90,11 @@ RENAMES: dict[str, dict[str, str]] = {
 }
 """By entry point: an old spelling, and the schema's, in which \\1 and \\2 stand for the glob's variable parts."""
 
-STALENESS_MODE, STALENESS_LIMIT = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
-"""The public system's spelling of `trainer.max_staleness`."""
+FSDP2_NAMES = ("veomni", "fsdp_turbo", "torchtitan", "automodel")
+"""Training backends of the public system that are FSDP2 with other spellings."""
+_STRATEGIES = {"dp": "fsdp", **dict.fromkeys(FSDP2_NAMES, "fsdp2"), "mlite": "megatron"}
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
+_RECOMPUTE = {"selective": "True", "full": "True", "none": "False"}
 
 VALUE_SYNONYMS: dict[str, dict[str, str]] = {
     "algorithm.adv_estimator": {"reinforce": "reinforce_plus_plus"},
@@ -78,6 +104,11 @@ VALUE_SYNONYMS: dict[str, dict[str, str]] = {
     "reward_model.reward_manager": {"limited": "rate_limited"},
     "actor_rollout_ref.rollout.multi_turn.format": {"qwen": "hermes"},
     "trainer.logger": {"tracking": "wandb"},
+    "custom_reward_function.name": {"None": "compute_score", "null": "compute_score"},
+    **dict.fromkeys((f"{role}.strategy" for role in _ROLES), _STRATEGIES),
+    **{
+        f"{model}.enable_gradient_checkpointing": _RECOMPUTE for model in ("actor_rollout_ref.model", "model")
+    },
 }
 MEGATRON_MODULES = {
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
@@ -89,9 +120,9 @@ MEGATRON_MODULES = {
 
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
-    "{distillation, transfer_queue, *.model.mtp, *.router_replay, actor_rollout_ref.actor.qat, "
+    "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, async_training.dynamic_schedule_*, "
     "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
-    "{data.pad_mode, *.pad_to_length*, *.padding_mode}": (
+    "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),
     "trainer.master_{addr, port}": (
@@ -117,13 +148,29 @@ NO_EFFECT: dict[str, str] = {
     "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
     "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "
     "model.use_remove_padding, model.fsdp_config, model.input_tokenizer}": (
-        "the reward model runs in the sampling engine"
+        "the reward model scores in packed batches on the policy's devices"
     ),
     "reward_manager.module.name": "the class is `reward_manager.name`",
+    "async_training.parallel_validate_and_rollout": "validation is one stream beside the groups in flight",
+    "*.{fsdp_config, engine}.{*_implementation, attn_type, backend_config, ckpt_manager, data_parallel_mode, "
+    "data_parallel_replicate_size, data_parallel_size, distributed_strategy, enable_compile, enable_reentrant, "
+    "activation_gpu_limit, force_use_huggingface, init_device, max_seq_len, spmd_backend}": (
+        "kernels and settings of that backend; FSDP2's are used"
+    ),
+    "*.mixed_precision": "compute is in dtype, sums over ranks in float32 (mixed_precision.{param, reduce}_dtype)",
+    "*.optim.{init_lr_ratio, lr_start, lr_min, wd_incr_style, master_weights, store_param_remainders, exp_avg_*}": (
+        "of another backend's optimizer; master weights and its state are float32"
+    ),
+    "*.model.lora.{lora_A_init_method, freeze_*}": "with LoRA only the adapter is trained; it starts as in peft",
 }
 """Keys that are accepted and change nothing, with the reason that is printed."""
 SILENT = ("not needed", "of what is off")
 """Reasons that are not worth a line."""
+ACCEPTED: dict[str, str] = {
+    "transfer_queue.enable": "trajectories live on the driver, tensors travel by reference",
+    "async_training.use_trainer_do_validate": "validation is sampled on the devices of the samplers",
+}
+"""Switches that change nothing, also where they are on."""
 
 
 _ROLLOUT = "{actor_rollout_ref.rollout, rollout}."
@@ -166,44 +213,57 @@ UNREAD: dict[str, dict[str, str]] = {
 """Keys of the schema that nothing reads, and why; by when ("" always, or an engine's name, …: see `rules.values`)."""
 
 
+OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
+"""Values of a switch that leave it off, in lower case."""
+_ONE = (*OFF, "1", "-1")
+_OWN = "*.{fsdp_config, engine}."
+_SHARD = "set it to 1: fsdp_size=-1 saves the same memory"
+_ROWS = "set it to 1: ulysses_sequence_parallel_size splits rows as well"
+
+
 class Absent(NamedTuple):
-    """Something that this release does not have: what it is, and what to do instead."""
+    """Something that this release does not have: what it is, what to do instead, values (lower case) that leave it off."""
 
     what: str
     instead: str
+    off: tuple[str, ...] = OFF
 
 
-_ROUTES = Absent("replay of expert routing", "algorithm.rollout_correction.rollout_is=token")
 REFUSED = {
-    "distillation.enabled": Absent(
-        "distillation from a teacher", "supervised fine-tuning on the teacher's responses"
-    ),
     "*.model.mtp.enable": Absent("multi-token prediction", "train without the extra heads"),
-    "actor_rollout_ref.actor.qat.enable": Absent(
-        "quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"
+    "*.qat.enable": Absent("quantisation-aware training", "actor.fsdp_config.dtype=bfloat16"),
+    _OWN + "{expert_parallel_size, ep_size}": Absent("expert parallelism with FSDP2", _SHARD, _ONE),
+    _OWN + "{pipeline_parallel_size, pp_size}": Absent("pipeline parallelism with FSDP2", _SHARD, _ONE),
+    _OWN + "{context_parallel_size, cp_size}": Absent("context parallelism with FSDP2", _ROWS, _ONE),
+    "*.rollout.moe_tensor_parallel_size": Absent("a size of its own for experts", "set it to 1", _ONE),
+    _OWN + "enable_fp8": Absent("training in FP8", "dtype=bfloat16"),
+    "*.{megatron, engine}.use_megatron_fsdp": Absent("Megatron's FSDP", "strategy=fsdp2"),
+    "*.model.lora.merge": Absent("merging for the sampler", "leave it False: it gets the adapter"),
+    "*.model.lora.type": Absent("an adapter of another kind", "type=lora", (*OFF, "lora")),
+    "*.model.lora.dropout": Absent("dropout in adapters", "set it to 0"),
+    "trainer.checkpoint_callback_class": Absent("a callback for checkpoints", "trainer.default_hdfs_dir"),
+    "global_profiler.{relocate_results, finish_hook_cmd}": Absent(
+        "work on profiles", "a command after the run"
     ),
-    "transfer_queue.enable": Absent("a transfer queue", "leave it off: the driver holds the trajectories"),
+    "async_training.use_dynamic_resource_scheduling": Absent(
+        "sampling on devices of the trainer", "rollout.nnodes"
+    ),
+    "async_training.hybrid_res_pool": Absent("a pool on a part of a node", "pools of whole nodes"),
     "actor_rollout_ref.rollout.disaggregation.enabled": Absent(
         "prefill and decode on separate devices", "rollout.nnodes for a pool of its own"
     ),
-    "{actor_rollout_ref, actor_rollout_ref.actor, actor_rollout_ref.ref, critic}.router_replay.mode": _ROUTES,
+    "{actor_rollout_ref.ref, critic}.router_replay.mode": Absent("replay of its routes", "disabled"),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Absent(
         "a server class of your own", "an agent loop of your own: rollout.agent.agent_loop_config_path"
     ),
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay": _ROUTES,
     "actor_rollout_ref.rollout.over_sample_rate": Absent(
         "over-sampling of prompts", "algorithm.filter_groups.enable"
     ),
 }
 """Keys outside the schema that switch something on."""
-OFF = ("false", "none", "null", "disabled", "", "0", "0.0")
-"""Values of a switch that leave it off, in lower case."""
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {
-        "veomni": Absent("the VeOmni trainer", "strategy=fsdp2"),
-        "torchtitan": Absent("the TorchTitan trainer", "strategy=fsdp2"),
-        "automodel": Absent("the NeMo AutoModel trainer", "strategy=fsdp2"),
         "mindspeed": Absent("the MindSpeed trainer", "strategy=megatron"),
     },
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
@@ -220,7 +280,9 @@ FEATURES: dict[str, Absent] = {
         "agent loops listed in a file", "register the loop in a module of model.external_lib"
     ),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "reward_model.enable": Absent("reward models", "score with custom_reward_function.path"),
+    "reward_model.enable_resource_pool": Absent(
+        "a pool for the reward model", "set it to False: it shares the policy's devices"
+    ),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
@@ -229,32 +291,56 @@ LOGGERS = ("console", "file", "tensorboard", "wandb")
 CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")
 """Lists that take no names of one's own yet."""
 
+_BACKENDS = ("dp", "megatron", "mlite", *FSDP2_NAMES)
 GROUP_CHOICES: dict[str, dict[str, str | None]] = {
-    "actor_rollout_ref.actor": {"dp_actor": "fsdp", "megatron_actor": "megatron"},
-    "actor_rollout_ref.ref": {"dp_ref": "fsdp", "megatron_ref": "megatron"},
-    "critic": {"dp_critic": "fsdp", "megatron_critic": "megatron"},
-    "engine": {"fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"},
-    "model_engine": {"dp": "fsdp", "fsdp": "fsdp", "megatron": "megatron"},
+    "actor_rollout_ref.actor": {f"{name}_actor": name for name in _BACKENDS},
+    "actor_rollout_ref.ref": {f"{name}_ref": name for name in _BACKENDS},
+    "critic": {f"{name}_critic": name for name in _BACKENDS},
+    "engine": {name: name for name in ("fsdp", "fsdp2", *_BACKENDS[1:])},
+    "model_engine": {name: name for name in ("fsdp", *_BACKENDS)},
     "data": {"legacy_data": None},
-    "actor_rollout_ref.model": {"hf_model": None},
+    "actor_rollout_ref.model": {"hf_model": None, "torchtitan_model": None},
     "model": {"hf_model": None},
     "actor_rollout_ref.rollout": {"rollout": None},
     "critic.model": {"hf_model": None},
     "reward_model": dict.fromkeys(
         ("dp_reward_loop", "dp_reward_model", "megatron_reward_loop", "megatron_reward_model")
     ),
-    "optim": {"fsdp": None, "megatron": None},
+    "optim": dict.fromkeys(("fsdp", "megatron", *FSDP2_NAMES)),
 }
 """`group@package=choice`: what `strategy` becomes; None: nothing, there is one implementation of the group."""
-BUILT_IN = {
-    "ppo_trainer": ("ppo", None),
-    "ppo_megatron_trainer": ("ppo", "megatron"),
-    "sft_trainer": ("sft", None),
-    "sft_trainer_engine": ("sft", None),
-    "evaluation": ("eval", None),
-    "generation": ("generation", None),
+_MEGATRON = {
+    "actor_rollout_ref.actor.strategy": "megatron",
+    "critic.strategy": "megatron",
 }
-"""Configurations known by name: their entry point, the strategy they set. An entry point's first is its default."""
+_POOL: dict[str, Any] = {
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 8,
+}
+_ONE_STEP_OFF = _POOL | {"trainer.max_staleness": 1}
+_FULLY_ASYNC = _POOL | {
+    "actor_rollout_ref.rollout.n": 4,
+    "algorithm.rollout_correction.bypass_mode": True,
+    "async_training.staleness_threshold": 0.1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 1,
+    "data.train_batch_size": 0,
+    "rollout.total_rollout_steps": 100,
+}
+BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo_trainer": ("ppo", {}),
+    "ppo_megatron_trainer": ("ppo", _MEGATRON),
+    "fully_async_ppo_trainer": ("ppo", _FULLY_ASYNC),
+    "fully_async_ppo_megatron_trainer": ("ppo", _FULLY_ASYNC | _MEGATRON),
+    "one_step_off_ppo_trainer": ("ppo", _ONE_STEP_OFF),
+    "one_step_off_ppo_megatron_trainer": ("ppo", _ONE_STEP_OFF | _MEGATRON),
+    "sft_trainer": ("sft", {}),
+    "sft_trainer_engine": ("sft", {}),
+    "evaluation": ("eval", {}),
+    "generation": ("generation", {}),
+}
+"""Configurations known by name: their entry point, the keys they set. An entry point's first is its default."""
 
 
 @functools.cache
@@ -265,10 +351,10 @@ def compiled(glob: str) -> re.Pattern[str]:
 
 
 def canonical(path: str, entry: str) -> str:
-    """The schema's spelling of a path (the path itself if it is no old name)."""
+    """The schema's spelling of a path (the path itself if it is no old name); a new name may be an old one of another row."""
     for old, new in RENAMES[entry].items():
         if found := compiled(old).match(path):
-            return found.expand(new) + path[found.end() :]
+            return canonical(found.expand(new) + path[found.end() :], entry)
     return path
 
 

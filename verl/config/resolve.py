@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from verl.config import names
+from verl.config import asynchronous, names
 from verl.config.coerce import coerce, free
 from verl.config.fields import Place, fields_of, leaves, locate
 from verl.config.files import Layer
 from verl.config.grammar import NULLS, GrammarError, Value, parse
-from verl.config.names import canonical, no_effect
+from verl.config.names import ACCEPTED, canonical, no_effect
 from verl.config.problems import Problem
 from verl.config.schema.base import Group, Map, Root, select
 from verl.config.schema.entries import ROOTS
@@ -75,7 +75,7 @@ class Resolver:
         choices, choice = names.GROUP_CHOICES.get(package, {}), choice.removesuffix(".yaml")
         targets = [package]
         if package == "model_engine":
-            roles = ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"]
+            roles = ["actor_rollout_ref.actor", "critic"]  # the reference follows the actor
             targets = roles if self.entry == "ppo" else ["engine"]
         strategy = choices.get(choice)
         if choice not in choices or (strategy and locate(type(self.root), targets[0]) is None):
@@ -104,6 +104,8 @@ class Resolver:
                 self._assign_parts(name, value, op, source, spelled)
             elif isinstance(value.data, str) and value.data in names.GROUP_CHOICES.get(name, ()):
                 self.choose(name, value.data, source)
+            elif isinstance(value.data, bool) and (reason := no_effect(name)):
+                self._has_no_effect(name, reason)
             elif value.data is not None:
                 keys = ", ".join(fields_of(place.field.group))
                 self.refuse(source, f"{name} is a group of keys; set one of {keys}")
@@ -131,8 +133,12 @@ class Resolver:
 
     def set_leaf(self, place: Place, name: str, value: Value, source: str) -> None:
         """Convert and store; a value that does not fit is a problem."""
+        meant = names.VALUE_SYNONYMS.get(name, {}).get(str(value.data))
+        if meant == "fsdp2":
+            self.notice(f"{value.data} is FSDP2 here: its sizes and offloading count, its kernels do not")
         try:
-            self.store(name, free(value) if place.inside else _synonym(name, coerce(value, place.field)))
+            value = Value.given(meant) if meant else value
+            self.store(name, free(value) if place.inside else _synonyms(name, coerce(value, place.field)))
         except GrammarError as error:
             self.refuse(name, f"{error} (from {source})")
 
@@ -161,13 +167,15 @@ class Resolver:
             self._assign_parts(name, value, op, source, name)
         elif self._refused(name, value):
             self.written[name] = value.data
+        elif name in ACCEPTED and str(value.data).lower() not in names.OFF:
+            self._has_no_effect(name, ACCEPTED[name])
+        elif self.entry == "ppo" and name in asynchronous.KEYS:
+            self.old[name] = value
         elif reason := no_effect(name):
             self._has_no_effect(name, reason)
             self.written[name] = value.data
         elif open_here:
             self._add(name, value)
-        elif self.entry == "ppo" and name in (names.STALENESS_MODE, names.STALENESS_LIMIT):
-            self.old[name] = value
         elif self.entry == "ppo" and name.split(".")[:2] == ["trainer", "v1"]:
             self._has_no_effect(name, "one loop serves every mode")
         elif op == "++":
@@ -194,7 +202,7 @@ class Resolver:
         """True if the key switches a feature outside the schema; a problem if it is switched on."""
         found = (absent for glob, absent in names.REFUSED.items() if names.compiled(glob).match(name))
         absent = next(found, None)
-        if absent is not None and str(value.data).lower() not in names.OFF:
+        if absent is not None and str(value.data).lower() not in absent.off:
             where = f"{name}={value.data}"
             self.refuse(where, f"{absent.what} is not in this release; closest: {absent.instead}")
         return absent is not None
@@ -241,17 +249,30 @@ class Resolver:
         models = [select(self.root, path) for path in ("actor_rollout_ref.model", "model")]
         plugins = any(model is not None and model.external_lib for model in models)
         own_data = bool(select(self.root, "data.custom_cls.path"))
+        unknown: dict[str, dict[str, str]] = {}
         for name, value, source in self._unknown:
             in_group = isinstance(select(self.root, name.split(".")[0]), Group)
             if value is not None and ((plugins and in_group) or (own_data and name.startswith("data."))):
                 self._add(name, value)
             else:
-                self.refuse(source if name in source else name, self._nearest(name))
+                unknown.setdefault(self._outermost(name), {})[name] = source if name in source else name
+        for group, found in unknown.items():
+            if len(found) > 1:
+                self.refuse(group, f"no such group of keys; given in it: {', '.join(found)}")
+            else:
+                [(name, shown)] = found.items()
+                self.refuse(shown, self._nearest(name))
         if self._unread:
             self.notice(f"added by ++, read by nobody: {', '.join(self._unread)}")
         for reason, keys in self._without_effect.items():
             if reason not in names.SILENT:
                 self.notice(f"no effect: {', '.join(keys)}: {reason}")
+
+    def _outermost(self, name: str) -> str:
+        """The first group of an unknown path that does not exist, or the path."""
+        parts = name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        return next((path for path in paths if select(self.root, path) is None), name)
 
     def _nearest(self, name: str) -> str:
         known = list(leaves(type(self.root)))
@@ -267,11 +288,11 @@ class Resolver:
         return f"no key {name}, and none like it; --help {group} lists them (for your own code: ++{name}=…)"
 
 
-def _synonym(name: str, value: Any) -> Any:
-    """The value, or its name here if it is one of another system's."""
+def _synonyms(name: str, value: Any) -> Any:
+    """The value; in a list, names of another system as they are here."""
     table = names.VALUE_SYNONYMS.get(name, {})
     if not isinstance(value, list):
-        return table.get(value, value) if isinstance(value, str) else value
+        return value
     if name.endswith(("target_modules", "exclude_modules")):
         return [module for v in value for module in names.MEGATRON_MODULES.get(v, [v])]
     return [table.get(v, v) for v in value]

@@ -49,6 +49,7 @@ CAPABILITIES = _ByName(
         in_place_weights=True,
         tensor_parallel=False,
         images=True,
+        routes=True,
         takes_arguments=False,
     ),
     vllm=Capabilities(

@@ -254,9 +254,9 @@ class ImageProcessor:
 
 
 def load_processor(
-    path: str, tokenizer: Any, kwargs: Mapping[str, Any], *, trust_remote_code: bool = False
+    path: str | None, tokenizer: Any, kwargs: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """The processor of a model directory or hub id without its video processor; None for a model that sees no images.
+    """The processor of a model directory or hub id without its video processor; None for a model that sees no images, or none.
 
     kwargs: of its image processor (`data.mm_processor_kwargs`). A tokenizer without a chat template gets the processor's.
     DataError where the model has none that works here.
@@ -264,6 +264,8 @@ def load_processor(
     from transformers import AutoImageProcessor, PretrainedConfig, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
+    if path is None:
+        return None
     config, _ = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)
     if "vision_config" not in config:
         return None

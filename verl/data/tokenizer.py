@@ -10,7 +10,7 @@ from verl.data.files import DataError, notice
 
 
 def load_tokenizer(
-    model_path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str] | None,
     *,
     tokenizer_path: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,

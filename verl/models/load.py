@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MASKS_OF_ITS_OWN = frozenset({"doge", "deepseek_v4", "hy_v4", "axk2"})
 _WINDOW_IN_MASK = frozenset({"phimoe"})
+_WORDS = dict.fromkeys(("lm", "value"), "a causal language model") | {"score": "a sequence classifier"}
 _UNSET = -(2**31) + 7
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -36,7 +37,7 @@ def load_model(
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
     head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
-    (transformers' token classifier with one label).
+    (transformers' token classifier with one label); "score" for a sequence classifier with one label.
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
@@ -52,7 +53,7 @@ def load_model(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"model.path={path}: cannot be loaded as a causal language model: {error}{_damaged(where)}"
+            f"model.path={path}: cannot be loaded as {_WORDS[head]}: {error}{_damaged(where)}"
         ) from error
     module, report = loaded
     fresh = (
@@ -87,7 +88,12 @@ def _quiet() -> Iterator[None]:
 
 def _kind(config: Any, head: str, path: str | Path) -> Any:
     """The class that loads a model with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        PreTrainedModel,
+    )
     from transformers.modeling_layers import GenericForTokenClassification
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -99,6 +105,9 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         return AutoModelForImageTextToText
     if head == "lm":
         return AutoModelForCausalLM
+    if head == "score":
+        _check_classifier(config, path)
+        return AutoModelForSequenceClassification
     config.num_labels = 1
     if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
         return found
@@ -112,8 +121,17 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
     return type(name, (GenericForTokenClassification, base), {})
 
 
+def _check_classifier(config: Any, path: str | Path) -> None:
+    """UserError unless the directory names a sequence classifier with one label."""
+    names = ", ".join(getattr(config, "architectures", None) or ["a model of no named architecture"])
+    if "ForSequenceClassification" not in names:
+        raise UserError(f"model.path={path}: this is {names}, not a sequence classifier")
+    if config.num_labels != 1:
+        raise UserError(f"model.path={path}: it has {config.num_labels} labels; a reward model has one")
+
+
 def value_layer(module: PreTrainedModel) -> torch.nn.Linear:
-    """The linear layer to one number of a model with a value head."""
+    """The linear layer to one number of a model with a value or score head."""
     found: Any = getattr(module, "score", None) or getattr(module, "classifier", None)
     return found
 
@@ -135,14 +153,14 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
     where = check_directory(path)
     config = load_config(where, model_cfg)
     kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
-    build = kind.from_config if head == "lm" else kind._from_config
-    if head != "lm":
+    build = kind._from_config if head == "value" else kind.from_config
+    if head == "value":
         del options["trust_remote_code"]  # only the automatic class takes it
     try:
         with torch.device("meta"):
             module = build(config, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path={path}: cannot be built as a causal language model: {error}") from error
+        raise UserError(f"model.path={path}: cannot be built as {_WORDS[head]}: {error}") from error
     check_supported(module, path)
     _without_values(module)
     if module.can_generate() and Path(where, "generation_config.json").is_file():

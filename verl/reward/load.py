@@ -35,6 +35,18 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `offered` arguments that the function names (`FunctionSpec`)."""
+    names = inspect.signature(function).parameters if offered else {}
+    found = {name: value for name, value in offered.items() if name in names}
+    if "reward_model_tokenizer" in found:
+        from verl.data.tokenizer import load_tokenizer
+
+        path, trusted = found["reward_model_tokenizer"]
+        found["reward_model_tokenizer"] = load_tokenizer(path, trust_remote_code=trusted)
+    return found
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """True for `async def`, also behind functools.partial, a decorator that wraps, or an object's __call__."""
     while hasattr(function, "func") and not inspect.isfunction(function):

@@ -44,7 +44,8 @@ class FunctionSpec:
     """Which function: a custom one by `path` and `name`, or the built-in table (`path` None).
 
     `batch`: it takes lists. `positional`: it may be called without keywords (the prime manager). `manager`: `name` is
-    a class, made of these values (see `verl.reward.managers`).
+    a class, made of these values (see `verl.reward.managers`). `offered`: arguments that a custom function gets if it
+    names them; `reward_model_tokenizer` among them is [path, trust_remote_code], and loaded for it.
     """
 
     path: str | None = None
@@ -53,6 +54,7 @@ class FunctionSpec:
     batch: bool = False
     positional: bool = False
     manager: dict[str, Any] | None = None
+    offered: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

@@ -1,25 +1,29 @@
 """Scores trajectories: the call each needs, the pool that makes it, what comes of the result.
 
     trajectory ──score()──→ Call → Pool (processes) → Outcome ──→ score, score_parts │ score_error, event, console
+          └──score_batch(), where a model scores──→ RewardModel → Outcome ──┘
 
-A failed score is never a number: the response is left out of the step and counted; too many end the run.
+With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a number: the response is left out of the step and counted; too many end the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from verl.config.weights import FUNCTION, MODEL
 from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool
 from verl.reward.settings import RewardSettings
+from verl.tracking.names import plain
 from verl.trajectory import Batch, Prompt, Trajectory
 
 SHOWN_PER_REASON = 2
@@ -28,16 +32,30 @@ JUDGE = "pkg://verl.reward.judge"
 
 Events = Callable[..., None]
 
+if TYPE_CHECKING:
+    from verl.reward.model import RewardModel
+    from verl.reward.served_judge import ServedJudge
+
 
 class RewardRunner:
     """Scores responses by the configured function, in processes that start at the first response.
 
     `events(kind, **fields)` receives each failure and each replaced process. Usable from several event loops,
-    one after another. RewardLoadError if the configuration cannot work.
+    one after another. `model`: the sequence classifier, where `settings.weights` names it. `judge`: the model that the function
+    asks; it ends with the runner. RewardLoadError if the configuration cannot work.
     """
 
-    def __init__(self, config: Any, *, events: Events | None = None, settings: RewardSettings | None = None):
-        self.settings = settings or RewardSettings.from_config(config)
+    def __init__(
+        self,
+        config: Any,
+        *,
+        events: Events | None = None,
+        settings: RewardSettings | None = None,
+        model: RewardModel | None = None,
+        judge: ServedJudge | None = None,
+    ):
+        self.settings = settings or RewardSettings.from_config(config, judge and judge.offered)
+        self.model, self.judge = model, judge
         self._events = events or (lambda kind, **fields: None)
         self._pool: Pool | None = None
         self._shown: Counter[str] = Counter()
@@ -55,23 +73,26 @@ class RewardRunner:
         Never raises for what a reward function does. Does nothing where there is a result already, nor with
         the batch manager (see `score_batch`). The response needs its `text`.
         """
-        if self.per_response and _open(trajectory):
+        if self.per_response and self._asks_function(trajectory):
             self._apply(trajectory, *await self._run([trajectory]))
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
         """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
-        at once.
+        at once; then those that a model scores, together.
 
         The batch call as a whole gets `reward_model.timeout` seconds.
         """
         rows = list(trajectories)
         rows += dict.fromkeys(t.baseline for t in rows if t.baseline is not None)
-        todo = [t for t in rows if _open(t)]
+        todo = [t for t in rows if self._asks_function(t)]
         if self.per_response:
             await asyncio.gather(*(self.score(t) for t in todo))
         elif todo:
             for trajectory, outcome in zip(todo, await self._run(todo), strict=True):
                 self._apply(trajectory, outcome)
+        if self.model is not None and (left := [t for t in rows if _open(t)]):
+            for trajectory, outcome in zip(left, await self.model.score(left), strict=True):
+                self._apply(trajectory, outcome, MODEL)
 
     async def try_function(self, prompt: Prompt, text: str) -> Outcome:
         """What the function says of a text, without a trajectory; for checks before the run."""
@@ -86,6 +107,12 @@ class RewardRunner:
         if pool is not None:
             pool.close()
             self._drain(pool)
+        if self.judge is not None:
+            self.judge.close()
+
+    def _asks_function(self, trajectory: Trajectory) -> bool:
+        """True if there is a function to score it, and it has not."""
+        return self.settings.asks_function and _open(trajectory) and FUNCTION not in trajectory.score_parts
 
     async def _run(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """One call for all of them."""
@@ -125,36 +152,59 @@ class RewardRunner:
 
     # ---- results ---------------------------------------------------------------------------------------------
 
-    def _apply(self, trajectory: Trajectory, outcome: Outcome) -> None:
-        trajectory.timing["compute_score"] = outcome.seconds
-        missing = [key for key in self.settings.required_parts if key not in outcome.parts]
-        if outcome.error is None and missing:
-            found = ", ".join(outcome.parts) or "none"
-            problem = f"its result lacks {', '.join(missing)} (algorithm.gdpo_reward_keys); it has {found}"
-            outcome = failed("value", problem, seconds=outcome.seconds)
+    def _apply(self, trajectory: Trajectory, outcome: Outcome, name: str = FUNCTION) -> None:
+        """Keep what a reward said of a response: its score, once all that `weights` names have spoken."""
+        settings, timing, parts = self.settings, trajectory.timing, trajectory.score_parts | outcome.parts
+        timing["compute_score"] = timing.get("compute_score", 0.0) + outcome.seconds
+        label = self.model.label if self.model is not None and name == MODEL else settings.function.label
+        if settings.weights and outcome.error is None:
+            parts[name] = outcome.score
+            if outcome.bare and name == FUNCTION:
+                parts["acc"] = outcome.score
+            if self.model is not None and name == FUNCTION:
+                trajectory.score_parts = parts
+                return
+        if outcome.error is None and (problem := self._missing(parts)):
+            outcome, label = failed("value", problem, seconds=outcome.seconds), settings.function.label
         if outcome.error is not None:
-            self._fail(trajectory, outcome)
+            self._fail(trajectory, outcome, label)
             return
-        trajectory.score = outcome.score
-        trajectory.score_parts = dict(outcome.parts)
-        self._charge(trajectory, outcome)
+        trajectory.score, trajectory.score_parts = outcome.score, parts
+        if settings.weights:
+            trajectory.extra["rewards"] = rewards = {name: float(parts[name]) for name in settings.weights}
+            trajectory.score = sum(settings.weights[name] * value for name, value in rewards.items())
+        self._charge(trajectory, outcome.bare and not settings.weights)
 
-    def _charge(self, trajectory: Trajectory, outcome: Outcome) -> None:
-        """Subtract the penalty on long responses; `acc` stays what the function said."""
+    def _missing(self, parts: Mapping[str, Any]) -> str:
+        """Which rewards that the configuration counts on were not returned as finite numbers; "" for none."""
+        wanted = {
+            "reward_model.weights": self.settings.weights,
+            "algorithm.gdpo_reward_keys": self.settings.required_parts,
+        }
+        for key, names in wanted.items():
+            numbers = [plain(parts.get(name)) for name in names]
+            if lacking := [
+                n for n, v in zip(names, numbers, strict=True) if v is None or not math.isfinite(v)
+            ]:
+                return f"its result lacks {', '.join(lacking)} ({key}); it has {', '.join(parts) or 'none'}"
+        return ""
+
+    def _charge(self, trajectory: Trajectory, bare: bool) -> None:
+        """Subtract the penalty on long responses; `acc` stays what the function said. bare: it said a number alone."""
         overlong = self.settings.overlong
         if overlong is None:
             return
-        assert outcome.score is not None
+        assert trajectory.score is not None
         penalty = overlong.penalty(trajectory.length)
-        if outcome.bare:
-            trajectory.score_parts["acc"] = outcome.score
-        trajectory.score = outcome.score + penalty
+        if bare:
+            trajectory.score_parts["acc"] = trajectory.score
+        trajectory.score += penalty
         if overlong.log:
             trajectory.score_parts |= {"overlong_reward": penalty, "overlong": penalty < 0}
 
-    def _fail(self, trajectory: Trajectory, outcome: Outcome) -> None:
+    def _fail(self, trajectory: Trajectory, outcome: Outcome, label: str) -> None:
         prompt = trajectory.prompt
-        reason = f"{self.settings.function.label}: {outcome.error}"
+        reason = f"{label}: {outcome.error}"
         where = (
             f"data_source {prompt.data_source!r}, {prompt.file or 'no file'} row {prompt.row}, "
             f"uid {prompt.uid}, response {trajectory.index}"

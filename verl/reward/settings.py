@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.config.weights import MODEL, weights_of
 from verl.reward.managers import manager_function
 from verl.reward.pool import FunctionSpec, RateGate
 from verl.reward.rules import options_of
@@ -27,7 +28,8 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The resolved choices. `manager`: "batch", or the name of one that scores responses one by one."""
+    """The resolved choices. `manager`: "batch", or the name of one that scores responses one by one. `weights`: see
+    `weights_of`."""
 
     function: FunctionSpec = field(default_factory=FunctionSpec)
     manager: str = "naive"
@@ -37,17 +39,24 @@ class RewardSettings:
     overlong: Overlong | None = None
     required_parts: tuple[str, ...] = ()
     rate: tuple[int | None, int | None, int | None, int] | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def asks_function(self) -> bool:
+        """False where a model alone scores."""
+        return self.weights.keys() != {MODEL}
 
     @classmethod
-    def from_config(cls, config: Any) -> RewardSettings:
-        """From the whole run's checked configuration. RewardLoadError for a manager class that cannot be used."""
+    def from_config(cls, config: Any, offered: dict[str, Any] | None = None) -> RewardSettings:
+        """From the whole run's checked configuration; `offered` as in `FunctionSpec`. RewardLoadError for a manager class that
+        cannot be used."""
         model = config.reward_model
         if config.reward_manager.source == "importlib":
             function = manager_function(config)
             manager = "batch" if function.batch else "naive"
         else:
             manager = model.reward_manager
-            function = _function(config, manager)
+            function = _function(config, manager, offered or {})
             if manager == "batch" and not function.batch:
                 manager = "naive"
         limited = manager in ("rate_limited", "limited")
@@ -62,6 +71,7 @@ class RewardSettings:
             overlong=_overlong(config),
             required_parts=tuple(config.algorithm.gdpo_reward_keys or ()) if manager == "gdpo" else (),
             rate=limits if limited else None,
+            weights=weights_of(config),
         )
 
     def gate(self) -> RateGate | None:
@@ -69,7 +79,7 @@ class RewardSettings:
         return RateGate(*self.rate) if self.rate is not None else None
 
 
-def _function(config: Any, manager: str) -> FunctionSpec:
+def _function(config: Any, manager: str, offered: dict[str, Any]) -> FunctionSpec:
     """The custom function or the built-in table, as a built-in manager calls it."""
     custom = config.custom_reward_function
     path = custom.path or None
@@ -79,6 +89,7 @@ def _function(config: Any, manager: str) -> FunctionSpec:
         kwargs=dict(custom.reward_kwargs) if path else options_of(config),
         batch=manager == "batch" and path is not None,
         positional=manager == "prime",
+        offered=offered,
     )
 
 

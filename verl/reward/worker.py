@@ -112,9 +112,10 @@ class Function:
                 check_kwargs(self.kwargs)
             self.call = default_compute_score
         else:
-            from verl.reward.load import calling_style, is_async, load_function
+            from verl.reward.load import calling_style, is_async, load_function, taken
 
             self.call = load_function(init["path"], init["name"])
+            self.kwargs = taken(self.call, init["offered"]) | self.kwargs
             style = calling_style(self.call, self.kwargs, batch=self.batch, positional=init["positional"])
             self.positional = style == "positional"
             self.is_async = is_async(self.call)

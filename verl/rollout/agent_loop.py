@@ -21,12 +21,16 @@ Generate = Callable[..., Awaitable[Completion]]
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs."""
+    """What a loop hands back. Lists or arrays of equal length L for ids, mask (1 = policy) and log-probs.
+
+    `routed_experts`: [≤ P + L, layers, k] from the first token of the prompt on; None: as its calls recorded them.
+    """
 
     prompt_ids: Any
     response_ids: Any
     response_mask: Any
     response_logprobs: Any = None
+    routed_experts: Any = None
     multi_modal_data: dict[str, Any] = field(default_factory=dict)
     reward_score: float | None = None
     num_turns: int = 2

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.errors import UserError
 from verl.rollout.manager import PromptGroup, RolloutManager
-from verl.rollout.schedule import PromptSchedule
+from verl.rollout.schedule import PromptSchedule, Versions
 from verl.trajectory import Batch, Prompt, Trajectory
 
 _KEYS = "algorithm.filter_groups"
@@ -75,14 +75,14 @@ class DynamicSchedule:
         self,
         stream: Any,
         rule: GroupRule,
+        versions: Versions,
         *,
-        max_staleness: int,
         last_step: int,
         score: Callable[[Batch], Awaitable[None]],
         check: Callable[[Batch], None],
     ):
         self._stream, self._rule = stream, rule
-        self._ahead, self._last = max_staleness, last_step
+        self.versions, self._last = versions, last_step
         self._score, self._check = score, check
         self._live: dict[str, _Live] = {}
         self._drawn = self._step = 0
@@ -103,9 +103,9 @@ class DynamicSchedule:
         return dict(self._stream.state() if first is None else first.before)
 
     def due(self, step: int) -> list[Prompt]:
-        """Prompts that may start once the weights of `step` (version step − 1) are in the sampler."""
+        """Prompts that may start once the weights for `step` are in the sampler."""
         self._begin_step(step)
-        batches = min(step + self._ahead, self._last) - step + 1
+        batches = min(self.versions.last(step), self._last) - step + 1
         return self._draw(max(0, batches * self.size(step) - len(self._live)))
 
     def _begin_step(self, step: int) -> None:
@@ -168,7 +168,8 @@ class DynamicSchedule:
         under_way = len(self._live) - len(judged)
         share = (kept + 1) / (len(judged) + 1)
         wanted = math.ceil(max(0, size - kept) / share) - under_way
-        room = (self._rule.inflight + self._ahead) * size - under_way
+        ahead = self.versions.last(self._step) - self._step
+        room = (self._rule.inflight + ahead) * size - under_way
         left = self._rule.limit * size - self._drawn if self._rule.limit else wanted
         return max(0, min(wanted, room, left))
 
@@ -202,7 +203,7 @@ class DynamicSchedule:
         self._epoch = self._live[chosen[-1].prompt.uid].epoch
         for group in used:
             del self._live[group.prompt.uid]
-        if left and self._live[left[0].prompt.uid].begun <= self._step - self._ahead:
+        if left and self.versions.outdated(self._live[left[0].prompt.uid].begun, self._step + 1):
             await self._give_back(rollouts, left)
         await rollouts.release([group for group in used if group not in chosen])
         return await rollouts.collect(chosen)
@@ -233,13 +234,13 @@ class DynamicSchedule:
 
 def open_schedule(config: Any, stream: Any, rewards: Any, last_step: int) -> PromptSchedule | DynamicSchedule:
     """What decides which groups a step trains on: those drawn for it, or with `algorithm.filter_groups` those with signal."""
-    ahead, groups = config.trainer.max_staleness, config.algorithm.filter_groups
+    versions, groups = Versions.of(config.trainer), config.algorithm.filter_groups
     if not groups.enable:
-        return PromptSchedule(stream, max_staleness=ahead, last_step=last_step)
+        return PromptSchedule(stream, versions, last_step=last_step)
     return DynamicSchedule(
         stream,
         GroupRule(groups.metric, groups.max_num_gen_batches, groups.max_inflight_gen_batches),
-        max_staleness=ahead,
+        versions,
         last_step=last_step,
         score=rewards.score_batch,
         check=rewards.check_errors,

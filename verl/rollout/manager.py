@@ -19,6 +19,7 @@ import numpy as np
 
 from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.routes import first_routes
 from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopFailed, LoopProcesses
 from verl.rollout.session import ResumableGeneration, Session
@@ -67,6 +68,7 @@ class PromptGroup:
     size: int
     responses: list[Trajectory | None] = field(init=False)
     baseline: Trajectory | None = None
+    _contexts: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -81,6 +83,15 @@ class PromptGroup:
         if self.responses[trajectory.index] is not None:
             raise ValueError(f"response {trajectory.index} of {self.prompt.uid} came back twice")
         self.responses[trajectory.index] = trajectory
+        for segment in trajectory.segments:
+            self._share_context(segment)
+
+    def _share_context(self, segment: Segment) -> None:
+        """Columns of a context that came with another response already are kept once."""
+        kept = self._contexts.setdefault(id(segment.context_ids), segment.context_columns)
+        for name, values in segment.context_columns.items():
+            if name in kept and np.array_equal(kept[name], values):
+                segment.context_columns[name] = kept[name]
 
 
 class RolloutManager:
@@ -310,7 +321,7 @@ class RolloutManager:
                 raise
             return self._lost(prompt, index, error)
         outputs = output if isinstance(output, list) else [output]
-        return self._trajectory(prompt, index, outputs, session.completions, time.monotonic() - started)
+        return self._trajectory(prompt, index, outputs, session, time.monotonic() - started)
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
@@ -340,14 +351,17 @@ class RolloutManager:
         prompt: Prompt,
         index: int,
         outputs: Sequence[agent_loop.AgentLoopOutput],
-        completions: list[Completion],
+        session: Session,
         seconds: float,
     ) -> Trajectory:
         """One segment for each output; reward, fields and metrics of later outputs win."""
         if not outputs:
             raise ValueError(f"the agent loop returned no output ({prompt.uid})")
+        completions = session.completions
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
         segments = [_segment(prompt, output, versions) for output in outputs]
+        for segment, output in zip(segments, outputs, strict=True):
+            _add_routes(segment, output.routed_experts, session)
         ids = np.concatenate([segment.response_ids for segment in segments])
         text = _text(completions, ids)
         rewards = [output.reward_score for output in outputs if output.reward_score is not None]
@@ -410,6 +424,17 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple
         )
     log_probs = None if log_probs is None else log_probs * mask
     return Segment(context, ids, mask, versions=versions, media=prompt.media, rollout_log_probs=log_probs)
+
+
+def _add_routes(segment: Segment, given: Any, session: Session) -> None:
+    """Where a segment's tokens went, as its loop or the session's calls say."""
+    ids = np.concatenate((segment.context_ids, segment.response_ids))
+    routes = session.routes(ids) if given is None else first_routes([np.asarray(given, np.int16)], len(ids))
+    if routes is not None:
+        # Copies: the context's part is shared by a group, and must not keep the rest.
+        context, response = np.split(routes, [len(segment.context_ids)])
+        segment.put("routed_experts", response.copy())
+        segment.context_columns["routed_experts"] = context.copy()
 
 
 def _text(completions: Sequence[Completion], ids: np.ndarray) -> str | None:

@@ -1,7 +1,8 @@
 """Prompts drawn ahead of their step, and the position in the data that a checkpoint must hold.
 
-A group that is sampled while version v of the weights is current is trained at step v + 1 + max_staleness at the
-latest: so `due` draws no further, and a response never lags by more than `max_staleness` versions.
+Weights are pushed every t steps (`trainer.weight_sync_every`): version v is in the sampler for the steps v·t + 1 … (v + 1)·t. A group
+that is begun under v is trained at step (v + 1 + max_staleness)·t at the latest: so `due` draws no further, and a response
+never lags by more than `max_staleness` versions.
 """
 
 from __future__ import annotations
@@ -43,6 +44,41 @@ def evict_stale(batch: Iterable[Trajectory], version: int, max_staleness: int) -
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Which version of the weights the sampler has at a step, and for how many steps it may work ahead.
+
+    every      steps between two pushes
+    staleness  versions that a response may lag
+    steps      steps whose groups may be begun under one version (None: all that `staleness` allows)
+    """
+
+    every: int = 1
+    staleness: int = 0
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> Versions:
+        """From the `trainer` group."""
+        return cls(trainer.weight_sync_every, trainer.max_staleness, trainer.max_steps_per_version)
+
+    def at(self, step: int) -> int:
+        """The sampler's version while the groups of `step` are waited for; without late ones they are sampled with it."""
+        return (step - 1) // self.every
+
+    def last(self, step: int) -> int:
+        """The last step whose groups may be begun at `step`."""
+        return self.at(step) * self.every + (self.steps or (1 + self.staleness) * self.every)
+
+    def outdated(self, begun: int, step: int) -> bool:
+        """True for a group begun at a step whose version is too old for another step."""
+        return self.at(step) - self.at(begun) > self.staleness
+
+    def pushed(self, step: int, last_step: int) -> bool:
+        """True if weights go to the sampler after `step`: every t steps, and at the end, for the last validation."""
+        return step % self.every == 0 or step == last_step
+
+
 class Stream(Protocol):
     """What prompts are drawn from: `verl.data.stream.PromptStream`."""
 
@@ -72,17 +108,17 @@ class _Drawn:
 class PromptSchedule:
     """Draws whole steps in order. `last_step`: none is drawn for a later one."""
 
-    def __init__(self, stream: Stream, *, max_staleness: int, last_step: int):
-        if max_staleness < 0:
-            raise ValueError(f"trainer.max_staleness={max_staleness}: it cannot be below 0")
-        if max_staleness and stream.learns:
+    def __init__(self, stream: Stream, versions: Versions, *, last_step: int):
+        if versions.staleness < 0:
+            raise ValueError(f"trainer.max_staleness={versions.staleness}: it cannot be below 0")
+        if versions.last(1) > 1 and stream.learns:
             raise UserError(
-                f"trainer.max_staleness={max_staleness}: data.sampler has an update() that learns from each step's batch, "
-                "and prompts are drawn before the steps ahead of them are trained; set trainer.max_staleness=0, or use a "
-                "sampler without update()"
+                f"trainer.max_staleness={versions.staleness}, weight_sync_every={versions.every}: data.sampler has an update() "
+                "that learns from each step's batch, and prompts are drawn before the steps ahead of them are trained; set "
+                "trainer.max_staleness=0 trainer.weight_sync_every=1, or use a sampler without update()"
             )
         self._stream = stream
-        self._ahead = max_staleness
+        self.versions = versions
         self._last = last_step
         self._drawn: OrderedDict[int, _Drawn] = OrderedDict()
         self.metrics: dict[str, float] = {}
@@ -95,11 +131,11 @@ class PromptSchedule:
         return await rollouts.take(prompts, on_progress, count=self.size(step))
 
     def due(self, step: int) -> list[Prompt]:
-        """Prompts, in draw order, that may start once the weights of `step` (version step − 1) are in the sampler."""
+        """Prompts, in draw order, that may start once the weights for `step` are in the sampler."""
         self._forget_before(step)
         out: list[Prompt] = []
         next_step = max(step, next(reversed(self._drawn), 0) + 1)
-        for number in range(next_step, min(step + self._ahead, self._last) + 1):
+        for number in range(next_step, min(self.versions.last(step), self._last) + 1):
             before = deepcopy(self._stream.state())
             prompts = self._stream.take()
             self._drawn[number] = _Drawn(before, self._stream.epoch, len(prompts))

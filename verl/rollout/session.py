@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
+from verl.engine.rollout.routes import first_routes
 from verl.trajectory import Prompt
 
 _ABORT_AGAIN_S = 1.0
@@ -32,6 +33,7 @@ class Session:
 
     def __init__(self, requests: ResumableGeneration, prompt: Prompt, index: int, prefix: str = ""):
         self.completions: list[Completion] = []
+        self._contexts: list[np.ndarray] = []
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
         self.id = f"{self._group}#{index}"
@@ -46,7 +48,18 @@ class Session:
             options = {"request_id": f"{self.id}.{call}", "session": self.id}
         result = await self._requests.generate(prompt_ids, sampling, media=self._prompt.media, **options)
         self.completions.append(result)
+        self._contexts.append(np.asarray(prompt_ids, np.int64))
         return result
+
+    def routes(self, ids: np.ndarray) -> np.ndarray | None:
+        """The experts that the tokens of a sequence, int64 [S], went to, int16 [S, layers, k]: of each token those of the call
+        that computed it first, -1 where none did. None if no call recorded any."""
+        parts = []
+        for context, done in zip(self._contexts, self.completions, strict=True):
+            if done.routed_experts is not None:
+                seen = np.concatenate((context, done.token_ids))[: min(len(done.routed_experts), len(ids))]
+                parts += [done.routed_experts] if np.array_equal(seen, ids[: len(seen)]) else []
+        return first_routes(parts, len(ids))
 
 
 class ResumableGeneration:
@@ -144,6 +157,7 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
     """One completion out of its parts; a single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
+    routed = [part.routed_experts for part in parts if part.routed_experts is not None]
     return Completion(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         log_probs=np.concatenate([part.log_probs for part in parts]),
@@ -154,4 +168,5 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
         finished=parts[-1].finished,
         parts=len(parts),
         text=parts[-1].text,
+        routed_experts=first_routes(routed, len(routed[-1])) if routed else None,
     )

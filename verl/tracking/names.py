@@ -22,13 +22,17 @@ _SECTIONS = (
     ),
     ("actor/", "kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
     ("training/", "skipped_updates refused_steps dropped_groups rollout_failure/* filter_groups/* pf_ppo/*"),
+    ("distillation/", "*"),
     ("critic/", "score/* rewards/* advantages/* returns/* values/* *"),
     (
         "",
         "reward/* reward_extra/* response_length/* response_length_non_aborted/* response/* prompt_length/*",
     ),
     ("", "num_turns/* training/num_turns/* tool_call_counts/* global_seqlen/*"),
-    ("timing_s/", "step gen reward old_log_prob ref values adv update_critic update_actor update_weights *"),
+    (
+        "timing_s/",
+        "step gen reward old_log_prob ref teacher values adv update_critic update_actor update_weights *",
+    ),
     ("", "timing_s/agent_loop/* timing_per_token_ms/* perf/*"),
     (
         "training/",

@@ -145,7 +145,7 @@ def open_profiler(config: Any, *, roles: Sequence[str], rank: int, device: str) 
     device: torch's device type. UserError for a tool that cannot work here, saying what to do.
     """
     plan = plan_for(config, roles, rank)
-    if plan is None:
+    if plan is None or (plan.tool == "npu" != device):
         return None
     from verl.tracking.profile_tools import build
 

@@ -27,7 +27,7 @@ LOST = "lost"
 BACKWARD = 2.0
 """A backward pass takes two products where the forward pass takes one."""
 _AGENT_TIMES = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1.0}
-_PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
+PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 _BUSY_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor", "gen_max")
 
 
@@ -109,7 +109,8 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def reward_metrics(batch: Batch) -> dict[str, Number]:
-    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response.
+    """reward/*: failed and timed-out scorings (a timeout is a failure too), their share, time per response, and the mean of each
+    of several rewards before its weight.
 
     Answers the sampler lost were never scored: they are training/rollout_failure/evicted_samples.
     """
@@ -121,6 +122,9 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
     out |= {"reward/errors": len(failed), "reward/timeouts": kinds.count("timeout")}
     out["reward/error_ratio"] = _ratio(len(failed), len(asked))
     latency = [t.timing["compute_score"] for t in asked if "compute_score" in t.timing]
+    several = [t.extra["rewards"] for t in asked if "rewards" in t.extra]
+    for name in several[0] if several else ():
+        out[f"reward/{name}/mean"] = _mean(np.array([rewards[name] for rewards in several], np.float64))
     return out | spread("reward/latency_s", latency, ("mean", "max"))
 
 
@@ -157,7 +161,7 @@ def time_metrics(batch: Batch, facts: StepFacts) -> dict[str, Number]:
         out["timing_s/generate_sequences"] = out["timing_s/generate_sequence"] = running
         out["timing_per_token_ms/gen"] = _ratio(1000 * timings["gen"], int(batch.lengths.sum()))
     total = total_tokens(batch)
-    for name in _PER_TOKEN:
+    for name in PER_TOKEN:
         if name in timings:
             out[f"timing_per_token_ms/{name}"] = _ratio(1000 * timings[name], total)
     return out

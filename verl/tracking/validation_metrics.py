@@ -102,16 +102,15 @@ def _variable_metrics(groups: Sequence[Group], variable: str, n: int) -> dict[st
     votes = all("pred" in t.score_parts for group in groups for t in group)
     for group in groups:
         values = np.array(_values(group, variable), dtype=np.float64)
-        found = _prompt_metrics(values, n) if len(values) else {}
-        if votes and len(values) == len(group) and n > 1:
-            found |= _majority_metrics(values, [str(t.score_parts["pred"]) for t in group], n)
+        preds = [str(t.score_parts["pred"]) for t in group] if votes and len(values) == len(group) else []
+        found = prompt_metrics(values, n, preds) if len(values) else {}
         for name, value in found.items():
             per_prompt.setdefault(name, []).append(value)
     return {name: _mean(values) for name, values in per_prompt.items()} or {f"mean@{n}": math.nan}
 
 
-def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
-    """mean, std, best and worst of one prompt's values [≤ n]."""
+def prompt_metrics(values: np.ndarray, n: int, preds: Sequence[str]) -> dict[str, float]:
+    """mean, std, best and worst of one prompt's values [≤ n], and with `preds` what their majority gets."""
     out = {f"mean@{n}": float(values.mean())}
     if n > 1:
         out[f"std@{n}"] = float(values.std())
@@ -119,7 +118,7 @@ def _prompt_metrics(values: np.ndarray, n: int) -> dict[str, float]:
             drawn = values[draws(len(values), k)]
             out |= _mean_and_std(f"best@{k}", drawn.max(axis=1))
             out |= _mean_and_std(f"worst@{k}", drawn.min(axis=1))
-    return out
+    return out | _majority_metrics(values, preds, n) if preds and n > 1 else out
 
 
 def _mean_and_std(name: str, found: np.ndarray) -> dict[str, float]:

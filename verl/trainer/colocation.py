@@ -11,36 +11,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl.algorithms.needs import teacher_roles
+
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
+    from verl.reward.served_judge import ServedJudge
     from verl.workers.roles import Role
 
 
 class Colocation:
     """The sampler lends its memory where it has nothing to do while the trainer works on the same devices. It has something to
     do with trainer.max_staleness > 0, and devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps its
-    memory.
+    memory. A judge that is served here lends its memory with it.
 
     A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates.
     """
 
-    def __init__(self, config: Any, sampler: RolloutEngine):
+    def __init__(self, config: Any, sampler: RolloutEngine, judge: ServedJudge | None = None):
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
-        self._sampler = sampler
+        self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
+        if judge is not None:
+            self._lenders.append(judge)
         groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
+        groups |= dict.fromkeys(teacher_roles(config), arr.ref)
         fsdp = {name: group.fsdp_config for name, group in groups.items()}
         self._leave = {name for name, own in fsdp.items() if own.param_offload or own.optimizer_offload}
 
     def to_training(self) -> None:
         """Sampling is over: the trainer is about to compute."""
         if self.sampler_lends:
-            self._sampler.sleep()
+            for lender in self._lenders:
+                lender.sleep()
 
     def to_sampling(self) -> None:
         """The new weights are pushed: the sampler is about to sample."""
         if self.sampler_lends:
-            self._sampler.wake()
+            for lender in self._lenders:
+                lender.wake()
 
     @contextmanager
     def computing(self, role: Role, *, optimizer: bool = False) -> Iterator[None]:

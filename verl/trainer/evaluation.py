@@ -101,7 +101,7 @@ def read_table(config: EvalConfig) -> Table:
 
     DataError if a column is missing or no row is left, or where a data source has nothing that scores it.
     """
-    data, file = config.data, open_file(config.data.path)
+    data, file = config.data, open_file(str(config.data.path))
     rules = RowRules(
         data.prompt_key, data.data_source_key, (), needs_truth=not config.custom_reward_function.path
     )
@@ -255,7 +255,7 @@ def _source_metrics(
 
 def _is_right(t: Trajectory, pass_score: float) -> bool:
     """Whether its `acc`, or without one its score, reaches the bound; a response that was not scored is not right."""
-    if not valid(t):
+    if not valid(t) or t.score is None:
         return False
     accuracy = plain(t.score_parts.get("acc"))
     return float(t.score if accuracy is None else accuracy) >= pass_score - _ROUNDING
@@ -274,7 +274,7 @@ def _answers(groups: Sequence[Sequence[Trajectory]], config: EvalConfig) -> list
 
 def _read(t: Trajectory, options: Mapping[str, Any]) -> str | None:
     return final_answer(
-        t.prompt.data_source, t.text or "", (t.prompt.columns.get("reward_kwargs") or {}) | options
+        t.prompt.data_source, t.text or "", {**(t.prompt.columns.get("reward_kwargs") or {}), **options}
     )
 
 

@@ -45,7 +45,8 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
     from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
-    run, phases, who = training_config(config), Phases(), [str]
+    run, phases = training_config(config), Phases()
+    who: list[Callable[[], str]] = [str]
     watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
     hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
     output = _writable(str(config.data.output_path))

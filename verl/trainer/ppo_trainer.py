@@ -4,7 +4,7 @@
 
     schedule.take → rewards → passes (old log-probs, reference, values, …) → advantages → update (critic, policy)
           ↑ waits for the sampler  (scored while sampling)                                        │
-          └──────────────────── weight sync (version = step) ←────────────────────────────────────┘
+          └──────────────────── weight sync (a new version) ←─────────────────────────────────────┘
 
 A step, in `_train_step`: sample the step's groups (with `algorithm.filter_groups` those whose responses differ); score what is not
 scored yet; run the forward passes that the algorithm declared (`verl.algorithms.needs`), each by the role that it names; turn
@@ -15,7 +15,8 @@ Who waits for whom: the loop waits for the last response of the step's oldest gr
 yet (`reward`), then for each pass of the trainer. With trainer.max_staleness = 0 nothing else is in flight, and the sampler waits
 for the trainer between `take`s; where both are on the same devices it lends them its memory meanwhile (`Colocation`). With
 k > 0 the groups of the next k steps are in flight too: the sampler goes on while the trainer computes, stops for the weight sync,
-and continues every response with the new weights.
+and continues every response with the new weights. With trainer.weight_sync_every = t > 1 that is done every t steps, and a
+version's t steps are in flight together.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from verl.rollout.dynamic_sampling import open_schedule
 from verl.rollout.schedule import evict_stale
 from verl.trainer.colocation import Colocation
 from verl.trainer.step_record import StepRecord
+from verl.weight_sync.base import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
     from verl.trainer.run import Parts
     from verl.trajectory import Batch
-    from verl.weight_sync.base import SyncResult
 
 
 class PPOTrainer:
@@ -45,8 +46,11 @@ class PPOTrainer:
         self.step = 0
         self.policy = parts.workers.policy
         self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
+        self.versions = self.schedule.versions
+        assert parts.workers.weight_sync is not None
+        self.weight_sync = parts.workers.weight_sync
         self.passes = passes(config, self.policy.updates_per_step)
-        self.colocation = Colocation(config, parts.workers.sampler)
+        self.colocation = Colocation(config, parts.workers.sampler, parts.rewards.judge)
         self.record = StepRecord(config, parts, self.schedule)
 
     def fit(self) -> None:
@@ -55,7 +59,7 @@ class PPOTrainer:
         self.colocation.to_training()
         self.step = parts.checkpoints.resume(self)
         self.record.announce(self.step, self.total_steps)
-        parts.workers.weight_sync.push(self.step)
+        self.weight_sync.push(self.versions.at(self.step + 1))
         self.colocation.to_sampling()
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
@@ -106,7 +110,9 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            metrics = self.schedule.metrics | evict_stale(batch, step - 1, self.config.trainer.max_staleness)
+            metrics = self.schedule.metrics | evict_stale(
+                batch, self.versions.at(step), self.versions.staleness
+            )
             parts.rewards.check_errors(batch)
             return metrics
 
@@ -135,12 +141,14 @@ class PPOTrainer:
     def _push(self, step: int) -> SyncResult:
         """Weights of this step to the sampler; responses in flight go on with them, and new ones begin."""
         parts, trainer = self.parts, self.config.trainer
+        if not self.versions.pushed(step, self.total_steps):
+            return SyncResult(0, 0.0)
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
-            sync = parts.workers.weight_sync.push(step, verify=trainer.verify_weight_sync)
+            sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
             if sync.verified:
-                parts.tracking.event("weights_verified", version=step, bytes=sync.bytes)
+                parts.tracking.event("weights_verified", version=self.versions.at(step) + 1, bytes=sync.bytes)
             self.colocation.to_sampling()
             parts.loop.run(parts.rollouts.resume())
             if trainer.max_staleness:

@@ -300,7 +300,7 @@ class Checkpoints:
         resolved = json.dumps(self._config.to_dict(), sort_keys=True, default=str)
         return {
             "step": trainer.step,
-            "weight_version": trainer.step,
+            "weight_version": trainer.versions.at(trainer.step) + 1,
             "data_position": trainer.schedule.position(trainer.step),
             "data_identity": data_identity(self._config, parts.stream.rows_per_epoch),
             "kl_controller": parts.kl_controller.state_dict() if parts.kl_controller else None,

@@ -156,9 +156,11 @@ def train_ppo(config: Config, tracking: Any) -> None:
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
-    phases, who = Phases(), [str]
+    phases = Phases()
+    who: list[Callable[[], str]] = [str]
     watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
-    with BackgroundLoop() if config.trainer.max_staleness else asyncio.Runner() as loop, watchdog:
+    ahead = config.trainer.max_staleness or config.trainer.weight_sync_every > 1
+    with BackgroundLoop() if ahead else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
             hooks = RunHooks(
                 tracking.event_of_step,
@@ -202,16 +204,20 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.config.weights import scores_by_model
     from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, save_tokenizer
     from verl.platform.host import tune_allocator
+    from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
     from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
+    from verl.workers import build
+    from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
 
     check_cluster(config)
@@ -228,11 +234,17 @@ def build_parts(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )
     train, validation = open_data(config, tokenizer, tracking, processor)
+    check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = RewardRunner(config, events=tracking.event)
+    scorer = RewardModel(config) if scores_by_model(config) else None
+    judge = build.judge(config) if config.reward_model.enable and scorer is None else None
+    rewards = RewardRunner(config, events=tracking.event, model=scorer, judge=judge)
     check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
+    classifier = workers.roles.get("reward_model")
+    if scorer is not None and isinstance(classifier, Classifier):
+        scorer.scores = classifier.scores
     loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
         workers.sampler,
@@ -304,11 +316,37 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
     return train, validation
 
 
+def check_teachers(config: Config, tokenizer: Any, train: Any) -> None:
+    """UserError for a teacher that does not know the policy's tokens by their ids, and for a row that no teacher is for."""
+    from verl.algorithms.needs import teacher_roles
+    from verl.data.tokenizer import load_tokenizer
+    from verl.workers.roles import teacher_of
+
+    teachers = teacher_roles(config)
+    own = tokenizer.get_vocab() if teachers else {}
+    for teacher in teachers.values():
+        path, trust = teacher["model_path"], config.actor_rollout_ref.model.trust_remote_code
+        theirs = load_tokenizer(path, trust_remote_code=trust).get_vocab()
+        token = next((token for token, number in own.items() if theirs.get(token) != number), None)
+        if token is not None:
+            raise UserError(
+                f"distillation.teacher_models: {path} has another vocabulary: token {token!r} is {own[token]} for the policy "
+                f"and {theirs.get(token, 'absent')} there; use a teacher of the same family"
+            )
+    choose = teacher_of(config)
+    for row in range(len(train) if len(teachers) > 1 else 0):
+        choose(train.prompt(row))
+
+
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 
-    loop.run(precheck(rewards, [train.prompt(row) for row in range(min(rows, len(train)))]))
+    prompts = [train.prompt(row) for row in range(min(rows, len(train)))]
+    for prompt in prompts if rewards.model is not None else ():
+        rewards.model.check(prompt)
+    if rewards.settings.asks_function:
+        loop.run(precheck(rewards, prompts))
 
 
 def rollout_settings(config: Config) -> Any:

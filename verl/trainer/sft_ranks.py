@@ -20,7 +20,7 @@ from verl.trainer.step_record import RefusedSteps
 
 if TYPE_CHECKING:
     from verl.engine.training.base import TrainingEngine
-    from verl.trajectory import Trajectory
+    from verl.trajectory import Segment, Trajectory
     from verl.workers.plan import Refusal
 
 _T = TypeVar("_T")
@@ -45,11 +45,12 @@ class Ranks:
     def lead(self) -> bool:
         return self.rank == 0
 
-    def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Trajectory]:
+    def share(self, rows: Sequence[Trajectory], engine: TrainingEngine) -> list[Segment]:
         """This rank's rows of a batch that every rank has, about as many tokens as the others."""
         from verl.workers.plan import partition
 
-        return [rows[i] for i in partition(rows, engine.dp_size)[engine.dp_rank]]
+        segments = [segment for row in rows for segment in row.segments]
+        return [segments[i] for i in partition(segments, engine.dp_size)[engine.dp_rank]]
 
     def add(self, numbers: Sequence[float], engine: TrainingEngine) -> list[float]:
         """Sums over ranks with different rows."""
@@ -115,7 +116,7 @@ class NoRecords:
         return _nothing
 
 
-def _nothing(*_: Any, **__: Any) -> Callable[..., None]:
+def _nothing(*_: Any, **__: Any) -> Callable[..., Any]:
     """Records nothing; the callback that `progress` gives is one more of it."""
     return _nothing
 

@@ -105,6 +105,7 @@ class CrossEntropy:
     def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         import torch
 
+        assert micro.log_probs is not None
         mask = np.concatenate([row.loss_mask for row in micro.rows])
         learned = micro.log_probs[torch.from_numpy(mask).to(micro.log_probs.device)]
         negative = -learned.sum()

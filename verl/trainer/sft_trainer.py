@@ -20,6 +20,7 @@ import numpy as np
 from verl import interrupt
 from verl.checkpoint import open_checkpoint, rng
 from verl.config.command_line import resolve
+from verl.config.schema.trainer import EACH_EPOCH
 from verl.errors import UserError
 from verl.tracking.names import plain_metrics
 from verl.tracking.profiler import announce, open_profiler
@@ -155,7 +156,7 @@ class SFTTrainer:
         """Mean loss over the learned tokens of the validation rows."""
         if self.validation is None:
             raise UserError("trainer.val_only=True needs data.val_files")
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         progress = self.tracking.progress("validation", total=len(self.validation))
         with self.phases("testing"):
             for start in range(0, len(self.validation), self.batch_size):
@@ -172,7 +173,8 @@ class SFTTrainer:
         total, tokens = self.ranks.add([total, tokens], self.engine)
         return {"val/loss": total / tokens}
 
-    def _due(self, frequency: int) -> bool:
+    def _due(self, frequency: int | str) -> bool:
+        frequency = self.steps_per_epoch if frequency == EACH_EPOCH else int(frequency)
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     # --------------------------------------------------------------------------------------------- checkpoints
@@ -190,7 +192,7 @@ class SFTTrainer:
         """Write `global_step_N`; `record` is the step's metrics, in case a kill comes before they are logged."""
         contents = self.storage.saved_parts
         why = has_nonfinite_log_probs(
-            lambda row: self.engine.forward([row], temperature=1.0)["log_probs"],
+            lambda row: self.engine.forward(row.segments, temperature=1.0)["log_probs"],
             self.rows(self.step),
             "optim.lr",
         )
@@ -282,7 +284,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )
     train, validation = open_data(config, tokenizer, tracking, processor)
-    if trainer.save_freq <= 0 and not trainer.val_only:
+    if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"
         )

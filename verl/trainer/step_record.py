@@ -23,6 +23,7 @@ from verl.weight_sync.base import SyncResult
 
 if TYPE_CHECKING:
     from verl.config import Config
+    from verl.rollout.dynamic_sampling import DynamicSchedule
     from verl.rollout.schedule import PromptSchedule
     from verl.tracking.tracker import Tracking
     from verl.trainer.colocation import Colocation
@@ -116,7 +117,7 @@ class RefusedSteps:
 class StepRecord:
     """The record of the step in progress. `sampled` (the sampler's counters) and `sync` are set by the loop."""
 
-    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule):
+    def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule | DynamicSchedule):
         self.counters = Counters()
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
@@ -195,7 +196,7 @@ class StepRecord:
             timings=self._parts.phases.timings(),
             sampler=self.sampled,
             sync_bytes=self.sync.bytes,
-            weight_version=step,
+            weight_version=self._schedule.versions.at(step) + 1,
             max_prompt_length=self._config.data.max_prompt_length,
             max_response_length=self._config.data.max_response_length,
             memory=self._parts.workers.policy.memory(),

@@ -5,16 +5,19 @@ Everything here takes the configuration as typed groups or as the same keys in m
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES
+from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
 from verl.engine.training.base import TrainingEngine
 from verl.errors import UserError
-from verl.platform import Platform
+from verl.platform import Platform, detect
+from verl.reward.served_judge import ServedJudge
 
 _CRITIC_KEYS = (
     *("strategy", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "optim"),
@@ -51,10 +54,34 @@ def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> 
     return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
 
 
-def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
-    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
+def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> TrainingEngine:
+    """The engine of a frozen teacher, with the reference's settings. UserError if it has fewer tokens than the policy."""
+    arr, loss = config.actor_rollout_ref, config.distillation.distillation_loss
+    path, key = teacher["model_path"], f"distillation.teacher_models.{role.removeprefix('teacher_')}"
+    inference = teacher.get("inference") or {}
+    fsdp = {**arr.ref.fsdp_config, "tensor_parallel_size": inference.get("tensor_model_parallel_size") or 1}
+    settings = {**arr.ref, "fsdp_config": fsdp}
+    model = {**arr.model, "hf_config_path": None, "override_config": {}}  # those are of the policy's model
+    topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
+    try:
+        own, policys = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)
+        if own < policys:
+            raise UserError(f"model_path={path}: its vocabulary has {own} tokens, the policy's {policys}")
+        options = {"model_cfg": model, "trainable": False, "role": role, "topk": topk}
+        return _engine(config, path, settings, platform, **options)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def _vocabulary(path: str, model_cfg: Any) -> int:
     from verl.models.load import check_directory, load_config
 
+    check_directory(path)
+    return int(load_config(path, model_cfg).get_text_config().vocab_size)
+
+
+def critic_engine(config: Any, total_steps: int, platform: Platform) -> TrainingEngine:
+    """The engine of the value model, its schedule set, idle. UserError if its vocabulary is not the policy's."""
     critic = config.critic
     settings = {
         **{name: critic[name] for name in _CRITIC_KEYS},
@@ -66,11 +93,7 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     path = critic.model.path or policy.path
     options = {"model_cfg": critic.model, "head": "value", "role": "critic"}
     try:
-        check_directory(path)
-        own, theirs = (
-            load_config(place, group).get_text_config().vocab_size
-            for place, group in ((path, critic.model), (policy.path, policy))
-        )
+        own, theirs = _vocabulary(path, critic.model), _vocabulary(policy.path, policy)
         if own != theirs:
             raise UserError(
                 f"model.path={path}: its vocabulary has {own} tokens, the policy's {theirs}; the critic reads the policy's tokens, "
@@ -81,6 +104,26 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
         raise UserError(f"critic.{error}") from error
     engine.schedule(total_steps)
     return engine
+
+
+def reward_engine(config: Any, platform: Platform) -> TrainingEngine:
+    """The engine of a sequence classifier that scores, cut over all ranks. UserError if it is none with one label."""
+    from verl.models.load import check_directory
+
+    own = config.reward_model
+    settings = {
+        "strategy": config.actor_rollout_ref.actor.strategy,
+        "ppo_max_token_len_per_gpu": own.rollout.max_num_batched_tokens,
+        "fsdp_config": {"dtype": own.rollout.dtype, "param_offload": True},
+    }
+    options = {"model_cfg": own.model, "head": "score", "role": "reward_model", "trainable": False}
+    try:
+        check_directory(own.model.path)
+        return _engine(
+            config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
+        )
+    except UserError as error:
+        raise UserError(f"reward_model.{error}") from error
 
 
 def _engine(config: Any, path: str, role_cfg: Any, platform: Platform, **options: Any) -> TrainingEngine:
@@ -105,6 +148,7 @@ def adapter_moves(config: Any) -> bool:
     """
     from verl.engine.training.lora import LoraSettings
     from verl.models.load import load_config
+    from verl.models.routing import expert_count
 
     arr = config.actor_rollout_ref
     engine = CAPABILITIES[arr.rollout.name]
@@ -115,9 +159,7 @@ def adapter_moves(config: Any) -> bool:
         return False
     if not engine.lora_head and "lm_head" in str(settings.described().get("target_modules")):
         return False
-    text = load_config(arr.model.path, arr.model).get_text_config()
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return engine.lora_experts or not any(getattr(text, name, None) for name in experts)
+    return engine.lora_experts or not expert_count(load_config(arr.model.path, arr.model))
 
 
 def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str) -> RolloutEngine:
@@ -136,6 +178,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,
         engines=samplers_per_node(config),
+        record_routes=config.actor_rollout_ref.actor.router_replay.mode == "R3",
     )
 
 
@@ -143,6 +186,17 @@ def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     """The configured sampling engine with weights of its own (`RolloutEngine` and `WeightReceiver`), to be filled by a
     weight transfer. UserError when it cannot be used, or not with these settings."""
     return _OWN_SAMPLERS[config.actor_rollout_ref.rollout.name](config, tokenizer, platform)
+
+
+def judge(config: Any) -> ServedJudge:
+    """`reward_model.model` in an engine of its own, sampled as `reward_model.rollout` says, at an address."""
+    own, run = config.reward_model, copy.deepcopy(config)
+    model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
+    model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
+    run.actor_rollout_ref.rollout = own.rollout
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    sampler = own_sampler(run, tokenizer, detect(run.trainer.device))
+    return ServedJudge(sampler, tokenizer, own)
 
 
 def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:

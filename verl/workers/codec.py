@@ -26,7 +26,7 @@ Payload = dict[str, Any]
 
 _ALWAYS = ("response_ids", "response_mask")
 _ON_THE_WAY = {"response_ids": np.int32}
-_PRESENT = "has."
+_PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
 _MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
 
@@ -104,7 +104,8 @@ def _decode_media(payload: Mapping[str, Any], count: int) -> list[Media | None]:
 
 def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
     """Columns alone, in the order of the rows. A column that no row has is left out; where only some have it, an array under
-    "has.{name}" says which. ValueError for an unknown column or a wrong length."""
+    "has.{name}" says which; where contexts have values too, "contexts.{name}" are their arrays, each once, and "context.{name}"
+    says whose is which. ValueError for an unknown column or a wrong length."""
     out: Payload = {}
     for name in columns:
         if name not in COLUMNS:
@@ -119,13 +120,18 @@ def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
         out[name] = joined
         if len(have) < len(rows):
             out[_PRESENT + name] = np.fromiter((name in row.columns for row in rows), bool, len(rows))
+        if COLUMNS[name].context:
+            contexts = {id(row.context_columns[name]): row.context_columns[name] for row in have}
+            places = {key: place for place, key in enumerate(contexts)}
+            out[_CONTEXTS + name] = _join(list(contexts.values()), COLUMNS[name].dtype)
+            out[_PLACES + name] = np.array([places[id(row.context_columns[name])] for row in have], np.int32)
     return out
 
 
 def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
     """Inverse of `collect`, on the same rows in the same order. ValueError if the number of tokens differs."""
     for name, values in columns.items():
-        if name.startswith(_PRESENT):
+        if name not in COLUMNS:
             continue
         present = columns.get(_PRESENT + name)
         have = rows if present is None else [row for row, there in zip(rows, present, strict=True) if there]
@@ -134,6 +140,12 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
             raise ValueError(f"column {name}: {len(values)} values for {sum(lengths)} response tokens")
         for row, part in zip(have, _cut(values, lengths), strict=True):
             row.put(name, part)
+        if COLUMNS[name].context:
+            places = columns[_PLACES + name].tolist()
+            sizes = {place: len(row.context_ids) for place, row in zip(places, have, strict=True)}
+            contexts = _cut(columns[_CONTEXTS + name], [sizes[place] for place in range(len(sizes))])
+            for row, place in zip(have, places, strict=True):
+                row.context_columns[name] = contexts[place]
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------
@@ -217,7 +229,7 @@ def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
 
 
 def _facts(completion: Completion) -> dict[str, Any]:
-    names = ("finish_reason", "versions", "num_preempted", "text")
+    names = ("finish_reason", "versions", "num_preempted", "text", "routed_experts")
     return {name: getattr(completion, name) for name in names}
 
 

@@ -19,7 +19,7 @@ from verl.workers import codec
 from verl.workers.plan import UpdatePlan, partition
 from verl.workers.worker import Worker
 
-_FIRST = ("old_log_probs", "ref_log_probs")
+_FIRST = ("old_log_probs", "ref_log_probs", "routed_experts")
 Each = Sequence[Sequence[Any]] | None
 """The arguments of each worker, in their order; None where all get the same."""
 
@@ -144,9 +144,14 @@ class WorkerGroup:
             return [({},)] * len(self.dp_ranks)
         return self._shared([codec.collect(part, wanted) for part in placed.parts])
 
-    def fill(self, placed: Placed, columns: Sequence[codec.Payload]) -> None:
-        """Put columns that the workers returned on the driver's rows."""
-        for part, found in zip(placed.parts, self.by_dp_rank(columns), strict=True):
+    def fill(
+        self, placed: Placed, columns: Sequence[codec.Payload], positions: list[list[int]] | None = None
+    ) -> None:
+        """Put columns that the workers returned on the driver's rows; `positions`: on those alone, by data-parallel rank."""
+        parts = placed.parts
+        if positions is not None:
+            parts = [[part[i] for i in own] for part, own in zip(parts, positions, strict=True)]
+        for part, found in zip(parts, self.by_dp_rank(columns), strict=True):
             if not self.calls.shares_rows:
                 codec.fill(part, {name: np.array(values) for name, values in found.items()})
             placed.known |= set(found)

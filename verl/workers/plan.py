@@ -71,7 +71,8 @@ class UpdatePlan:
 
     `actor_cfg` is `actor_rollout_ref.actor`; `max_response_length` is H of seq-mean-token-sum-norm; `batch_prompts` the
     prompts of a step (fixes the number of mini-batches); `rollout_correction` is `algorithm.rollout_correction`.
-    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the actor's.
+    `columns`: those that an update reads; `of_critic`: an update of the critic, whose group takes the place of the actor's;
+    `of_distillation`: columns that distillation reads.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class UpdatePlan:
         batch_prompts: int,
         rollout_correction: Any = None,
         of_critic: bool = False,
+        of_distillation: frozenset[str] = frozenset(),
     ):
         self._cfg = actor_cfg
         self.max_response_length = max_response_length
@@ -90,7 +92,7 @@ class UpdatePlan:
         sampler = {"rollout_log_probs"} if self.correction.bypass else set()
         reinforce = self.correction.bypass and self.correction.reinforce
         self._whole = None if reinforce else LOSSES.declared(loss_mode).whole
-        needed = (LOSSES.needs(loss_mode) | sampler) - {*_COLUMNS, "response_mask"}
+        needed = (LOSSES.needs(loss_mode) | sampler | of_distillation) - {*_COLUMNS, "response_mask"}
         self.columns = ("loss_mask", "returns", "values") if of_critic else (*_COLUMNS, *sorted(needed))
         self._mini_batches = max(1, math.ceil(batch_prompts / actor_cfg.ppo_mini_batch_size))
 

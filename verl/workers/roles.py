@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.algorithms.objective import trajectory_tokens
 from verl.engine.training.base import StepResult
+from verl.errors import UserError
 from verl.models.layers import ModelCost
-from verl.trajectory import Batch, Segment
+from verl.trajectory import Batch, Prompt, Segment, segments_of
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
 
@@ -53,6 +56,38 @@ class Role:
     def load(self, part: str, directory: Path) -> None:
         """Inverse of `save`."""
         self.group.call("load", self.name, part, str(directory.absolute()), doing="load_checkpoint")
+
+
+class Classifier(Role):
+    """A sequence classifier that scores; in host memory between its uses."""
+
+    async def scores(self, batch: Batch) -> None:
+        """Fill the column `scores`. Ranks elsewhere compute while the event loop goes on; a device of this process has one
+        caller at a time."""
+        if self.group.calls.shares_rows:
+            self._compute(batch)
+        else:
+            await asyncio.to_thread(self._compute, batch)
+
+    def _compute(self, batch: Batch) -> None:
+        self.onload(optimizer=False)
+        self.forward(batch, "reward", {"scores": "scores"})
+        self.offload()
+
+
+class Teacher(Role):
+    """A frozen model that computes the rows whose prompt `choose` gives it."""
+
+    def __init__(self, name: str, group: WorkerGroup, choose: Callable[[Prompt], str]):
+        super().__init__(name, group)
+        self._choose = choose
+
+    def forward(self, batch: Batch, phase: str, outputs: Mapping[str, str]) -> None:
+        """See `Role.forward`. UserError for a prompt without a teacher."""
+        group, placed = self.group, self.group.place(batch, phase)
+        own = placed.positions(segments_of(t for t in batch if self._choose(t.prompt) == self.name))
+        each = [(phase, self.name, dict(outputs), np.array(own[rank], np.int64)) for rank in group.dp_ranks]
+        group.fill(placed, group.call("forward", each=each, doing=phase), own)
 
 
 class TrainedRole(Role):
@@ -163,8 +198,8 @@ class Policy(TrainedRole):
 class WorkerSet:
     """What the loop talks to, wherever it runs.
 
-    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed;
-             none where only samples are wanted
+    roles    by name: "actor" is the policy, "ref" the reference and "critic" the value model if a pass of them is needed,
+             "reward_model" a classifier that scores, "teacher_…" the teachers of distillation; none where only samples are wanted
     weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
@@ -204,20 +239,47 @@ class WorkerSet:
 
 
 def roles_of(group: WorkerGroup, config: Any = None) -> dict[str, Role]:
-    """The roles that the ranks of a group play. `config`: needed where one of them is a critic."""
+    """The roles that the ranks of a group play. `config`: needed where one of them is a critic or a teacher."""
     roles: dict[str, Role] = {name: Role(name, group) for name in group.facts[0]["roles"]}
     if "actor" in roles:
         roles["actor"] = Policy("actor", group, group.plan)
+    for name in roles.keys() & teacher_roles(config).keys():
+        roles[name] = Teacher(name, group, teacher_of(config))
     if "critic" in roles:
         roles["critic"] = TrainedRole("critic", group, critic_plan(config))
+    if "reward_model" in roles:
+        roles["reward_model"] = Classifier("reward_model", group)
     return roles
 
 
 def update_plan(config: Any) -> UpdatePlan:
     """The plan of the policy's updates."""
     return _plan(
-        config, config.actor_rollout_ref.actor, rollout_correction=config.algorithm.rollout_correction
+        config,
+        config.actor_rollout_ref.actor,
+        rollout_correction=config.algorithm.rollout_correction,
+        of_distillation=teacher_columns(config),
     )
+
+
+def teacher_of(config: Any) -> Callable[[Prompt], str]:
+    """Which teacher's role a prompt is for: with several, the one whose key is the prompt's value of `distillation.teacher_key`."""
+    roles, column = teacher_roles(config), config.distillation.teacher_key
+    by_key = {str(one.get("key") or name.removeprefix("teacher_")): name for name, one in roles.items()}
+    sources = ("data_source", config.data.reward_fn_key)
+
+    def choose(prompt: Prompt) -> str:
+        if len(roles) == 1:
+            return next(iter(roles))
+        value = prompt.data_source if column in sources else prompt.columns.get(column)
+        if str(value) not in by_key:
+            raise UserError(
+                f"{prompt.file} row {prompt.row}: {column}={value!r} has no teacher; distillation.teacher_models has "
+                f"those of {', '.join(by_key)}. Add one, or leave the row out"
+            )
+        return by_key[str(value)]
+
+    return choose
 
 
 def critic_plan(config: Any) -> UpdatePlan:

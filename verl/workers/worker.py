@@ -76,15 +76,20 @@ class Worker(Profiled):
 
         shared: a sampler of this process works on the policy's tensors.
         """
-        from verl.algorithms.needs import needs_critic, needs_reference
+        from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+        from verl.config.weights import scores_by_model
 
         config, platform = self.config, self.platform
         actor = build.actor_engine(config, total_steps, platform, shared=shared)
         self.engines["actor"] = actor
         if needs_reference(config):
             self.engines["ref"] = build.reference_engine(config, actor, platform)
+        for name, teacher in teacher_roles(config).items():
+            self.engines[name] = build.teacher_engine(config, name, teacher, platform)
         if needs_critic(config):
             self.engines["critic"] = build.critic_engine(config, total_steps, platform)
+        if scores_by_model(config):
+            self.engines["reward_model"] = build.reward_engine(config, platform)
         return {
             "dp_rank": actor.dp_rank,
             "holds_outputs": actor.holds_outputs,
@@ -109,15 +114,21 @@ class Worker(Profiled):
         """`take_rows` of what `codec.encode` made."""
         self._rows, self._remote = codec.decode(payload), True
 
-    def forward(self, phase: str, role: str, outputs: Mapping[str, str]) -> codec.Payload:
-        """A forward pass over the rows: fill and return the columns of `outputs` (output of the engine → column)."""
+    def forward(
+        self, phase: str, role: str, outputs: Mapping[str, str], positions: Sequence[int] | None = None
+    ) -> codec.Payload:
+        """A forward pass over the rows, or those at `positions`: fill and return the columns of `outputs` (output of the engine →
+        column)."""
         engine = self.engine(role)
+        rows = self._rows if positions is None else [self._rows[i] for i in positions]
         base = engine.without_adapter() if role == "ref" and engine.adapted else nullcontext()
         with self.span(phase), base:
-            found = engine.forward(self._rows, tuple(outputs), temperature=self._temperature)
+            found = engine.forward(rows, tuple(outputs), temperature=self._temperature)
         columns = {outputs[name]: values for name, values in found.items()}
         for name, values in columns.items():
-            fill_flat(self._rows, name, values)
+            fill_flat(rows, name, values)
+        if "routed_experts" in outputs and self._remote:
+            columns |= codec.collect(rows, ["routed_experts"])
         return columns
 
     def update(
@@ -142,6 +153,8 @@ class Worker(Profiled):
         }
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
+        from verl.algorithms.distillation import Distillation
+        from verl.algorithms.needs import teacher_roles
         from verl.algorithms.objective import ActorObjective, LossDenominators
         from verl.algorithms.value_loss import ValueObjective
 
@@ -153,9 +166,12 @@ class Worker(Profiled):
             values = ValueObjective(self.config.critic, denominators, tokens_of)
             return engine.step(rows, values, ("values",), temperature=self._temperature)
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        objective = ActorObjective(actor, denominators, correction, tokens_of)
+        taught = teacher_roles(self.config)
+        distilled = Distillation(self.config.distillation.distillation_loss) if taught else None
+        objective = ActorObjective(actor, denominators, correction, tokens_of, distilled)
         recording = RecordOldLogProbs(objective)
-        return engine.step(rows, recording, LOG_PROBS_AND_ENTROPY, temperature=self._temperature)
+        outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))
+        return engine.step(rows, recording, outputs, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""

@@ -14,6 +14,7 @@ MODEL = {
     "max_position_embeddings": 2048,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
+    "vocab_size": 512,
 }
 
 

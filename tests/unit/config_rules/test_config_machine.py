@@ -77,6 +77,11 @@ def test_models_that_are_not_here(base, monkeypatch):
     only(problems(*base, f"{ARR}.model.path=null"), "configuration", "is required")
 
 
+def test_a_teacher_that_is_not_here(base):
+    model = "distillation.teacher_models.teacher_model.model_path=/no/such"
+    only(problems(*base, "distillation.enabled=True", model), "machine", model, "no such directory")
+
+
 def test_models_in_the_hubs_cache(base, tmp_path):
     root = tmp_path / "hub" / "hub" / "models--Org--Name"
     write_model(root / "snapshots" / "abc", max_position_embeddings=100)

@@ -19,8 +19,25 @@ def test_thresholds_that_parse(base):
         assert found == []
 
 
+TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
+TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
 NOTICES = [
+    (
+        [*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.use_policy_gradient=True"],
+        "says nothing of the token that was sampled",
+    ),
+    ([*TAUGHT, f"+{TEACHER}.inference.name=vllm"], "serves every teacher"),
+    ([*TAUGHT, "distillation.n_gpus_per_node=4"], "teachers run on the policy's devices"),
+    (
+        [*TAUGHT, f"{LOSS}.use_task_rewards=False", f"{ARR}.actor.entropy_coeff=0.1"],
+        "entropy_coeff: use_task_rewards=False",
+    ),
+    (
+        ["distillation.enabled=True", "+distillation.teacher_models.math.model_path={model}"],
+        "teacher_model has no model_path and is left out",
+    ),
     (["trainer.critic_warmup=3"], "no critic to warm up"),
+    ([f"{ARR}.rollout.enable_rollout_routing_replay=True"], "only actor_rollout_ref.actor.router_replay"),
     ([f"{ARR}.actor.ppo_mini_batch_size=16"], "one update on the batch"),
     ([f"{ARR}.actor.ppo_mini_batch_size=3"], "3 mini-batches of 2 to 3 prompts"),
     ([f"{ARR}.rollout.n=1"], "the score is the advantage"),
@@ -68,14 +85,25 @@ NOTICES = [
         ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"],
         "whose ratio is to the sampler already",
     ),
+    (["global_profiler.tool=torch"], "no step is named"),
+    (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "there is no Ascend device"),
+    (
+        [
+            "global_profiler.tool=torch",
+            "global_profiler.steps=[2]",
+            f"{ARR}.actor.profiler.tool_config.npu.discrete=True",
+        ],
+        "a profile here is of whole steps",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("overrides", "part"), NOTICES, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_notices(base, overrides, part):
-    report = check(load([*base, *overrides]))
+def test_notices(base, tmp_path, overrides, part):
+    words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
+    report = check(load([*base, *words]))
     assert report.exit_code == 0, report.problems
     said = report.notices + report.check_only
     assert sum(part in notice for notice in said) == 1, said
@@ -201,10 +229,16 @@ def test_the_way_that_weights_travel_is_said_when_another_is_asked_for(base):
     assert "checkpoint_engine.backend" not in notices(*base, backend, f"{ARR}.rollout.nnodes=1")
 
 
-@pytest.mark.parametrize(("tool", "words"), [("nsys", "records CUDA devices"), ("npu", "an Ascend device")])
-def test_profilers_of_other_devices_are_what_the_machine_lacks(base, tool, words):
-    found = problems(*base, f"global_profiler.tool={tool}", "global_profiler.steps=[2]")
-    only(found, "machine", words, "set it to torch")
+def test_a_profiler_of_other_devices_is_what_the_machine_lacks(base):
+    found = problems(*base, "global_profiler.tool=nsys", "global_profiler.steps=[2]")
+    only(found, "machine", "records CUDA devices", "set it to torch")
+
+
+def test_steps_of_one_version_are_within_the_bound(base):
+    pool = [f"{ARR}.rollout.nnodes=1", "trainer.weight_sync_every=4", "trainer.max_staleness=1"]
+    for steps, wrong in ((4, False), (8, False), (3, True), (9, True)):
+        found = problems(*base, *pool, f"trainer.max_steps_per_version={steps}")
+        assert any("between weight_sync_every=4 and 8" in problem for problem in found) is wrong
 
 
 def test_a_run_folder_inside_a_submitted_jobs_copy_is_said_to_be_lost(base, tmp_path, monkeypatch):

@@ -17,7 +17,9 @@ def test_a_right_one(base):
     assert report.problems == [] and report.exit_code == 0 and report.notices == []
 
 
-# (overrides, parts of the one problem they make)
+TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
+TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
+# (overrides, parts of the one problem they make); {model} is the run's own
 REFUSED = [
     ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
@@ -40,6 +42,7 @@ REFUSED = [
     (["data.truncation=centre"], ["data.truncation=centre", "middle"]),
     (["trainer.resume_mode=yes"], ["disable"]),
     ([f"{ARR}.actor.optim.lr_scheduler_type=cos"], ["cosine"]),
+    ([f"{ARR}.actor.router_replay.mode=R2"], ["qwen3 is a dense model", "set it to disabled"]),
     # 6
     ([f"{ARR}.rollout.temperature=0"], ["set 1.0"]),
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
@@ -86,13 +89,33 @@ REFUSED = [
         ],
         ["above 0"],
     ),
+    # distillation
+    (["distillation.enabled=True"], ["teacher_models.teacher_model.model_path", "is required"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=k1"], ["loss_mode=k1", "does not see the teacher"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=full"], ["forward_kl_topk"]),
+    ([*TAUGHT, f"{LOSS}.policy_loss_mode=kl_cov"], ["none of vanilla"]),
+    (
+        [*TAUGHT, f"{LOSS}.policy_loss_mode=dro", f"{LOSS}.use_policy_gradient=True"],
+        ["dro_beta", "above 0"],
+    ),
+    ([*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=600"], ["topk=600", "has 512 tokens"]),
+    ([*TAUGHT, "distillation.nnodes=1"], ["nnodes=1", "no pool of their own"]),
+    ([*TAUGHT, f"+{TEACHER}.modl_path=x"], ["modl_path", "nearest: model_path"]),
+    ([*TAUGHT, "+distillation.teacher_models.other=x"], ["a teacher is a mapping"]),
+    (
+        [*TAUGHT, "+distillation.teacher_models.b={key:teacher_model,model_path:{model}}"],
+        ["key=teacher_model", "one key for each"],
+    ),
+    (
+        [*TAUGHT, f"+{TEACHER}.inference.tensor_model_parallel_size=2"],
+        ["inference.tensor_model_parallel_size=2", "set 1"],
+    ),
     # 15
     (["algorithm.rollout_correction.loss_type=reinforce"], ["bypass_mode=True"]),
     # 16
     (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"], ["at most", "max_resp_len=512"]),
     (["reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:513}"], ["513"]),
     # 18
-    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes and"]),
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
@@ -110,15 +133,17 @@ REFUSED = [
     # recognised values
     ([f"{ARR}.rollout.name=trtllm"], ["TensorRT-LLM", "closest"]),
     ([f"{ARR}.rollout.checkpoint_engine.backend=nixl"], ["NIXL"]),
-    (["critic.strategy=torchtitan"], ["TorchTitan"]),
+    (["critic.strategy=mindspeed"], ["MindSpeed"]),
+    (["trainer.weight_sync_every=4"], ["for it keeps older weights", f"{ARR}.rollout.nnodes=1"]),
     # not in this release
     ([f"{ARR}.rollout.multi_turn.enable=True"], ["not in this release (tools and turns); set it to False"]),
-    (["reward_model.enable=True", "reward_model.model.path=/m"], ["reward models"]),
+    (["reward_model.enable_resource_pool=True", "reward_model.nnodes=1"], ["a pool for the reward model"]),
+    (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
+    (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     ([f"{ARR}.rollout.agent.agent_loop_config_path=x.yaml"], ["agent loops listed in a file"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
-    (["global_profiler.tool=torch"], ["no step is named", "global_profiler.steps=[2]"]),
     (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (
         [
@@ -134,8 +159,9 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_refused(base, overrides, parts):
-    only(problems(*base, *overrides), "configuration", *parts)
+def test_refused(base, tmp_path, overrides, parts):
+    words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
+    only(problems(*base, *words), "configuration", *parts)
 
 
 # (sizes of four ranks, changes to the model, the key that is named, what is said): what the ranks would refuse
@@ -317,6 +343,19 @@ ALSO_REFUSED = [
         ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],
         "needs the sampler's log-probs",
     ),
+    # router replay
+    ([f"{ARR}.actor.router_replay.mode=R3"], "enable_rollout_routing_replay=True"),
+    (
+        [
+            *(f"{ARR}.rollout.name=vllm", f"{ARR}.rollout.enable_rollout_routing_replay=True"),
+            f"{ARR}.actor.router_replay.mode=R3",
+        ],
+        "vllm does not return routes; use native, or R2",
+    ),
+    (
+        ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.actor.router_replay.mode=R2"],
+        "no pass gives old log-probs and routes; use R3",
+    ),
     # 17
     (["reward_model.enable=True"], "reward_model.model.path"),
     # 24
@@ -330,3 +369,34 @@ ALSO_REFUSED = [
 def test_refused_among_others(base, overrides, part):
     found = problems(*base, *overrides)
     assert any(part in p and p.startswith("configuration") for p in found), found
+
+
+ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "part"),
+    [
+        ({}, [], "is no sequence classifier with one label"),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            [],
+            "is no sequence classifier with one label",
+        ),
+        (
+            ONE_LABEL,
+            ["custom_reward_function.path=pkg://verl.reward.judge"],
+            "weights={function: 1, model: 1}",
+        ),
+        ({}, ["reward_model.weights={function: 1}"], "nothing asks this model"),
+        (
+            {},
+            ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"],
+            "on one device alone",
+        ),
+    ],
+)
+def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part):
+    path = write_model(tmp_path / "scorer", **changes)
+    found = problems(*base, "reward_model.enable=True", f"reward_model.model.path={path}", *overrides)
+    assert any(part in p and "reward_model.model.path" in p for p in found), found

@@ -16,7 +16,7 @@ _CORRECTION = "algorithm.rollout_correction"
 def check(c: Check) -> None:
     """All rules on algorithms (config.md §16, 1, 3 to 6, 14, 15, and their notices)."""
     if c.ppo:
-        for rules in (_kl, _estimator, _sampling, _loss, _correction, _staleness, _notices):
+        for rules in (_kl, _estimator, _sampling, _loss, _correction, _routes, _staleness, _notices):
             rules(c)
     elif c.cfg.entry == "generation":
         _generation(c)
@@ -152,9 +152,34 @@ def _attempt(c: Check, parse: Callable[..., Any], *arguments: Any) -> None:
         c.refuse(f"{_CORRECTION}.{name}".replace("'", ""), message)
 
 
+def _routes(c: Check) -> None:
+    """Replay of expert routes: a model with experts, and somebody who records them."""
+    mode, key = c.cfg.actor_rollout_ref.actor.router_replay.mode, f"{ACTOR}.router_replay.mode"
+    recorded, switch = c.rollout.enable_rollout_routing_replay, f"{ROLLOUT}.enable_rollout_routing_replay"
+    if mode != "disabled" and c.facts is not None and not c.facts.experts:
+        c.refuse(key, f"{c.facts.name} is a dense model, which has no experts to choose; set it to disabled")
+    if mode == "R3" and not recorded:
+        c.refuse(key, f"it replays the sampler's routes; set {switch}=True")
+    elif mode == "R3" and not CAPABILITIES[c.rollout.name].routes:
+        c.refuse(key, f"{ROLLOUT}.name={c.rollout.name} does not return routes; use native, or R2")
+    elif recorded and mode != "R3":
+        c.notice(f"no effect: {switch}=True: only {key}=R3 replays the sampler's routes")
+    if mode == "R2" and c.cfg.algorithm.rollout_correction.bypass_mode:
+        c.refuse(key, "with rollout_correction.bypass_mode no pass gives old log-probs and routes; use R3")
+
+
 def _staleness(c: Check) -> None:
     """Responses that may lag: who corrects for it, and whether the sampler has weights of its own to lag with."""
     lag, correction = c.cfg.trainer.max_staleness, c.cfg.algorithm.rollout_correction
+    every, steps = c.trainer.weight_sync_every, c.trainer.max_steps_per_version
+    if every > 1 and not c.rollout.nnodes:
+        own = (
+            f"give the sampler devices of its own ({ROLLOUT}.nnodes=1), for it keeps older weights; or set 1"
+        )
+        c.refuse("trainer.weight_sync_every", own)
+    if steps and not every <= steps <= every * (1 + lag):
+        bounds = f"between weight_sync_every={every} and {every * (1 + lag)}, 1 + max_staleness times as many"
+        c.refuse("trainer.max_steps_per_version", bounds)
     if lag <= 0:
         return
     if not correction.rollout_is and not correction.bypass_mode:

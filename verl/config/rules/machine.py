@@ -143,8 +143,6 @@ def _model(c: Check) -> None:
         c.refuse(f"{c.model_key}.trust_remote_code", why)
     if facts.vision and (why := _no_vision(c)):
         c.lacks(at, f"vision models ({facts.name}) {why}")
-    if c.ppo and c.cfg.reward_model.enable and not c.cfg.reward_model.model.path:
-        c.refuse("reward_model.model.path", "reward_model.enable=True needs it")
 
 
 def _no_vision(c: Check) -> str:

@@ -39,16 +39,21 @@ def check(c: Check) -> None:
         return
     tool = f"global_profiler.tool={profiler.tool}"
     if not profiler.steps:
-        c.refuse(tool, "no step is named; set global_profiler.steps=[2], or the tool to null")
-    elif min(profiler.steps) < 1:
+        c.notice(f"no effect: {tool}: no step is named (global_profiler.steps=[2] would profile the second)")
+        return
+    if min(profiler.steps) < 1:
         c.refuse(c.at("global_profiler.steps"), "steps are counted from 1")
     if c.trainer is not None:
         kind = c.trainer.device if c.trainer.device != "auto" else c.devices.best
         if profiler.tool == "nsys" and kind != "cuda":
             c.lacks(tool, f"nsys records CUDA devices, this run is on {kind}; set it to torch")
         if profiler.tool == "npu" and kind != "npu":
-            c.lacks(tool, f"needs an Ascend device, this run is on {kind}; set it to torch")
+            c.notice(
+                f"no effect: {tool}: there is no Ascend device, this run is on {kind} (torch profiles it)"
+            )
     for path, group in roles.items():
+        if any(options and options.get("discrete") for options in group.tool_config.values()):
+            c.notice(f"no effect: {path}.tool_config.*.discrete=True: a profile here is of whole steps")
         if problem := check_options(profiler.tool, group.tool_config.get(profiler.tool) or {}):
             c.refuse(path, problem)
 
@@ -60,9 +65,6 @@ def check_options(tool: str, options: Mapping[str, Any]) -> str:
     for name in options:
         if name not in known:
             return f"{key}.{name} is not known: {', '.join(known)}"
-    if tool in KNOWN and options.get("discrete"):
-        whole = "a profile here is of whole steps, in which every phase is a named range"
-        return f"{key}.discrete=True: {whole}; leave it False"
     wrong = [name for name in options.get("contents") or [] if name not in CONTENTS]
     if wrong and tool == "torch":
         return f"{key}.contents: {wrong[0]} is not known: {', '.join(CONTENTS)}"

@@ -8,6 +8,7 @@ from typing import Any
 from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
+from verl.config.schema.trainer import EACH_EPOCH
 
 _REF = "actor_rollout_ref.ref"
 
@@ -28,6 +29,9 @@ def check(c: Check) -> None:
         _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
         if engine.strategy == "megatron":
             _megatron(c, "engine", engine)
+        for key in ("trainer.save_freq", "trainer.test_freq"):
+            if isinstance(c.cfg.select(key), str) and c.cfg.select(key) != EACH_EPOCH:
+                c.refuse(key, f"a number of steps, or {EACH_EPOCH}")
 
 
 def _lengths(c: Check) -> None:
@@ -112,9 +116,6 @@ def _overlong(c: Check) -> None:
 
 
 def _pools(c: Check) -> None:
-    reward = c.cfg.reward_model
-    if reward.enable_resource_pool and (reward.nnodes < 1 or reward.n_gpus_per_node < 1):
-        c.refuse("reward_model.enable_resource_pool", "needs reward_model.nnodes and n_gpus_per_node above 0")
     if not c.cfg.actor_rollout_ref.hybrid_engine and c.rollout.nnodes == 0:
         needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         c.refuse("actor_rollout_ref.hybrid_engine", needed)
@@ -126,7 +127,7 @@ def _policy_layout(c: Check) -> None:
     The reference gets the rows of the actor's layout: ranks that share its work must have the same ones.
     """
     actor, ref = c.cfg.actor_rollout_ref.actor, c.cfg.actor_rollout_ref.ref
-    ours, theirs = _sizes(actor, f"{ACTOR}."), _sizes(ref, f"{_REF}.")
+    ours, theirs = sizes_of(actor, f"{ACTOR}."), sizes_of(ref, f"{_REF}.")
     _ranks(c, ours, own_model=True)
     if ours.together % theirs.together:
         c.refuse(
@@ -136,13 +137,14 @@ def _policy_layout(c: Check) -> None:
         )
     wanted = actor.use_kl_loss or c.cfg.algorithm.use_kl_in_reward
     adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path  # then the reference is the actor's base
-    if wanted and (ref.model.path or (not adapted and _sizes(ref, "") != _sizes(actor, ""))):
+    if wanted and (ref.model.path or (not adapted and sizes_of(ref, "") != sizes_of(actor, ""))):
         _ranks(c, theirs, own_model=not ref.model.path)
     if actor.strategy == "megatron":
         _megatron(c, f"{ACTOR}.megatron", actor.megatron)
 
 
-def _sizes(role: Any, keys: str) -> Sizes:
+def sizes_of(role: Any, keys: str) -> Sizes:
+    """The parallel sizes of the actor's group or the reference's; `keys`: what their names begin with in messages."""
     parallel = role.fsdp_config
     return Sizes(role.ulysses_sequence_parallel_size, parallel.tensor_parallel_size, parallel.fsdp_size, keys)
 
@@ -193,7 +195,7 @@ def plan(c: Check) -> list[str]:
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
     small, large = size // parts * n, math.ceil(size / parts) * n
     each = f"{large}" if small == large else f"{small} to {large}"
-    ranks = max(1, c.world // _sizes(actor, "").together)
+    ranks = max(1, c.world // sizes_of(actor, "").together)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),

@@ -45,7 +45,7 @@ def check(c: Check) -> None:
     if mended:
         c.mend(mended)
     _unread(c)
-    for path, (what, instead) in names.FEATURES.items():
+    for path, (what, instead, _) in names.FEATURES.items():
         if c.cfg.select(path):
             c.refuse(c.at(path), f"not in this release ({what}); {instead}")
 

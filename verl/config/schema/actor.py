@@ -71,6 +71,17 @@ class TrainedRoleConfig(Group):
     profiler: RoleProfilerConfig = sub(RoleProfilerConfig)
 
 
+class RouterReplayConfig(Group):
+    """Which experts the tokens of a mixture-of-experts model go to in the update.
+
+    Attributes:
+        mode: `disabled`: those that the router chooses; `R2`: those of the pass that gave the old log-probs; `R3`: those of
+            the sampler, with `rollout.enable_rollout_routing_replay`.
+    """
+
+    mode: str = choice("disabled", "disabled", "R2", "R3")
+
+
 class ActorConfig(TrainedRoleConfig):
     """The policy update.
 
@@ -118,6 +129,7 @@ class ActorConfig(TrainedRoleConfig):
     freeze_vision_tower: bool = False
     use_torch_compile: bool = True
     calculate_sum_pi_squared: bool = False
+    router_replay: RouterReplayConfig = sub(RouterReplayConfig)
     optim: OptimConfig = sub(OptimConfig)
     fsdp_config: FSDPConfig = sub(FSDPConfig)
 

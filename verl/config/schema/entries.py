@@ -6,6 +6,7 @@ from verl.config.schema.actor import STRATEGIES, ActorConfig, CriticConfig, RefC
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.base import FilePath, Group, Map, Root, choice, items, key, open_map, sub
 from verl.config.schema.data import DataConfig, SFTDataConfig
+from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.misc import GlobalProfilerConfig, RayConfig, RoleProfilerConfig, SkipConfig
 from verl.config.schema.model import ModelConfig
 from verl.config.schema.reward import (
@@ -43,6 +44,7 @@ class Config(Root):
     actor_rollout_ref: ActorRolloutRefConfig = sub(ActorRolloutRefConfig)
     algorithm: AlgorithmConfig = sub(AlgorithmConfig)
     critic: CriticConfig = sub(CriticConfig)
+    distillation: DistillationConfig = sub(DistillationConfig)
     custom_reward_function: CustomRewardFunctionConfig = sub(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = sub(RewardModelConfig)
     reward_manager: RewardManagerConfig = sub(RewardManagerConfig)

@@ -13,7 +13,7 @@ class CustomRewardFunctionConfig(Group):
 
     Attributes:
         path: `file.py` or `pkg://module`.
-        name: Name of the function in it.
+        name: Name of the function in it; null = compute_score.
         reward_kwargs: Keyword arguments of the function, and of built-in ones by name (`method=flexible`).
     """
 
@@ -88,7 +88,9 @@ class RewardModelConfig(Group):
         max_rpm: rate_limited: calls a minute.
         max_tpm: rate_limited: tokens a minute.
         estimated_tokens_per_request: rate_limited: tokens one call is counted as.
-        enable: Score with a model.
+        enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
+        weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in one),
+            `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
         enable_resource_pool: Devices of its own.
         nnodes: Nodes of that pool.
         n_gpus_per_node: Devices per node of that pool.
@@ -105,6 +107,7 @@ class RewardModelConfig(Group):
     estimated_tokens_per_request: int = key(2000, low=1)
     sandbox_fusion: SandboxConfig = sub(SandboxConfig)
     enable: bool = False
+    weights: Map = open_map()
     model: RewardModelModelConfig = sub(RewardModelModelConfig)
     rollout: RewardRolloutConfig = sub(RewardRolloutConfig)
     enable_resource_pool: bool = False

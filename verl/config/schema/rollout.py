@@ -173,6 +173,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
         free_cache_engine: Release weights and cache while training (colocated).
         load_format: `dummy` (weights come from the first sync), `auto`, `safetensors`.
         calculate_log_probs: Keep the sampler's log-probs.
+        enable_rollout_routing_replay: Keep the experts that the sampler's tokens went to, for `actor.router_replay.mode=R3`.
         logprobs_mode: Of the distribution sampled from, or before temperature and top-p.
         limit_images: Images per prompt; null = the data set's maximum.
         quantization: fp8 and the like, if the engine has it.
@@ -211,6 +212,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     free_cache_engine: bool = True
     load_format: str = choice("dummy", "dummy", "auto", "safetensors")
     calculate_log_probs: bool = True
+    enable_rollout_routing_replay: bool = False
     logprobs_mode: str = choice("processed_logprobs", "processed_logprobs", "raw_logprobs")
     val_kwargs: ValKwargs = sub(ValKwargs)
     engine_kwargs: EngineKwargs = sub(EngineKwargs)

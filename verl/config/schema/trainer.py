@@ -4,6 +4,7 @@ from verl.config.schema.base import FilePath, Group, choice, items, key
 
 LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
 LOGGERS += ("clearml", "trackio", "vemlp_wandb")
+EACH_EPOCH = "after_each_epoch"
 DEVICES = ("auto", "cuda", "npu", "cpu")
 
 
@@ -44,6 +45,9 @@ class TrainerConfig(Group):
         ray_wait_register_center_timeout: Wait this long for workers to appear.
         seed: Everything random.
         max_staleness: Weight versions a response may lag (0 = synchronous).
+        weight_sync_every: Steps between pushes of weights to the sampler; above 1 it needs devices of its own.
+        max_steps_per_version: Steps whose groups may be begun under one weight version; null = all that `max_staleness`
+            allows.
         logprob_diff_limit: Stop when max |sampler − trainer| log-prob exceeds it.
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.
@@ -82,6 +86,8 @@ class TrainerConfig(Group):
     ray_wait_register_center_timeout: float = key(300.0, above=0)
     seed: int = key(42, ours=True)
     max_staleness: int = key(0, low=0, ours=True)
+    weight_sync_every: int = key(1, low=1, ours=True)
+    max_steps_per_version: int | None = key(None, low=1, ours=True)
     logprob_diff_limit: float | None = key(None, above=0, ours=True)
     max_refused_steps: int = key(3, low=1, ours=True)
     watchdog_timeout: float = key(600.0, above=0, ours=True)
@@ -89,8 +95,15 @@ class TrainerConfig(Group):
 
 
 class SFTTrainerConfig(TrainerConfig):
-    """The run of supervised fine-tuning."""
+    """The run of supervised fine-tuning.
 
+    Attributes:
+        save_freq: Steps between checkpoints, or `after_each_epoch`; ≤ 0 = never.
+        test_freq: Steps between validations, or `after_each_epoch`; ≤ 0 = never.
+    """
+
+    save_freq: int | str = -1  # type: ignore[assignment]
+    test_freq: int | str = -1  # type: ignore[assignment]
     total_epochs: int = key(4, low=1)
     project_name: str = "gsm8k-sft"
     experiment_name: str = "test"

@@ -44,7 +44,8 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Completion:
-    """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from.
+    """What came back. token_ids int64 [L], log_probs float32 [L] of the distribution sampled from; routed_experts int16
+    [P + L − 1, layers, k], where recorded: the experts that the tokens of prompt and response went to, the last left out.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
     `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
@@ -61,6 +62,7 @@ class Completion:
     finished: float = 0.0
     parts: int = 1
     text: str | None = None
+    routed_experts: np.ndarray | None = None
 
 
 def check_request(request_id: str, prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from verl.trajectory import Segment
 
 LOG_PROBS = ("log_probs",)
+ROUTES = "routed_experts"
 LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 
 
@@ -29,8 +30,8 @@ LOG_PROBS_AND_ENTROPY = ("log_probs", "entropy")
 class MicroBatch:
     """The rows of one forward/backward, and what the loss sees of them.
 
-    The outputs of the pass: float32 [ΣL] over the rows' response tokens, row after row, with grad; None for those that
-    were not asked for. Scratch for the loss lives in `cache`.
+    The outputs of the pass: float32 [ΣL] (of candidates [ΣL, k]) over the rows' response tokens, row after row, with grad; None
+    for those that were not asked for. Scratch for the loss lives in `cache`.
     """
 
     rows: Sequence[Segment]
@@ -38,11 +39,14 @@ class MicroBatch:
     entropy: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    candidate_log_probs: torch.Tensor | None = None
+    candidates_in_topk: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict)
 
 
 # Loss of a micro-batch: returns the scalar to differentiate (already divided by the global counts, so that
-# micro-batches add up) and metrics as name → (sum, weight): the logged number is Σsum / Σweight.
+# micro-batches add up) and metrics as name → (sum, weight): the logged number is Σsum / Σweight; of names that end in _min
+# or _max the least or the largest sum / weight of all micro-batches.
 MicroLoss = Callable[[MicroBatch], "tuple[torch.Tensor, dict[str, tuple[float, float]]]"]
 
 
@@ -65,7 +69,7 @@ class TrainingEngine(ABC):
     """
 
     platform: Platform
-    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared).
+    #: What turns hidden states into outputs: "lm" (log_probs, entropy, sum_pi_squared), "value" (values), "score" (scores).
     head: str = "lm"
     #: Whether `forward` returns outputs on this rank. Under pipeline parallelism only the last stage's ranks do.
     holds_outputs: bool = True
@@ -78,10 +82,11 @@ class TrainingEngine(ABC):
     def forward(
         self, rows: Sequence[Segment], outputs: Collection[str] = LOG_PROBS, *, temperature: float
     ) -> dict[str, np.ndarray]:
-        """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient.
+        """Name → float32 [ΣL] over the response tokens in the order of the rows, without gradient; topk_… [ΣL, k].
 
-        outputs: of the head's: log_probs, entropy and sum_pi_squared under softmax(logits / temperature). KeyError for one
-        that the head does not have.
+        outputs: of the head's: log_probs, entropy, sum_pi_squared, and log-probs and ids of the k most likely tokens under
+        softmax(logits / temperature). KeyError for one that the head does not have. routed_experts, the experts that the tokens
+        went to, are no part of the result: they are put on the rows, for their contexts have them too.
         """
 
     @abstractmethod

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from verl.config.settings import setting
 from verl.engine.training import lora, weight_files
-from verl.engine.training.base import LOG_PROBS, MicroBatch, MicroLoss, StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
     Schedule,
@@ -38,7 +39,14 @@ from verl.engine.training.optimizer import (
     optim_config,
     sum_of_squares,
 )
-from verl.engine.training.packing import MicroBatching, Pack, pack, split_rows, with_blank_image
+from verl.engine.training.packing import (
+    MicroBatching,
+    Pack,
+    keep_routes,
+    pack,
+    split_rows,
+    with_blank_image,
+)
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.engine.training.sharding import layout, local, sharded_modules, whole
@@ -48,14 +56,17 @@ from verl.models import load as models
 from verl.models.inputs import VisionInputs
 from verl.models.layers import activation_bytes, is_recurrent, model_cost
 from verl.models.packed_attention import TokenSpan
+from verl.models.routing import Routing
 from verl.platform import Platform, detect
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel
 
     from verl.models.layers import ModelCost
     from verl.trajectory import Segment
+
+# Endings of metrics of which the least or the largest of all micro-batches counts.
+_EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
 
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
@@ -76,6 +87,11 @@ class StepAccumulator:
 
     def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
         for name, (total, weight) in metrics.items():
+            if extreme := _EXTREMES.get(name[-4:]):
+                if weight:
+                    kept = self.sums.setdefault(name, [total / weight, 1.0])
+                    kept[0] = extreme(kept[0], total / weight)
+                continue
             entry = self.sums.setdefault(name, [0.0, 0.0])
             entry[0] += total
             entry[1] += weight
@@ -97,6 +113,7 @@ class FSDPEngine(TrainingEngine):
     longest       most tokens of a sequence of the run, for frequencies that depend on it (`verl.models.positions`)
     shared        a sampler of this process works on the same tensors: `fsdp_config.param_offload` leaves them alone
     head          what the outputs are made with (`verl.engine.training.heads`)
+    topk          how many of the most likely tokens its outputs topk_log_probs and topk_ids hold
     """
 
     def __init__(
@@ -115,6 +132,7 @@ class FSDPEngine(TrainingEngine):
         longest: int | None = None,
         shared: bool = False,
         head: str = "lm",
+        topk: int = 0,
     ):
         self.role, self.head, self.trainable = role, head, trainable
         self._place(device, device_index, role_cfg, seed)
@@ -123,7 +141,7 @@ class FSDPEngine(TrainingEngine):
         )
         alone = self.layout.mesh is None
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
-        self.module = self._model.head.module
+        self.module, self._model.head.topk = self._model.head.module, topk
         self._sharded = sharded_modules(self._model.head)
         self._vision = VisionInputs.of(self.module)
         self._images = {"encoded": 0, "distinct": 0}
@@ -132,6 +150,8 @@ class FSDPEngine(TrainingEngine):
         self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
         if setting(model_cfg, "use_fused_kernels") is not False:
             self._find_layer()
+        if self._replays:  # a model that it does not fit is refused before anything is sampled
+            self._refuse_misfit()
         own = self.module.named_parameters() if trainable else ()
         self._names = {name: parameter for name, parameter in own if parameter.requires_grad}
         self._parameters = list(self._names.values())
@@ -162,6 +182,8 @@ class FSDPEngine(TrainingEngine):
         if log_prob_cfg is None and setting(role_cfg, "log_prob_max_token_len_per_gpu") is not None:
             log_prob_cfg = role_cfg
         self._token_bytes = activation_bytes(self.module.config)
+        self._replays = setting(role_cfg, "router_replay.mode", "disabled") != "disabled"
+        self._routing: Routing | None = None
         self.update_batching = self._micro_batching(role_cfg, role_cfg, "ppo")
         self.forward_batching = self.update_batching
         if log_prob_cfg is not None:
@@ -209,7 +231,7 @@ class FSDPEngine(TrainingEngine):
                 )
             self._checkpointing = False
         if self._checkpointing is not False and self._layers:
-            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _recompute_contexts}
+            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._both_contexts}
             self.module.gradient_checkpointing_enable(options)
             models.switch_off_dropout(self._layers)
         self.schedule(1)
@@ -218,6 +240,12 @@ class FSDPEngine(TrainingEngine):
     def cost(self) -> ModelCost | None:
         """See `TrainingEngine.cost`."""
         return self._cost
+
+    @torch.no_grad()
+    def _refuse_misfit(self) -> None:
+        """UserError for a model whose routes cannot be replayed: a pass over one token tells."""
+        self._outputs(pack([], self.forward_batching, self.device), (*LOG_PROBS, ROUTES), 1.0)
+        self._after_passes()
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -230,11 +258,14 @@ class FSDPEngine(TrainingEngine):
             packs = self._packs(rows, self.forward_batching)
             found = [self._outputs(batch, outputs, temperature) for batch, _ in packs]
         self._after_passes()
-        nothing = torch.zeros(0)
-        return {name: torch.cat([f[name] for f in found] or [nothing]).cpu().numpy() for name in outputs}
+        names, nothing = [name for name in outputs if name != ROUTES], torch.zeros(0)
+        return {name: torch.cat([f[name] for f in found] or [nothing]).cpu().numpy() for name in names}
 
     def _packs(self, rows: Sequence[Segment], how: MicroBatching) -> Iterator[tuple[Pack, bool]]:
         """(pack, whether it is the last): as many on every rank, without rows where this one has fewer."""
+        adapter = self._model.adapter
+        # Without its adapter this is the reference, which is nobody else's routes.
+        how = replace(how, replay=self._replays and (adapter is None or adapter.is_on))
         chunks = split_rows(rows, how)
         seen = {row.media for row in rows if row.media is not None and row.length}
         self._images["distinct"] += sum(media.images for media in seen)
@@ -269,27 +300,41 @@ class FSDPEngine(TrainingEngine):
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Outputs of the pack's response tokens, float32 [R]."""
+        """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
         computes = bool(batch.targets.numel())
         counted = batch.targets.numel() - batch.blank
         with self._waiting("a forward pass"):
             found = self._computed(batch if computes else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
-        return (
-            found
-            if computes and not batch.blank
-            else {name: column[:counted] for name, column in found.items()}
-        )
+        whole = computes and not batch.blank
+        return found if whole else {name: column[:counted] for name, column in found.items()}
 
     def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        head, sequence = self._model.head, self._model.sequence
+        """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens that the
+        response's are predicted from."""
+        head, sequence, names = self._model.head, self._model.sequence, [n for n in outputs if n != ROUTES]
         if sequence is None:
-            with self._autocast(), attention.use(batch.plan(self._heads)):
-                return head(head.compute, batch, outputs, temperature)
-        part, mine, plan = sequence.share(batch)
-        with self._autocast(), attention.use(plan):
-            found = head(head.compute, part, outputs, temperature)
-        return sequence.whole(found, mine, batch.targets.numel())
+            part, plan = batch, batch.plan(self._heads)
+        else:
+            part, mine, plan = sequence.share(batch)
+        records = ROUTES in outputs
+        routed = records or part.routes is not None
+        self._routing = Routing(self.module, None if records else part.routes) if routed else None
+        with self._autocast(), attention.use(plan), self._routing or nullcontext():
+            found = head(head.compute, part, names, temperature)
+        if self._routing is not None:
+            used, changed = self._routing.recorded(), self._routing.changed
+            if records:
+                used = used if sequence is None else sequence.all_tokens(used)
+                keep_routes(batch, used.cpu().numpy().astype(np.int16))
+            if changed is not None:
+                found["changed"] = changed[part.source]
+        return found if sequence is None else sequence.whole(found, mine, batch.targets.numel())
+
+    def _both_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Contexts of a checkpointed layer: the second runs in the backward pass, when plan and routes are long gone."""
+        routing = None if self._routing is None else self._routing.again()
+        return nullcontext(), _recomputed_with(attention.current(), routing)
 
     def _after_passes(self) -> None:
         # A pass without a backward pass leaves the root's weights whole, and they would outlive the next update.
@@ -351,6 +396,7 @@ class FSDPEngine(TrainingEngine):
             recomputing = self._recomputing(-(-batch.size // self.layout.sequence_size))
             with self._model.fused.active(), recomputing, self._waiting("the passes of a step"):
                 found = self._outputs(batch, outputs, temperature)
+                changed = found.pop("changed", None)
                 value, metrics = _backward(found, batch.rows, loss, scale)
             if not math.isfinite(value):
                 why = f"the loss of micro-batch {number} is {value} ({_name_rows(batch.rows)})"
@@ -358,6 +404,9 @@ class FSDPEngine(TrainingEngine):
                 if not self._sharded:
                     break
             done.add(metrics)
+            if changed is not None:
+                known = changed[changed >= 0]
+                done.add({f"{self.role}/router_replay/changed_frac": (float(known.sum()), len(known))})
         self._after_passes()
         return done
 
@@ -526,7 +575,8 @@ def _dummy(batch: Pack) -> Pack:
     """One token, predicted from itself."""
     zero = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
     spans = [TokenSpan(0, 1)]
-    return replace(batch, input_ids=zero, positions=zero, segments=spans, source=zero, targets=zero)
+    packed = {"input_ids": zero, "positions": zero, "segments": spans, "source": zero, "targets": zero}
+    return replace(batch, **packed, candidates=None)
 
 
 def _backward(
@@ -541,9 +591,10 @@ def _backward(
     return float(scalar.detach()), metrics
 
 
-def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a checkpointed layer: the second runs in the backward pass, when the plan is long gone."""
-    return nullcontext(), attention.use(attention.current())
+@contextmanager
+def _recomputed_with(plan: attention.AttentionPlan, routing: Routing | None) -> Iterator[None]:
+    with attention.use(plan), routing or nullcontext():
+        yield
 
 
 def _name_rows(rows: Sequence[Segment]) -> str:

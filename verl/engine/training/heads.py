@@ -36,6 +36,8 @@ class OutputHead(torch.nn.Module, ABC):
     outputs: tuple[str, ...] = ()
     #: The model's own head as a formula, None to go through its logits (or not to use it).
     layer: LogitLayer | None = None
+    #: How many tokens `topk_log_probs` and `topk_ids` hold.
+    topk: int = 0
 
     def __init__(self, module: PreTrainedModel):
         super().__init__()
@@ -47,8 +49,8 @@ class OutputHead(torch.nn.Module, ABC):
 
     @abstractmethod
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The outputs asked for, float32 [R] each, of the pack's response tokens: what the hidden state `source` of a
-        token says of its `targets`. The attention plan must be in force."""
+        """The outputs asked for, float32 [R] or [R, k] each, of the pack's response tokens: what the hidden state `source` of
+        a token says of its `targets` and `candidates`. The attention plan must be in force."""
 
     def find_layer(self) -> LogitLayer | None:
         """The `layer` that fits. Called once, on every rank, when the weights have their values."""
@@ -68,16 +70,17 @@ class LogProbHead(OutputHead):
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
         inputs = batch.inputs()
+        options = {"candidates": batch.candidates, "topk": self.topk}
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
             if self._barred:
                 logits = logits.index_fill(1, torch.tensor(self._barred, device=logits.device), BARRED)
-            return outputs_of_logits(logits, batch.targets, outputs)
+            return outputs_of_logits(logits, batch.targets, outputs, **options)
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         own = self.module.get_output_embeddings()
         layer = replace(self.layer, weight=own.weight, bias=self._bias(own))
-        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature)
+        return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
 
     def find_layer(self) -> LogitLayer | None:
         """The head as a formula, or None if the model's own logits say otherwise on a probe."""
@@ -105,14 +108,18 @@ class LogProbHead(OutputHead):
     @torch.no_grad()
     def _agrees(self, layer: LogitLayer) -> bool:
         """Compare with the model's logits on four tokens, as closely as the weights' data type allows."""
-        device, vocabulary = layer.weight.device, int(layer.weight.shape[0])
-        positions = torch.arange(4, device=device)
-        inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
-        with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
-            theirs = self.module(**inputs).logits.float()
-            hidden = self.module.base_model(**inputs).last_hidden_state
+        theirs, hidden = _probe(self.module, layer.weight)
         tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
         return torch.allclose(layer.logits(hidden), theirs, rtol=tolerance, atol=tolerance)
+
+
+def _probe(module: PreTrainedModel, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own logits of four tokens, float32, and their hidden states. weight: of the embedding or of the head."""
+    positions, vocabulary = torch.arange(4, device=weight.device), int(weight.shape[0])
+    inputs = model_inputs((positions + 1) * 7 % vocabulary, positions)
+    with attention.use(PackedPlan([TokenSpan(0, 4)], positions, 1)):
+        theirs = module(**inputs).logits.float()
+        return theirs, module.base_model(**inputs).last_hidden_state
 
 
 class ValueHead(OutputHead):
@@ -125,14 +132,30 @@ class ValueHead(OutputHead):
         hidden = self.module.base_model(**batch.inputs()).last_hidden_state[0].index_select(0, batch.source)
         layer = value_layer(self.module)
         values = (hidden.float() * layer.weight.float()).sum(-1)
-        return {"values": values if layer.bias is None else values + layer.bias.float()}
+        return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}
 
 
-HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead}
+class ScoreHead(ValueHead):
+    """The head of a sequence classifier with one label: the score of the sequence that ends before each response token."""
+
+    outputs = ("scores",)
+
+    @torch.no_grad()
+    def find_layer(self) -> LogitLayer | None:
+        """None. UserError where the model's own score of a probe is none of ours: its head is no linear layer alone."""
+        layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
+        theirs, hidden = _probe(self.module, embedding)
+        # Which of the tokens counts depends on the padding token.
+        if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
+            raise UserError(f"{type(self.module).__name__}: its head is more than a linear layer")
+        return None
+
+
+HEADS: dict[str, type[OutputHead]] = {"lm": LogProbHead, "value": ValueHead, "score": ScoreHead}
 
 
 def head_class(name: str) -> type[OutputHead]:
-    """The head of that name. UserError for one that is not here (value, score)."""
+    """The head of that name. UserError for one that is not here."""
     if name not in HEADS:
         raise UserError(f"a model with a {name} head cannot be trained yet; there is {', '.join(HEADS)}")
     return HEADS[name]

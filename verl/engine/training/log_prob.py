@@ -1,4 +1,4 @@
-"""From hidden states to log-probs, entropy and Σπ², without ever holding the logits.
+"""From hidden states to log-probs, entropy, Σπ² and the most likely tokens, without ever holding the logits.
 
 Rows and vocabulary are walked in blocks of at most BLOCK_SCORES logits (DEVICE_BLOCK_SCORES on an accelerator); a
 running maximum and running sums give the log-normaliser. The backward pass makes each block of logits again, turns it into the gradient of the logits
@@ -8,11 +8,14 @@ and g is not known before the loss is.
 
 With z = cap(s·h·Wᵀ)/τ, ℓ = logsumexp z, π = exp(z − ℓ), H = ℓ − Σπz, q = Σπ²:
     ∂logp_t/∂z = 1[t] − π        ∂H/∂z = −π(z − ℓ + H)        ∂q/∂z = 2π(π − q)
+
+Beside the token that follows, a row may have k candidates whose log-probs are asked for, and its k most likely tokens may be:
+those of the blocks seen so far are carried along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +23,8 @@ import torch
 from verl.models.attention import product_dtype
 from verl.platform import platform_of
 
-OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+CANDIDATE_OUTPUTS = ("candidate_log_probs", "candidates_in_topk")
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "topk_log_probs", "topk_ids", *CANDIDATE_OUTPUTS)
 BLOCK_SCORES = 2 * 1024 * 1024
 BLOCK_COLUMNS = 4 * 1024
 # An accelerator is done with such a block before the next one's operations are launched; these are 128 MiB of float32.
@@ -52,32 +56,62 @@ def token_outputs(
     outputs: Collection[str],
     *,
     temperature: float,
+    candidates: torch.Tensor | None = None,
+    topk: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """log_probs, entropy and sum_pi_squared, float32 [R] each, of `targets` int64 [R] under
-    softmax(logits(hidden)/temperature); hidden [R, H].
+    """The outputs asked for, float32, of `targets` int64 [R] under softmax(logits(hidden)/temperature); hidden [R, H].
 
-    Differentiable in hidden states, weight and bias.
+    log_probs, entropy, sum_pi_squared: [R]. topk_log_probs, topk_ids: [R, k] of the `topk` most likely tokens, the likeliest
+    first. candidate_log_probs: [R, k] of `candidates` int64 [R, k], −inf where the vocabulary has no such token;
+    candidates_in_topk: [R, k], 1 for those among the k most likely.
+
+    Differentiable in hidden states, weight and bias, but for what is said of the k most likely tokens.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    asked = ("entropy" in outputs, "sum_pi_squared" in outputs)
+    columns, topk = _columns(targets, outputs, candidates, topk)
+    asked = ("entropy" in outputs, "sum_pi_squared" in outputs, topk)
     how = _How(layer.scale, layer.softcap, temperature, product_dtype(hidden), *asked)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, targets, how)
-    return {name: column for name, column in zip(OUTPUTS, found, strict=True) if name in outputs}
+        found = _TokenOutputs.apply(hidden, layer.weight, layer.bias, columns, how)
+    return _named(found, outputs)
 
 
 def outputs_of_logits(
-    z: torch.Tensor, targets: torch.Tensor, outputs: Collection[str]
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    outputs: Collection[str],
+    candidates: torch.Tensor | None = None,
+    topk: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """The plain way: z float32 [R, V] are the logits divided by the temperature."""
-    logp = torch.log_softmax(z, -1)
-    out = {"log_probs": logp.gather(1, targets[:, None])[:, 0]}
-    if "entropy" in outputs:
-        out["entropy"] = -(logp.exp() * logp).sum(-1)
-    if "sum_pi_squared" in outputs:
-        out["sum_pi_squared"] = (2 * logp).exp().sum(-1)
-    return out
+    """`token_outputs` the plain way: z float32 [R, V] are the logits divided by the temperature."""
+    logp, (columns, topk) = torch.log_softmax(z, -1), _columns(targets, outputs, candidates, topk)
+    picked = logp.gather(1, columns.clamp(max=z.shape[1] - 1))
+    picked = picked.masked_fill(columns >= z.shape[1], float("-inf"))
+    entropy = -(logp.exp() * logp).sum(-1) if "entropy" in outputs else None
+    squares = (2 * logp).exp().sum(-1) if "sum_pi_squared" in outputs else None
+    return _named((picked, entropy, squares, *logp.detach().topk(topk, 1)), outputs)
+
+
+def _columns(
+    targets: torch.Tensor, outputs: Collection[str], candidates: torch.Tensor | None, topk: int
+) -> tuple[torch.Tensor, int]:
+    """The tokens whose log-probs are asked for, [R, 1 + k], and how many most likely ones."""
+    if candidates is None or not {*outputs}.intersection(CANDIDATE_OUTPUTS):
+        return targets[:, None], topk
+    return torch.cat((targets[:, None], candidates), 1), candidates.shape[1]
+
+
+def _named(found: Sequence[torch.Tensor | None], outputs: Collection[str]) -> dict[str, torch.Tensor]:
+    """Of log-probs [R, 1 + k], entropy, Σπ², and log-probs and ids of the most likely tokens [R, k], what is asked for."""
+    logp, entropy, squares, best, ids = found
+    assert logp is not None and best is not None and ids is not None
+    named = {"log_probs": logp[:, 0], "entropy": entropy, "sum_pi_squared": squares}
+    # Whole numbers below 2²⁴ are exact in float32.
+    named |= {"topk_log_probs": best, "topk_ids": ids.float(), "candidate_log_probs": logp[:, 1:]}
+    if "candidates_in_topk" in outputs:
+        named["candidates_in_topk"] = (logp[:, 1:] >= best[:, -1:]).float()
+    return {name: column for name, column in named.items() if name in outputs and column is not None}
 
 
 def _blocks(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -103,6 +137,7 @@ class _How:
     dtype: torch.dtype
     entropy: bool
     squares: bool
+    topk: int = 0
 
     def z(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -128,20 +163,26 @@ class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, how):  # type: ignore[no-untyped-def]
         h, w = hidden.to(how.dtype), weight.to(how.dtype)
-        stats = h.new_zeros((4, h.shape[0]), dtype=torch.float32)  # logp, lse, entropy, q
-        height, width = _blocks(h.shape[0], w.shape[0], h.device)
-        for r in _ranges(h.shape[0], height):
-            _forward_rows(stats[:, r], h[r], w, bias, targets[r], how, width)
+        rows = h.shape[0]
+        stats = h.new_zeros((3, rows), dtype=torch.float32)  # lse, entropy, q
+        logp = h.new_full(targets.shape, float("-inf"), dtype=torch.float32)
+        best = h.new_full((rows, how.topk), float("-inf"), dtype=torch.float32)
+        ids = targets.new_zeros((rows, how.topk))
+        height, width = _blocks(rows, w.shape[0], h.device)
+        for r in _ranges(rows, height):
+            likely = (best[r], ids[r])
+            _forward_rows(stats[:, r], logp[r], likely, h[r], w, bias, targets[r], how, width)
         ctx.save_for_backward(hidden, weight, bias, targets, stats)
         ctx.how = how
         ctx.set_materialize_grads(False)
         # Copies: the saved statistics must not be views of what the caller may change in place.
-        logp, h_out, q_out = stats[0].clone(), stats[2].clone(), stats[3].clone()
-        ctx.mark_non_differentiable(*([] if how.entropy else [h_out]), *([] if how.squares else [q_out]))
-        return logp, h_out, q_out
+        h_out, q_out = stats[1].clone(), stats[2].clone()
+        fixed = [best, ids, *([] if how.entropy else [h_out]), *([] if how.squares else [q_out])]
+        ctx.mark_non_differentiable(*fixed)
+        return logp, h_out, q_out, best, ids
 
     @staticmethod
-    def backward(ctx, g_logp, g_entropy, g_squares):  # type: ignore[no-untyped-def]
+    def backward(ctx, g_logp, g_entropy, g_squares, *_):  # type: ignore[no-untyped-def]
         (hidden, weight, bias, targets, stats), how = ctx.saved_tensors, ctx.how
         h, w = hidden.to(how.dtype), weight.to(how.dtype)
         rows, columns = h.shape[0], w.shape[0]
@@ -185,16 +226,18 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: f
         total.add_(a @ b, alpha=alpha)
 
 
-def _forward_rows(stats, h, w, bias, targets, how, width):  # type: ignore[no-untyped-def]
-    """Fill stats [4, r] for a block of rows, walking the vocabulary once."""
+def _forward_rows(stats, logp, likely, h, w, bias, targets, how, width):  # type: ignore[no-untyped-def]
+    """Fill stats [3, r], logp [r, n] and the most likely tokens for a block of rows, walking the vocabulary once."""
     rows = h.shape[0]
     top = torch.full((rows,), float("-inf"), device=h.device)
-    total, weighted, squares, chosen = (torch.zeros(rows, device=h.device) for _ in range(4))
+    total, weighted, squares = (torch.zeros(rows, device=h.device) for _ in range(3))
     for c in _ranges(w.shape[0], width):
         z, _ = how.z(h, w[c], None if bias is None else bias[c])
         inside = (targets >= c.start) & (targets < c.stop)
-        picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-        chosen = torch.where(inside, picked, chosen)
+        picked = z.gather(1, (targets - c.start).clamp(0, z.shape[1] - 1))
+        logp.copy_(torch.where(inside, picked, logp))
+        if how.topk:
+            _keep_likely(*likely, z, c.start)
         new_top = torch.maximum(top, z.amax(1))
         shrink = torch.exp(top - new_top)
         centred = z.sub_(new_top[:, None])
@@ -208,32 +251,42 @@ def _forward_rows(stats, h, w, bias, targets, how, width):  # type: ignore[no-un
             squares = squares * shrink * shrink + torch.linalg.vecdot(e, e)
         top = new_top
     log_total = torch.log(total)
-    stats[1] = top + log_total
-    stats[0] = chosen - stats[1]
+    stats[0] = top + log_total
+    logp.sub_(stats[0][:, None])
+    likely[0].sub_(stats[0][:, None])
     if how.entropy:
-        stats[2] = log_total - weighted / total
+        stats[1] = log_total - weighted / total
     if how.squares:
-        stats[3] = squares / (total * total)
+        stats[2] = squares / (total * total)
+
+
+def _keep_likely(best: torch.Tensor, ids: torch.Tensor, z: torch.Tensor, start: int) -> None:
+    """Of the most likely tokens so far [r, k] and those of a block of logits, the k largest, in place."""
+    values, places = z.topk(min(best.shape[1], z.shape[1]), 1)
+    values, places = torch.cat((best, values), 1), torch.cat((ids, places + start), 1)
+    kept, order = values.topk(best.shape[1], 1)
+    best.copy_(kept)
+    ids.copy_(places.gather(1, order))
 
 
 def _logit_gradient(z, stats, targets, gradients, rows):  # type: ignore[no-untyped-def]
-    """d(loss)/dz of a block, made in place of z. `targets` are relative to the block's first column."""
+    """d(loss)/dz of a block, made in place of z. `targets` [r, n] are relative to the block's first column."""
     g_logp, g_entropy, g_squares = (None if g is None else g[rows].float() for g in gradients)
-    log_pi = z.sub_(stats[1][:, None])
+    log_pi = z.sub_(stats[0][:, None])
     if g_entropy is None and g_squares is None:
         dz = log_pi.exp_()
-        dz.mul_((-g_logp if g_logp is not None else torch.zeros_like(stats[0]))[:, None])
+        dz.mul_(-g_logp.sum(1, keepdim=True) if g_logp is not None else torch.zeros_like(stats[0])[:, None])
     else:
         pi = log_pi.exp()
         factor = torch.zeros_like(pi)
         if g_logp is not None:
-            factor -= g_logp[:, None]
+            factor -= g_logp.sum(1, keepdim=True)
         if g_entropy is not None:
-            factor -= g_entropy[:, None] * (log_pi + stats[2][:, None])
+            factor -= g_entropy[:, None] * (log_pi + stats[1][:, None])
         if g_squares is not None:
-            factor += 2 * g_squares[:, None] * (pi - stats[3][:, None])
+            factor += 2 * g_squares[:, None] * (pi - stats[2][:, None])
         dz = pi.mul_(factor)
     if g_logp is not None:
         inside = (targets >= 0) & (targets < z.shape[1])
-        dz.scatter_add_(1, targets.clamp(0, z.shape[1] - 1)[:, None], (g_logp * inside)[:, None])
+        dz.scatter_add_(1, targets.clamp(0, z.shape[1] - 1), g_logp * inside)
     return dz

@@ -196,6 +196,11 @@ class Adapter:
         self._module, self._config, self._settings = module, config, settings
         self._layers = list(adapters.adapted_layers(module).values())
 
+    @property
+    def is_on(self) -> bool:
+        """False in a block of `off`."""
+        return not any(layer.disable_adapters for layer in self._layers)
+
     def off(self) -> AbstractContextManager[None]:
         """In this block the model is its base."""
         return adapters.switched_off(self._layers)

@@ -18,7 +18,7 @@ import torch
 
 from verl.models.inputs import VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan, TokenSpan
-from verl.trajectory import Media, Segment
+from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,22 @@ class MicroBatching:
     """How rows are cut into micro-batches: at most `tokens` tokens, or exactly `rows` responses if that is set.
 
     share_prompt: None computes the prompt once for the responses of a group that meet in a pack, True says so,
-    False repeats it for each. one_by_one: one response per pack, for layers that carry a state along the row.
+    False repeats it for each. replay: packs say to which experts their tokens went. one_by_one: one response per pack, for
+    layers that carry a state along the row.
     """
 
     tokens: int = 16384
     rows: int | None = None
     share_prompt: bool | None = None
     one_by_one: bool = False
+    replay: bool = False
 
     @property
     def shared(self) -> bool:
         return self.share_prompt is not False and not self.one_by_one
+
+
+CANDIDATES = "teacher_topk_ids"
 
 
 @dataclass(slots=True)
@@ -47,6 +52,9 @@ class Pack:
     segments               how they see each other
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
+    candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
+    routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
+    runs                   the rows that have a token, those together that share their context's tokens
     axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
     images                 number of images
     blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
@@ -58,6 +66,9 @@ class Pack:
     segments: list[TokenSpan]
     source: torch.Tensor
     targets: torch.Tensor
+    candidates: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    runs: Sequence[Sequence[Segment]] = ()
     axes: torch.Tensor | None = None
     media: dict[str, torch.Tensor] = field(default_factory=dict)
     images: int = 0
@@ -174,8 +185,14 @@ def pack(
         joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
-    targets = tensor([row.response_ids for run in runs for row in run])
-    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets)
+    laid = [row for run in runs for row in run]
+    targets = tensor([row.response_ids for row in laid])
+    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
+    others = [getattr(row, CANDIDATES) for row in laid]
+    if others and all(own is not None for own in others):
+        packed.candidates = tensor(others)
+    if how.replay and (routes := _routes(runs)):
+        packed.routes = tensor(routes)
     if seeing:
         packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
         packed.media, packed.images = VisionInputs.tensors(media, device), sum(one.images for one in media)
@@ -186,8 +203,10 @@ def with_blank_image(batch: Pack, vision: VisionInputs) -> Pack:
     """The pack and an image of one token that no row sees: a rank without images runs the tower that other ranks run."""
     size, axes = batch.size, batch.positions.expand(3, -1)
 
-    def add(values: torch.Tensor, last: int) -> torch.Tensor:
-        return torch.cat((values, values.new_full((*values.shape[:-1], 1), last)), -1)
+    def add(values: torch.Tensor, last: int, dim: int = 0) -> torch.Tensor:
+        shape = list(values.shape)
+        shape[dim] = 1
+        return torch.cat((values, values.new_full(shape, last)), dim)
 
     return replace(
         batch,
@@ -196,7 +215,9 @@ def with_blank_image(batch: Pack, vision: VisionInputs) -> Pack:
         segments=[*batch.segments, TokenSpan(size, size + 1)],
         source=add(batch.source, size),
         targets=add(batch.targets, 0),
-        axes=add(axes, 0),
+        candidates=None if batch.candidates is None else add(batch.candidates, 0),
+        routes=None if batch.routes is None else add(batch.routes, UNKNOWN_EXPERT),
+        axes=add(axes, 0, -1),
         media=vision.tensors([vision.blank()], batch.input_ids.device),
         blank=1,
     )
@@ -212,6 +233,31 @@ def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> 
         raise ValueError(f"response {row.index} of {row.uid}: {error}") from error
 
 
+def _routes(runs: Sequence[Sequence[Segment]]) -> list[np.ndarray]:
+    """The recorded experts of a pack's tokens in their order, UNKNOWN_EXPERT where a row has none; empty if no row has any."""
+    parts = []
+    for run in runs:
+        parts.append((_context_routes(run[0]), len(run[0].context_ids)))
+        parts += [(row.routed_experts, row.length - 1) for row in run]
+    shape = next((values.shape[1:] for values, _ in parts if values is not None), None)
+    if shape is None:
+        return []
+    unknown = np.int16(UNKNOWN_EXPERT)
+    return [np.full((n, *shape), unknown) if values is None else values[:n] for values, n in parts]
+
+
+def keep_routes(batch: Pack, routes: np.ndarray) -> None:
+    """Put the experts that a pack's tokens went to, int16 [S, layers, k], on its rows and their contexts."""
+    at = 0
+    for run in batch.runs:
+        context = routes[at : at + len(run[0].context_ids)]
+        at += len(context)
+        for row in run:
+            own, at = routes[at : at + row.length - 1], at + row.length - 1
+            row.put("routed_experts", np.pad(own, ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
+            row.context_columns["routed_experts"] = context
+
+
 def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
     """Neighbours with the same context, or every row alone."""
     out: list[list[Segment]] = []
@@ -225,4 +271,8 @@ def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
 
 def _same_context(a: Segment, b: Segment) -> bool:
     same = a.context_ids is b.context_ids or np.array_equal(a.context_ids, b.context_ids)
-    return a.uid == b.uid and a.media is b.media and same
+    return a.uid == b.uid and a.media is b.media and same and _context_routes(a) is _context_routes(b)
+
+
+def _context_routes(row: Segment) -> np.ndarray | None:
+    return None if row.routed_experts is None else row.context_columns["routed_experts"]

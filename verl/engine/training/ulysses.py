@@ -18,6 +18,7 @@ import torch.distributed as dist
 from verl.engine.training.packing import Pack
 from verl.models.attention import AttentionOptions, AttentionPlan, product_dtype
 from verl.models.packed_attention import PackedPlan, TokenSpan
+from verl.trajectory import UNKNOWN_EXPERT
 
 
 class SequenceParallel:
@@ -39,16 +40,29 @@ class SequenceParallel:
         here = slice(start, start + width)
         mine = ((batch.source >= start) & (batch.source < start + width)).nonzero()[:, 0]
         source, targets = batch.source[mine] - start, batch.targets[mine]
-        part = Pack(batch.rows, ids[here], positions[here], [], source, targets)
+        candidates = None if batch.candidates is None else batch.candidates[mine]
+        routes = batch.routes
+        if routes is not None:
+            routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, fill), value=UNKNOWN_EXPERT)[here]
+        part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, routes)
         whole = PackedPlan(segments, positions, self._heads // self._size)
         return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
+
+    def all_tokens(self, own: torch.Tensor) -> torch.Tensor:
+        """What each rank knows of its tokens, [S/n, …], of all of them, those that fill up included."""
+        parts = [torch.empty_like(own) for _ in range(self._size)]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat(parts)
 
     def whole(
         self, outputs: dict[str, torch.Tensor], mine: torch.Tensor, count: int
     ) -> dict[str, torch.Tensor]:
         """Outputs of all `count` response tokens on every rank; gradients go back to the rank they came from."""
-        joined = _Join.apply(torch.stack(list(outputs.values())), mine, count, self._group)
-        return dict(zip(outputs, joined, strict=True))
+        columns = [own.unsqueeze(0) if own.ndim == 1 else own.t() for own in outputs.values()]
+        joined = _Join.apply(torch.cat(columns), mine, count, self._group)
+        parts = torch.split(joined, [len(column) for column in columns])
+        named = zip(outputs.items(), parts, strict=True)
+        return {name: part[0] if own.ndim == 1 else part.t() for (name, own), part in named}
 
 
 class UlyssesPlan:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.needs import needs_reference
+from verl.algorithms.needs import needs_reference, teacher_roles
 from verl.config.fields import for_elsewhere
 from verl.config.layout import sampler_devices
 from verl.platform import platform_of, stacks
@@ -148,6 +148,7 @@ class _Builder:
         models = dict.fromkeys([arr["model"]["path"]])
         if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
             models[other] = None
+        models |= dict.fromkeys(one["model_path"] for one in teacher_roles(self.config).values())
         unsaid = self.agents.check(needs_of(self.config, *models), folder)
         for text in unsaid:
             self.hooks.notice(text)

@@ -23,7 +23,7 @@ from verl.engine.rollout.native.architecture import bytes_per_token, refuse_unfi
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
-from verl.engine.rollout.native.scheduler import Request, Scheduler, Stopper
+from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, Stopper
 from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
@@ -49,6 +49,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
+    record_routes: completions say which experts their tokens went to; no captured graphs then.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         forbidden_token_ids: Sequence[int] = (),
         enforce_eager: bool = False,
         engines: int = 1,
+        record_routes: bool = False,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -87,7 +89,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._images = None if vision is None else ImageEncoder(model, vision)
         forbidden = (*forbidden_token_ids, *special_token_ids(model.config))
         self._runner = Runner(model, self._scheduler, compute, forbidden, self._images)
-        if not enforce_eager and (recorder := self._platform.graph_recorder()):
+        self._runner.record_routes = record_routes
+        if not (enforce_eager or record_routes) and (recorder := self._platform.graph_recorder()):
             self._runner.capture_with(recorder)
         self._stopper = Stopper(tokenizer)
         self._requests: dict[str, Request] = {}
@@ -188,10 +191,22 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             else:
                 rows = self._scheduler.decode()
                 logits = self._runner.decode(rows)
+            if self._runner.routes is not None:
+                self._record(work, rows, self._runner.routes)
             if rows:
                 self._advance(rows, logits)
         self._counters["steps"] += 1
         self._counters["busy_s"] += time.monotonic() - begin
+
+    def _record(self, work: Prefill | None, rows: list[Request], routes: np.ndarray) -> None:
+        """Keep the routes of a pass, [tokens, layers, k]: of a prefill, or of the newest token of each row."""
+        pieces = [(row.routes, len(row.tokens) - 1, 1) for row in rows]
+        if work is not None:
+            pieces = [(span.routes, span.start, len(span.ids)) for span in work.spans]
+        at = 0
+        for kept, start, count in pieces:
+            kept.add(start, routes[at : at + count])
+            at += count
 
     def _advance(self, requests: list[Request], logits: Tensor) -> None:
         """Draw the next token of each request and see who is done."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
+from verl.engine.rollout.routes import RecordedRoutes
 from verl.models.attention import AttentionOptions
 from verl.models.inputs import text_axes
 from verl.platform import platform_of
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens `ids` of one slot from token `start` of it. `prompt`: a response's (table, slot, length) of its prompt. `images`:
-    of the prompt."""
+    """Tokens `ids` of one slot from token `start` of it. `routes`: where those of the slot's tokens are recorded. `prompt`: a
+    response's (table, slot, length) of its prompt. `images`: of the prompt."""
 
     table: KVSlotTable
     slot: int
     start: int
     ids: list[int]
+    routes: RecordedRoutes
     prompt: tuple[KVSlotTable, int, int] | None = None
     images: PromptImages | None = None
 

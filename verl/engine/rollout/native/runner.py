@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
 from verl.models.inputs import model_inputs
+from verl.models.routing import Routing
 from verl.platform import platform_of
 from verl.weight_sync.base import WeightSyncError
 
@@ -163,7 +164,14 @@ class FastLinears:
 
 class Runner:
     """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images: of a
-    model that sees them."""
+    model that sees them.
+
+    `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
+    """
+
+    #: Whether `routes` are kept.
+    record_routes = False
+    routes: np.ndarray | None = None
 
     def __init__(
         self,
@@ -265,9 +273,11 @@ class Runner:
     ) -> Tensor:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._pool.calls.start()
-        with attention.use(plan):
+        routing = Routing(self.model) if self.record_routes else None
+        with attention.use(plan), routing or nullcontext():
             out = self.model(**model_inputs(ids, positions, media), **choice)
         self._pool.calls.finish()
+        self.routes = None if routing is None else routing.recorded().cpu().numpy().astype(np.int16)
         rows = out.logits[0]
         if not self._chooses and isinstance(keep, Tensor):
             rows = rows.index_select(0, keep)

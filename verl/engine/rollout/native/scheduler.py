@@ -22,6 +22,7 @@ import numpy as np
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
+from verl.engine.rollout.routes import RecordedRoutes
 
 if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
@@ -40,6 +41,7 @@ class Group:
     computed: int = 0
     users: int = 0
     last_used: int = 0
+    routes: RecordedRoutes = field(default_factory=RecordedRoutes)
     shift: int = 0  # what a response token's position is more than its number in prompt + response
 
     def __post_init__(self) -> None:
@@ -66,6 +68,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: RecordedRoutes = field(default_factory=RecordedRoutes)
+    prompt_routes: RecordedRoutes | None = None  # those that the first token was sampled with
     num_preempted: int = 0
     started: float = field(default_factory=time.monotonic)
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
@@ -78,6 +82,8 @@ class Request:
 
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
+        prompt = self.prompt_routes
+        routed = prompt is not None and prompt.count
         return Completion(
             token_ids=np.array(self.tokens, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
@@ -86,6 +92,7 @@ class Request:
             num_preempted=self.num_preempted,
             started=self.started,
             finished=time.monotonic(),
+            routed_experts=np.concatenate([*prompt.parts, *self.routes.parts]) if routed else None,
         )
 
 
@@ -185,7 +192,9 @@ class Scheduler:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids, images=group.images))
+            work.add(
+                PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes, images=group.images)
+            )
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
@@ -193,16 +202,22 @@ class Scheduler:
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
                 last = group.prompt[-1:].tolist()
-                work.add(PrefillSpan(self.prompts, group.slot, length - 1, last, images=group.images))
+                again = PrefillSpan(
+                    self.prompts, group.slot, length - 1, last, group.routes, images=group.images
+                )
+                work.add(again)
                 last_row[id(group)] = work.tokens - 1
-            request.ready = True
+            request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
             return
         ids = request.tokens[request.computed :][: max(0, self._budget - work.tokens)]
         if not ids:
             return
         prompt = self.prompts, group.slot, length
-        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, prompt, group.images))
+        span = PrefillSpan(
+            self.responses, request.slot, request.computed, ids, request.routes, prompt, group.images
+        )
+        work.add(span)
         request.computed += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True

@@ -1,0 +1,101 @@
+"""Distillation from the command line: several teachers by row, exact resume, teachers that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.runs import TinyRun, records, weights
+from tests.tiny import tiny_model, tiny_tokenizer
+from verl.trainer.main_ppo import main
+
+TEACHERS = "distillation.teacher_models"
+ON = ("distillation.enabled=True", "distillation.distillation_loss.loss_mode=k2")
+
+
+def of_two_subjects(path: Path) -> None:
+    """Add a column that names a subject to each row."""
+    table = pq.read_table(path)
+    subjects = [("letters", "digits")[i % 2] for i in range(len(table))]
+    pq.write_table(table.append_column("subject", pa.array(subjects)), path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    run = TinyRun(tmp_path_factory.mktemp("distill"))
+    of_two_subjects(run.train)
+    of_two_subjects(run.val)
+    for number in (1, 2, 3):
+        tiny_model(run.root / f"teacher_{number}", seed=number, scale=4.0, hidden_size=16 * number)
+    return run
+
+
+def two_teachers(tiny: TinyRun, second: int = 2) -> list[str]:
+    return [
+        *ON,
+        "distillation.teacher_key=subject",
+        f"+{TEACHERS}.letters.model_path={tiny.root / 'teacher_1'}",
+        f"+{TEACHERS}.counting={{key:digits,model_path:{tiny.root / f'teacher_{second}'}}}",
+        "trainer.test_freq=-1",
+    ]
+
+
+def trained(tiny: TinyRun, out: Path, *words: str) -> dict[int, dict]:
+    assert main(tiny.overrides(out, *words)) == 0
+    return records(out)
+
+
+def test_teachers_by_row_go_on_exactly_and_are_seen(tiny: TinyRun, tmp_path: Path) -> None:
+    words = two_teachers(tiny)
+    whole = trained(tiny, tmp_path / "whole", *words)
+    trained(tiny, tmp_path / "parts", *words, "trainer.total_training_steps=2")
+    assert trained(tiny, tmp_path / "parts", *words) == whole
+    assert weights(tmp_path / "parts", 4) == weights(tmp_path / "whole", 4)
+    other = trained(tiny, tmp_path / "other", *two_teachers(tiny, 3), "trainer.total_training_steps=1")
+    for name in ("actor/grad_norm", "distillation/loss"):
+        assert other[1][name] != pytest.approx(whole[1][name], rel=1e-3), name
+    assert other[1]["actor/entropy"] == whole[1]["actor/entropy"]
+
+
+def test_the_mix_of_two_teachers_is_that_of_each_on_its_rows(tiny: TinyRun, tmp_path: Path) -> None:
+    """With one teacher under both keys the run is that of one teacher."""
+    one = f"{TEACHERS}.teacher_model.model_path={tiny.root / 'teacher_1'}"
+    same = [word.replace("teacher_2", "teacher_1") for word in two_teachers(tiny)]
+    short = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    alone = trained(tiny, tmp_path / "alone", *ON, one, *short)
+    both = trained(tiny, tmp_path / "both", *same, *short)
+    for step, record in alone.items():
+        assert both[step] == pytest.approx(record, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_a_row_without_a_teacher_is_named(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in two_teachers(tiny) if "counting" not in word]
+    words.append(f"+{TEACHERS}.others.model_path={tiny.root / 'teacher_2'}")
+    assert main(tiny.overrides(tmp_path / "out", *words)) == 2
+    said = capfd.readouterr().err
+    assert "train.parquet row 1: subject='digits' has no teacher" in said and "letters, others" in said
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = tiny_model(tmp_path / "small", vocab_size=262)
+    renamed = tiny_model(tmp_path / "renamed")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|extra|>"])
+    policys = tiny.root / "with_extra"
+    tiny_model(policys)
+    tokenizer.save_pretrained(str(policys))
+    for policy, teacher, part in (
+        (tiny.model, small, "its vocabulary has 262 tokens, the policy's 264"),
+        (policys, renamed, "token '<|extra|>' is 261 for the policy and absent there"),
+    ):
+        words = (f"actor_rollout_ref.model.path={policy}", f"{TEACHERS}.teacher_model.model_path={teacher}")
+        assert main(tiny.overrides(tmp_path / "out", *ON, *words)) == 2
+        said = capfd.readouterr().err
+        assert part in said and "distillation.teacher_models" in said

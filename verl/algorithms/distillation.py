@@ -1,0 +1,131 @@
+"""On-policy distillation: a teacher scores the tokens that the policy sampled, and the policy is pulled towards it.
+
+    terms per token ──▶ minimised as they are                 added to the actor's loss, or in its place
+                   └──▶ −sg(term) as advantages of a policy loss
+
+Sources: on-policy distillation of language models, arXiv 2306.13649; reverse KL as a reward (On-Policy Distillation, Thinking
+Machines 2025); overlap of the most likely tokens, arXiv 2604.13016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, on_inputs
+from verl.algorithms.registry import LOSSES
+from verl.config.schema.base import Map
+from verl.config.settings import setting
+
+if TYPE_CHECKING:
+    from verl.algorithms.objective import Metrics, PaddedMicroBatch
+    from verl.engine.training.base import MicroBatch
+
+TOPK = "forward_kl_topk"
+
+
+def topk_terms(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Σ_v ν(v)·(log ν(v) − logp(v)), at least 0: the forward KL over the teacher's k most likely tokens, [..., k] → [...].
+
+    `student`, `teacher`: their log-probs of those tokens. A token of −inf, which is not in the student's vocabulary, is left out.
+    """
+    terms = teacher.exp() * (teacher - student)
+    return terms.masked_fill(student == float("-inf"), 0.0).sum(-1).clamp(min=0)
+
+
+class Distillation:
+    """The distillation part of the actor's loss. `config` is the group `distillation.distillation_loss`.
+
+    Metrics, means over the tokens in the loss unless said: distillation/loss (aggregated), abs_loss, loss_min, loss_max, the shares
+    that limits cut (loss_clamped_ratio, log_prob_clamped_ratio); with a policy gradient what its loss logs; of the k most likely
+    tokens student_mass and teacher_mass with _min and _max, overlap_ratio and overlap_token_advantage.
+    """
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.topk = config.loss_mode == TOPK
+        #: What the engine's pass has to give beside log-probs and entropy.
+        self.outputs = ("candidate_log_probs", "candidates_in_topk") if self.topk else ()
+        self.coefficient = float(config.distillation_loss_coef) if config.use_task_rewards else 1.0
+
+    def __call__(
+        self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Metrics]:
+        """(the scalar to add times `coefficient`, aggregated parts by name, other metrics as (sum, weight))."""
+        terms, metrics = self._terms(inputs, area, micro)
+        limit = self.config.loss_max_clamp
+        if limit is not None:
+            metrics |= self._told(inputs, loss_clamped_ratio=terms.detach().abs() > limit)
+            terms = terms.clamp(-limit, limit)
+        of_tokens = terms.detach()
+        metrics |= self._told(inputs, ("loss",), loss=of_tokens, abs_loss=of_tokens.abs())
+        parts = {"distillation/loss": inputs.aggregate(terms)}
+        if not self.config.use_policy_gradient:
+            return parts["distillation/loss"], parts, metrics
+        loss, found = self._policy_gradient(replace(inputs, advantages=-of_tokens))
+        tokens = float(inputs.loss_mask.sum())
+        for name, value in found.items():
+            metrics[name.replace("actor/", "distillation/")] = (float(value) * tokens, tokens)
+        return loss, parts | {"distillation/pg_loss": loss}, metrics
+
+    def _policy_gradient(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        own = LOSSES.declared(self.config.policy_loss_mode)
+        if own.whole is not None and inputs.trajectory_tokens is not None:
+            raise ValueError(
+                f"distillation_loss.policy_loss_mode={self.config.policy_loss_mode} takes responses of one segment; use vanilla"
+            )
+        config = Map(inputs.config | {name: setting(self.config, name) for name in CLIP_KEYS})
+        loss = on_inputs(LOSSES.get(self.config.policy_loss_mode))
+        return loss(replace(inputs, config=config, columns={}))
+
+    def _terms(
+        self, inputs: LossInputs, area: PaddedMicroBatch, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Metrics]:
+        if not self.topk:
+            teacher = area.needed("teacher_log_probs", "distillation")
+            student, teacher, metrics = self._from_below(inputs, inputs.log_probs, teacher)
+            return kl_penalty(student, teacher, self.config.loss_mode), metrics
+        if micro.candidate_log_probs is None or micro.candidates_in_topk is None:
+            raise ValueError("forward_kl_topk needs the engine's candidate_log_probs and candidates_in_topk")
+        teacher = area.needed("teacher_topk_log_probs", "distillation")
+        student, overlap = area.pad(micro.candidate_log_probs), area.pad(micro.candidates_in_topk)
+        metrics = self._overlap(inputs, student.detach(), teacher, overlap)
+        student, teacher, limited = self._from_below(inputs, student, teacher)
+        return topk_terms(student, teacher), metrics | limited
+
+    def _from_below(
+        self, inputs: LossInputs, student: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Both log-probs limited from below, and the share of tokens of which one was."""
+        least = self.config.log_prob_min_clamp
+        if least is None:
+            return student, teacher, {}
+        below = (student.detach() < least) | (teacher < least)
+        below = below if below.ndim == 2 else below.any(-1)
+        limited = torch.where(student == float("-inf"), student, student.clamp(min=least))
+        return limited, teacher.clamp(min=least), self._told(inputs, log_prob_clamped_ratio=below)
+
+    def _overlap(
+        self, inputs: LossInputs, student: torch.Tensor, teacher: torch.Tensor, overlap: torch.Tensor
+    ) -> Metrics:
+        """How far the two agree on the most likely tokens. The advantage is the mean of −ν(v)·(log ν(v) − logp(v)) over tokens
+        that are among the k of both, 0 where there is none."""
+        gains = torch.where(overlap > 0, teacher.exp() * (student - teacher), 0.0).sum(-1)
+        values = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+        values["overlap_token_advantage"] = gains / overlap.sum(-1).clamp(min=1)
+        return self._told(inputs, ("student_mass", "teacher_mass"), overlap_ratio=overlap.mean(-1), **values)
+
+    def _told(self, inputs: LossInputs, spread: Sequence[str] = (), **values: torch.Tensor) -> Metrics:
+        """Means over the tokens in the loss, as (sum, tokens); of those in `spread` also {name}_min and {name}_max."""
+        mask, out = inputs.loss_mask, dict[str, tuple[float, float]]()
+        for name, value in values.items():
+            found = value[mask.bool()].to(mask.dtype)
+            out[f"distillation/{name}"] = (float(found.sum()), float(len(found)))
+            if name in spread and len(found):
+                out[f"distillation/{name}_min"] = (float(found.min()), 1.0)
+                out[f"distillation/{name}_max"] = (float(found.max()), 1.0)
+        return out

@@ -1,0 +1,95 @@
+"""Distillation: teachers that are complete and apart, terms that see the teacher, what has no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.config.model_facts import ModelTrouble, look
+from verl.config.names import nearest
+from verl.config.rules.context import ACTOR, Check
+from verl.config.rules.sizes import sizes_of
+from verl.config.schema.distillation import TEACHER_KEYS
+
+_LOSS, _TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
+
+
+def check(c: Check) -> None:
+    """All rules on distillation, where it is on."""
+    if not c.ppo or not c.cfg.distillation.enabled:
+        return
+    if c.cfg.distillation.nnodes > 0:
+        c.refuse(
+            "distillation.nnodes", "teachers run on the policy's devices here, no pool of their own; set 0"
+        )
+    elif c.was_set("distillation.n_gpus_per_node"):
+        c.notice("no effect: distillation.n_gpus_per_node: teachers run on the policy's devices")
+    _teachers(c)
+    _loss(c)
+
+
+def _teachers(c: Check) -> None:
+    keys: dict[str, str] = {}
+    for name, teacher in c.cfg.distillation.teacher_models.items():
+        at = f"{_TEACHERS}.{name}"
+        if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
+            c.refuse(at, f"a teacher is a mapping of {', '.join(TEACHER_KEYS)} (a mapping itself)")
+            continue
+        for unknown in teacher.keys() - {*TEACHER_KEYS}:
+            c.refuse(f"{at}.{unknown}", f"no such key of a teacher{nearest(unknown, TEACHER_KEYS)}")
+        key = str(teacher.get("key") or name)
+        if (other := keys.setdefault(key, name)) != name:
+            c.refuse(f"{at}.key={key}", f"picks {_TEACHERS}.{other}, too; one key for each teacher")
+        _model(c, at, teacher)
+    if not c.cfg.distillation.teacher_models:
+        c.refuse(_TEACHERS, f"there is no teacher; set {_TEACHERS}.teacher_model.model_path")
+
+
+def _model(c: Check, at: str, teacher: Any) -> None:
+    """Its model is there, and its parallel size fits the policy's ranks, whose rows it gets."""
+    inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
+    size = inference.get("tensor_model_parallel_size") or 1
+    ours, split = sizes_of(arr.actor, "").together, arr.ref.ulysses_sequence_parallel_size
+    if not isinstance(size, int) or ours % (split * size):
+        message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
+        c.refuse(f"{at}.inference.tensor_model_parallel_size={size}", message)
+    unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
+    unread += ["num_replicas"] if teacher.get("num_replicas") else []
+    if unread:
+        c.notice(f"no effect: {at}: {', '.join(unread)}: the training engine serves every teacher")
+    if not teacher.get("model_path"):
+        c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
+        return
+    where = f"{at}.model_path={teacher['model_path']}"
+    try:
+        facts = look(teacher["model_path"])
+        if c.facts is not None and facts.vision != c.facts.vision:
+            c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+    except ModelTrouble as trouble:
+        if trouble.kind == "machine":
+            c.lacks(where, str(trouble), download=trouble.download)
+        else:
+            c.refuse(where, str(trouble))
+
+
+def _loss(c: Check) -> None:
+    loss, actor = c.cfg.distillation.distillation_loss, c.cfg.actor_rollout_ref.actor
+    mode, gradient = c.at(f"{_LOSS}.loss_mode"), loss.use_policy_gradient
+    if loss.loss_mode in ("kl", "k1") and not gradient:
+        c.refuse(mode, "its gradient does not see the teacher; use k2, k3, or use_policy_gradient=True")
+    if loss.loss_mode == "forward_kl_topk":
+        vocabulary = c.facts.text.get("vocab_size") if c.facts is not None else None
+        if gradient:
+            c.notice(f"{mode} with use_policy_gradient=True: it says nothing of the token that was sampled")
+        if vocabulary and loss.topk > vocabulary:
+            c.refuse(c.at(f"{_LOSS}.topk"), f"the vocabulary has {vocabulary} tokens; lower it")
+    if gradient and loss.policy_loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
+        c.refuse(f"{ACTOR}.policy_loss.dro_beta", "policy_loss_mode=dro needs a value above 0")
+    if loss.use_task_rewards:
+        return
+    alone = {
+        f"{ACTOR}.use_kl_loss": actor.use_kl_loss,
+        f"{ACTOR}.entropy_coeff": actor.entropy_coeff,
+        f"{_LOSS}.distillation_loss_coef": loss.distillation_loss_coef != 1,
+    }
+    if unused := [key for key, on in alone.items() if on]:
+        c.notice(f"no effect: {', '.join(unused)}: use_task_rewards=False minimises distillation alone")

@@ -1,0 +1,92 @@
+"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes.
+
+trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the head's value at the last token
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.data.rows import BadRow, ChatRenderer, as_messages
+from verl.data.tokenizer import load_tokenizer
+from verl.errors import UserError
+from verl.reward.outcome import Outcome, failed, outcome_of
+from verl.trajectory import Batch, Prompt, Segment, Trajectory
+
+
+class RewardModel:
+    """Scores responses by the sequence classifier `reward_model.model.path`.
+
+    `scores` is set once the model is loaded: it fills the column of that name. UserError for a tokenizer without chat template, or one of another model.
+    """
+
+    def __init__(self, config: Any):
+        from verl.models.load import check_directory, load_config
+
+        own = config.reward_model
+        self.label = f"reward_model.model.path={own.model.path}"
+        self.scores: Callable[[Batch], Awaitable[None]] | None = None
+        text = load_config(check_directory(own.model.path), own.model).get_text_config()
+        tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
+        self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
+        self._padding = -1 if text.pad_token_id is None else text.pad_token_id
+        if not self._renderer.has_template:
+            raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")
+        if len(tokenizer) > text.vocab_size:
+            told = f"its tokenizer has {len(tokenizer)} tokens, its vocabulary {text.vocab_size}"
+            raise UserError(f"{self.label}: {told}; they do not belong together")
+
+    def check(self, prompt: Prompt) -> None:
+        """UserError where the template does not take this prompt and a response."""
+        if isinstance(found := self._ids(prompt, ""), Outcome):
+            raise UserError(f"{self.label} cannot score row {prompt.row} of {prompt.file}: {found.error}")
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
+        """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
+        assert self.scores is not None
+        started = time.monotonic()
+        found = [self._ids(t.prompt, t.text or "") for t in trajectories]
+        groups: dict[str, dict[int, np.ndarray]] = {}
+        for i, ids in enumerate(found):
+            if not isinstance(ids, Outcome):
+                groups.setdefault(trajectories[i].uid, {})[i] = ids
+        rows: dict[int, Trajectory] = {}
+        for members in groups.values():
+            for i, segment in zip(members, _segments([*members.values()]), strict=True):
+                rows[i] = Trajectory(trajectories[i].prompt, trajectories[i].index, segments=[segment])
+        if rows:
+            await self.scores(Batch(rows.values()))
+        seconds = (time.monotonic() - started) / max(1, len(trajectories))
+        scored = {i: outcome_of(float(row.scores[-1]), seconds) for i, row in rows.items()}
+        return [one if isinstance(one, Outcome) else scored[i] for i, one in enumerate(found)]
+
+    def _ids(self, prompt: Prompt, response: str) -> np.ndarray | Outcome:
+        """The dialogue as the model's template writes it, or why it cannot be scored.
+
+        transformers takes the score at the last token that is not padding, and padding may be an end token.
+        """
+        try:
+            messages = [*as_messages(prompt.messages), {"role": "assistant", "content": response}]
+            ids = self._renderer.ids(self._renderer.text(messages, generation=False))
+        except BadRow as error:
+            return failed("exception", str(error))
+        used = np.flatnonzero(ids != self._padding)
+        ids = ids[: used[-1] + 1] if len(used) else ids[:0]
+        if 0 < len(ids) <= self._limit:
+            return ids
+        return failed("value", f"{len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}")
+
+
+def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:
+    """A segment for each sequence of a group, with one token more: the score of a sequence is said of what follows it."""
+    length = min(map(len, sequences))
+    same = np.logical_and.reduce([ids[:length] == sequences[0][:length] for ids in sequences])
+    shared = length if same.all() else int(same.argmin())
+    context, start = sequences[0][:shared], max(1, shared)
+    rests = [np.append(ids[start:], 0) for ids in sequences]
+    contexts = [context if shared else ids[:1] for ids in sequences]
+    return [Segment(c, r, np.ones(len(r), bool)) for c, r in zip(contexts, rests, strict=True)]
