@@ -167,20 +167,24 @@ def test_batching_never_changes_the_answer(path25: Path, how: dict[str, Any]) ->
     assert visual and min(visual) >= 0 and max(visual) > 0, "the tower learns"
 
 
-def of_two_ranks(path: str, shares: list[list[int]]) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
-    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank."""
+def of_two_ranks(
+    path: str, shares: list[list[int]], mode: str
+) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
+    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay."""
     from verl.engine.training.sharding import whole
 
-    engine = FSDPEngine(path, role_cfg=trained(ppo_micro_batch_size_per_gpu=2), device="cpu")
+    role = trained(ppo_micro_batch_size_per_gpu=2, router_replay={"mode": mode})
+    engine, outputs = FSDPEngine(path, role_cfg=role, device="cpu"), ("log_probs", "routed_experts")
     rng, rows = np.random.default_rng(1), []
     for prompt in make_prompts(Path(path)):
         for j in range(2):
             ids, advantages = rng.integers(0, 250, 9), rng.standard_normal(9).astype(np.float32)
             rows.append(Trajectory(prompt, j, ids, np.ones(9, bool), advantages=advantages))
     mine = [rows[i] for i in shares[engine.dp_rank]]
-    found = engine.forward(mine, temperature=1.0)["log_probs"]
-    result = engine.step(mine, simple_loss(9 * len(rows)), temperature=1.0)
+    found = engine.forward(segments(mine), outputs[: 1 + (mode == "R2")], temperature=1.0)["log_probs"]
+    result = engine.step(segments(mine), simple_loss(9 * len(rows)), temperature=1.0)
     assert not result.refused
+    assert result.metrics.get("actor/router_replay/changed_frac") == (0.0 if mode == "R2" else None)
     given = {n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.grad is not None}
     return result.grad_norm, given, found
 
@@ -196,9 +200,9 @@ def of_two_ranks(path: str, shares: list[list[int]]) -> tuple[float, dict[str, t
 )
 def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
     """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other."""
-    path = tiny_vision_model(tmp_path, arch)
-    found = ranks.run(of_two_ranks, 2, str(path), shares)
-    norm, expected, log_probs = of_two_ranks(str(path), [list(range(8))])
+    path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith("moe") else "disabled"
+    found = ranks.run(of_two_ranks, 2, str(path), shares, mode)
+    norm, expected, log_probs = of_two_ranks(str(path), [list(range(8))], mode)
     for rank, (other, given, ours) in enumerate(found):
         assert other == pytest.approx(norm, rel=1e-4)
         assert_close(given, expected, 1e-3)
@@ -216,6 +220,20 @@ def test_prefill_in_pieces_and_a_full_cache_change_nothing(path25: Path, limits:
     for one, other in zip(*([d for group in found for d in group] for found in (whole, pieces)), strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert np.abs(one.log_probs - other.log_probs).max() <= 1e-4
+
+
+def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path) -> None:
+    path = tiny_vision_model(tmp_path, "qwen3_vl_moe")
+    actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
+    limits = LIMITS | {"record_routes": True, "max_num_batched_tokens": 16}
+    prompts = make_prompts(path)
+    found = sample(NativeEngine(actor.module, **limits), prompts)
+    rows = segments(rows_of(prompts, found))
+    actor.forward(rows, ("log_probs", "routed_experts"), temperature=1.0)
+    for row, done in zip(rows, [one for group in found for one in group], strict=True):
+        theirs = np.concatenate((row.context_columns["routed_experts"], row.routed_experts))[:-1]
+        assert done.routed_experts is not None
+        np.testing.assert_array_equal(done.routed_experts[: len(theirs)], theirs)
 
 
 def test_what_is_in_the_image_changes_the_response(path25: Path) -> None:
