@@ -286,7 +286,7 @@ def test_a_mini_batch_counts_tokens_and_trajectories_of_all_ranks(dp_ranks, segm
     seen = []
     monkeypatch.setattr(
         "verl.algorithms.objective.ActorObjective.__init__",
-        lambda self, actor, counts, correction, tokens_of: seen.append((counts, tokens_of)),
+        lambda self, actor, counts, correction, tokens_of, *more: seen.append((counts, tokens_of)),
     )
     monkeypatch.setattr(
         "verl.workers.worker.RecordOldLogProbs.__call__", lambda self, micro: (torch.zeros(1), {})

@@ -57,13 +57,6 @@ def test_flops_of_a_pass_are_those_that_torch_counts(tied: bool, head_dim: int) 
     assert gpu_loop.pass_flops(work, repeated=True) == pytest.approx(expected)
 
 
-def test_a_prompt_counts_once_a_group_or_once_an_answer() -> None:
-    work = content() | {"parameters": 10_000_000}
-    alone = work | {"lengths": [[0], [0]]}
-    once, often = (gpu_loop.pass_flops(work, repeated=r) for r in (False, True))
-    assert often - once == pytest.approx(gpu_loop.pass_flops(alone, repeated=False))
-
-
 def test_decoding_reads_weights_once_a_pass_and_what_is_cached() -> None:
     work = content() | {"parameters": 1000}
     shape = work["shape"]
@@ -77,13 +70,8 @@ def test_decoding_reads_weights_once_a_pass_and_what_is_cached() -> None:
 
 
 def test_the_optimizer_that_fits() -> None:
-    for parameters, gib, wanted in (
-        (1.7e9, 78, "adamw"),
-        (8.2e9, 78, "lora"),
-        (8.2e9, 139, "sgd"),
-        (8.2e9, 200, "adamw"),
-    ):
-        assert gpu_loop.optimizer_for(content() | {"parameters": parameters}, gib, "cuda") == wanted
+    for size, gib, wanted in ((1.7, 78, "adamw"), (8.2, 78, "lora"), (8.2, 139, "sgd"), (8.2, 200, "adamw")):
+        assert gpu_loop.optimizer_for(content() | {"parameters": size * 1e9}, gib, "cuda") == wanted
     assert gpu_loop.optimizer_for(content() | {"parameters": 8e9}, 16, "cpu") == "adamw"
 
 

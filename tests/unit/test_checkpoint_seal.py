@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def write(root: Path, step: int, **kwargs: Any) -> Path | None:
 
 def test_round_trip(tmp_path):
     events = Events()
+    assert newest(tmp_path / "absent") is newest(tmp_path) is None
     path = write(tmp_path, 3, on_event=events)
     assert path == tmp_path / "global_step_3"
     found = newest(tmp_path)
@@ -63,75 +65,53 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert events.kinds() == ["checkpoint_saved"]
     assert events[0][1]["bytes"] == found.manifest.size > 10_000
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "global_step_3",
-        "latest_checkpointed_iteration.txt",
-    ]
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_3", "latest_checkpointed_iteration.txt"}
     with pytest.raises(CheckpointError, match=r"no critic/.*save_contents"):
         found.part("critic")
 
 
-def test_no_checkpoint_at_all(tmp_path):
-    assert newest(tmp_path / "absent") is None
-    assert newest(tmp_path) is None
+DAMAGE: dict[str, Callable[[bytes], bytes] | None] = {
+    "byte": lambda data: data[:1234] + bytes([data[1234] ^ 1]) + data[1235:],
+    "truncate": lambda data: data[: len(data) // 2],
+    "append": lambda data: data + b"x",
+    "delete": None,
+}
 
 
-@pytest.mark.parametrize("damage", ["byte", "truncate", "delete", "manifest_cut", "manifest_gone", "append"])
-def test_damage_is_named_and_passed_over(tmp_path, damage):
+PART = "state/actor_optim/deep/part_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [*((PART, how) for how in DAMAGE), ("manifest.json", "truncate"), ("manifest.json", "delete")],
+)
+def test_damage_is_named_and_passed_over(tmp_path, name, damage):
     write(tmp_path, 1)
-    write(tmp_path, 2)
-    victim = tmp_path / "global_step_2" / "state" / "actor_optim" / "deep" / "part_0"
-    seal = tmp_path / "global_step_2" / "manifest.json"
-    if damage == "byte":
-        data = bytearray(victim.read_bytes())
-        data[1234] ^= 1
-        victim.write_bytes(data)
-    elif damage == "truncate":
-        os.truncate(victim, 4999)
-    elif damage == "append":
-        victim.write_bytes(victim.read_bytes() + b"x")
-    elif damage == "delete":
+    victim = write(tmp_path, 2) / name
+    if DAMAGE[damage] is None:
         victim.unlink()
-    elif damage == "manifest_cut":
-        os.truncate(seal, seal.stat().st_size // 2)
     else:
-        seal.unlink()
+        victim.write_bytes(DAMAGE[damage](victim.read_bytes()))
     events = Events()
     found = newest(tmp_path, on_event=events)
     assert found is not None and found.step == 1
     assert events.kinds() == ["checkpoint_passed_over"]
     message = events[0][1]["message"]
-    assert "global_step_2" in message
-    if damage in ("byte", "truncate", "delete", "append"):
-        assert "state/actor_optim/deep/part_0" in message
+    assert "global_step_2" in message and (name in message or name != PART)
     with pytest.raises(CheckpointError):
         resolve_resume("resume_path", tmp_path / "global_step_2", tmp_path / "run")
 
 
-def test_retention_deletes_oldest_after_sealing(tmp_path):
-    for step in (1, 2, 3, 4):
-        write(tmp_path, step, keep=2)
-    assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_3", "global_step_4"]
-    assert manifest.stale_entries(tmp_path) == []
-
-
-def test_retention_never_deletes_the_new_one_nor_what_is_not_ours(tmp_path):
-    """A run started again from step 1 where an older run left step 100, beside a public-verl checkpoint."""
-    write(tmp_path, 100)
+def test_retention_deletes_the_oldest_and_nothing_that_is_not_ours(tmp_path):
+    """Also in a run started again from step 1 where an older run left step 100; newest is what was sealed last."""
     foreign = tmp_path / "global_step_50" / "actor"
     foreign.mkdir(parents=True)
     (foreign / "model_world_size_1_rank_0.pt").write_bytes(b"x")
-    write(tmp_path, 1, keep=1)
-    assert sorted(p.name for p in manifest.step_directories(tmp_path)) == ["global_step_1", "global_step_50"]
-    found = newest(tmp_path)
-    assert found is not None and found.step == 1
-
-
-def test_newest_is_what_was_sealed_last(tmp_path):
-    write(tmp_path, 100)
-    write(tmp_path, 5)
-    found = newest(tmp_path)
-    assert found is not None and found.step == 5
+    for step, left in ((98, [50, 98]), (99, [50, 98, 99]), (100, [50, 99, 100]), (1, [1, 50, 100])):
+        write(tmp_path, step, keep=2)
+        kept = {p.name for p in manifest.step_directories(tmp_path)}
+        assert kept == {f"global_step_{number}" for number in left} and newest(tmp_path).step == step
+    assert manifest.stale_entries(tmp_path) == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -142,58 +122,36 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     open_checkpoint(path)
 
 
-def test_a_part_that_raises_is_an_event(tmp_path):
-    write(tmp_path, 1)
-    events = Events()
-
-    def bad(directory: Path) -> None:
-        (directory / "half").write_bytes(b"abc")
-        raise RuntimeError("no such shard")
-
-    assert save(tmp_path, 2, {"actor": bad}, loop_state={}, on_event=events) is None
-    assert events.kinds() == ["checkpoint_failed"]
-    assert "no such shard" in events[0][1]["message"]
-    assert not list(tmp_path.glob("*.tmp"))
-    found = newest(tmp_path)
-    assert found is not None and found.step == 1
-
-
 class Killed(BaseException):
     """Stands for the process ending at this very call: no handler of ours may run."""
 
 
-CALLS = [
-    ("os", "fsync"),
-    ("os", "rename"),
-    ("os", "replace"),
-    ("os", "mkdir"),
-    ("os", "rmdir"),
-    ("os", "unlink"),
-]
+CALLS = ["fsync", "rename", "replace", "mkdir", "rmdir", "unlink"]
 
 
 def count_and_stop(monkeypatch, at: int, error: BaseException) -> list[int]:
     """Let the file system calls that saving makes succeed until call number `at`, which raises."""
     calls = [0]
 
+    def counted() -> None:
+        calls[0] += 1
+        if calls[0] == at or (calls[0] > at and isinstance(error, Killed)):
+            raise error
+
     def wrap(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == at or (calls[0] > at and isinstance(error, Killed)):
-                raise error
+            counted()
             return real(*args, **kwargs)
 
         return call
 
-    for _, name in CALLS:
+    for name in CALLS:
         monkeypatch.setattr(os, name, wrap(getattr(os, name)))
     real_open = open
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if "w" in mode:
-            calls[0] += 1
-            if calls[0] == at or (calls[0] > at and isinstance(error, Killed)):
-                raise error
+            counted()
         return real_open(file, mode, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", opened)
@@ -238,56 +196,6 @@ def test_stop_at_every_single_call(tmp_path, kind, again):
     assert outcomes == {False, True}
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from tests.saving import save
-root = Path(sys.argv[1])
-big = lambda d: (d / "model.safetensors").write_bytes(bytes(300_000))
-assert save(root, 1, {"actor": big}, loop_state={}) is not None
-if sys.argv[2] == "limit":
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-seen = []
-result = save(root, 2, {"actor": big}, loop_state={}, on_event=lambda kind, **f: seen.append((kind, f)))
-assert result is None and [k for k, _ in seen] == ["checkpoint_failed"], seen
-print(seen[0][1]["message"])
-"""
-
-
-def run_full_disk(root: Path, mode: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(root), mode],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    found = newest(root)
-    assert found is not None and found.step == 1
-    assert not list(root.glob("*.tmp"))
-    return done.stdout
-
-
-def test_file_size_limit_fails_the_save_not_the_run(tmp_path):
-    assert "File too large" in run_full_disk(tmp_path, "limit")
-
-
-def test_real_full_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no permission to mount a small disk: {mounted.stderr.strip()}")
-    try:
-        assert "No space left on device" in run_full_disk(disk / "run", "full")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
 def test_a_file_or_link_in_the_place_of_the_temporary_folder_is_removed(tmp_path, kind):
     for step in (1, 2):  # one in the way of the save, one that only a start meets
@@ -315,12 +223,8 @@ def test_stale_left_overs_are_removed_but_a_sealed_one_is_published(tmp_path):
     clean(tmp_path, on_event=events)
     assert manifest.stale_entries(tmp_path) == []
     assert newest(tmp_path).step == 2
-    assert sorted(events.kinds()) == [
-        "checkpoint_completed",
-        "checkpoint_stale_removed",
-        "checkpoint_stale_removed",
-        "checkpoint_unfinished",
-    ]
+    left = ["checkpoint_stale_removed"] * 2 + ["checkpoint_unfinished"]
+    assert sorted(events.kinds()) == ["checkpoint_completed", *left]
 
 
 def test_resolve_resume(tmp_path):
@@ -352,15 +256,11 @@ def make(path: Path, *names: str) -> Path:
 
 
 def test_other_layouts_are_recognised_and_explained(tmp_path):
-    shards = make(
-        tmp_path / "a" / "global_step_9", "actor/model_world_size_8_rank_0.pt", "actor/fsdp_config.json"
-    )
-    saved = make(
-        tmp_path / "b" / "global_step_9",
-        "actor/huggingface/config.json",
-        "actor/huggingface/model.safetensors",
-    )
-    megatron = make(tmp_path / "c" / "global_step_9", "actor/dist_ckpt/x", "actor/transformer_config.json")
+    nine = "global_step_9"
+    shards = make(tmp_path / "a" / nine, "actor/model_world_size_8_rank_0.pt", "actor/fsdp_config.json")
+    face = "actor/huggingface"
+    saved = make(tmp_path / "b" / nine, f"{face}/config.json", f"{face}/model.safetensors")
+    megatron = make(tmp_path / "c" / nine, "actor/dist_ckpt/x", "actor/transformer_config.json")
     plain = make(tmp_path / "hf", "config.json", "model.safetensors")
     assert layouts.detect(shards) == layouts.VERL_FSDP
     assert layouts.detect(saved) == layouts.VERL_HF
@@ -369,11 +269,7 @@ def test_other_layouts_are_recognised_and_explained(tmp_path):
     assert layouts.detect(make(tmp_path / "peft", "adapter_config.json")) == layouts.PEFT
     assert layouts.detect(tmp_path / "a") == layouts.RUN
     assert layouts.detect(tmp_path / "nothing") is None
-    for path, advice in [
-        (shards, "merged"),
-        (saved, "model.path=.*actor/huggingface"),
-        (megatron, "dist_ckpt"),
-    ]:
+    for path, advice in (shards, "merged"), (saved, f"model.path=.*{face}"), (megatron, "dist_ckpt"):
         with pytest.raises(CheckpointError, match=advice):
             resolve_resume("resume_path", path, tmp_path / "run")
         events = Events()
@@ -394,16 +290,8 @@ def test_newer_format_is_refused_with_the_reason(tmp_path):
 
 def test_links_are_refused(tmp_path):
     events = Events()
-    assert (
-        save(
-            tmp_path,
-            1,
-            {"actor": lambda d: (d / "x").symlink_to("/etc/hosts")},
-            loop_state={},
-            on_event=events,
-        )
-        is None
-    )
+    linked = {"actor": lambda d: (d / "x").symlink_to("/etc/hosts")}
+    assert save(tmp_path, 1, linked, loop_state={}, on_event=events) is None
     assert "not a plain file" in events[0][1]["error"]
 
 
@@ -413,13 +301,8 @@ def test_random_states_continue_bit_for_bit(tmp_path):
     from verl.checkpoint import rng
 
     def draw() -> tuple[Any, ...]:
-        return (
-            random.random(),
-            random.gauss(0, 1),
-            np.random.rand(),
-            np.random.randn(),
-            torch.rand(3).tolist(),
-        )
+        plain, numpy = (random.random(), random.gauss(0, 1)), (np.random.rand(), np.random.randn())
+        return plain, numpy, torch.rand(3).tolist()
 
     draw()
     rng.save(tmp_path)

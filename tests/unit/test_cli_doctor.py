@@ -93,18 +93,14 @@ def test_what_breaks_the_base(installed: dict[str, str], name: str, version: str
 
 
 @pytest.mark.parametrize("name", ["ray", "vllm"])
-def test_holes_of_optional_packages_are_bad_but_do_not_stop_the_base(
-    installed: dict[str, str], name: str
-) -> None:
+def test_holes_of_optional_packages_do_not_stop_the_base(installed: dict[str, str], name: str) -> None:
     installed[name] = "0.13.0"
     finding = named(name)
     assert finding.level == BAD and "refused" in finding.found and not finding.base
     assert doctor.verdict(doctor.check())[0] == 0
 
 
-def test_cuda_vision_beside_cpu_torch_is_named(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_vision_beside_cpu_torch(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     installed["torchvision"] = "0.28.0"
     assert named("torchvision").level == OK
     monkeypatch.setattr(probe, "needs_cuda", lambda name: name == "torchvision")
@@ -116,13 +112,10 @@ def test_cuda_vision_beside_cpu_torch_is_named(
     assert "built for torch==2.12.0" in named("torchvision").found
 
 
-def test_pins_of_engines_and_gpu_without_cuda_build(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pins_of_engines_and_gpu_without_cuda_build(installed, monkeypatch) -> None:
     installed["vllm"] = "0.32.0"
-    monkeypatch.setattr(
-        probe, "wants", lambda name, other: "==2.12.1" if (name, other) == ("vllm", "torch") else None
-    )
+    pins = {("vllm", "torch"): "==2.12.1"}
+    monkeypatch.setattr(probe, "wants", lambda *pair: pins.get(pair))
     assert [f.level for f in doctor.check() if f.area == "together" and f.name == "vllm"] == [WARN]
     monkeypatch.setattr(probe, "nvidia_gpus", lambda: ["NVIDIA H100, 81559 MiB, 580.1"])
     findings = doctor.check()
@@ -131,24 +124,15 @@ def test_pins_of_engines_and_gpu_without_cuda_build(
 
 
 def test_small_limits_are_warned_of(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        probe,
-        "limits",
-        lambda: {"open files": (256, 256), "processes": (None, None), "locked memory": (65536, None)},
-    )
+    limits = {"open files": (256, 256), "processes": (None, None), "locked memory": (65536, None)}
+    monkeypatch.setattr(probe, "limits", lambda: limits)
     monkeypatch.setattr(probe, "shared_memory", lambda: {"free": 64 << 20})
     monkeypatch.setattr(probe, "memory", lambda: (64 << 30, 60 << 30))
     monkeypatch.setattr(probe, "memory_limit", lambda: (2 << 30, 1 << 30))
     monkeypatch.setattr(probe, "loopback", lambda: "Operation not permitted")
     levels = {f.name: f.level for f in doctor.check()}
-    assert (
-        levels["limit: open files"]
-        == levels["/dev/shm"]
-        == levels["memory"]
-        == levels["loopback ports"]
-        == WARN
-    )
-    assert levels["limit: processes"] == OK
+    small = ("limit: open files", "/dev/shm", "memory", "loopback ports")
+    assert {levels[name] for name in small} == {WARN} and levels["limit: processes"] == OK
     assert "ulimit -n 4096" in named("limit: open files").todo
 
 
@@ -162,9 +146,7 @@ def test_json_and_table(installed: dict[str, str], capsys: pytest.CaptureFixture
     assert "pip install 'rich>=13'" in out and "Training cannot work here" in out
 
 
-def test_table_without_rich(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_without_rich(installed, monkeypatch, capsys) -> None:
     for name in [m for m in sys.modules if m == "rich" or m.startswith("rich.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
@@ -190,20 +172,15 @@ def test_how_bf16_products_are_computed_is_said(monkeypatch: pytest.MonkeyPatch)
         probe.bf16_products.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("text", "build"),
-    [
+def test_torch_build_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "package_folder", lambda name: tmp_path)
+    for text, build in (
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda 13.0"),
         ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "cpu"),
         ("cuda = None\nhip = '6.4.1'\n", "rocm 6.4.1"),
-    ],
-)
-def test_torch_build_is_read_from_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, build: str
-) -> None:
-    (tmp_path / "version.py").write_text(text)
-    monkeypatch.setattr(probe, "package_folder", lambda name: tmp_path)
-    assert probe.torch_build() == build
+    ):
+        (tmp_path / "version.py").write_text(text)
+        assert probe.torch_build() == build
 
 
 def test_torch_build_agrees_with_torch() -> None:
@@ -222,13 +199,8 @@ def test_cuda_links_are_found_in_compiled_parts(tmp_path: Path, monkeypatch: pyt
 
 
 def test_requirements_of_installed_packages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [
-        "torch (==2.13.0)",
-        "numpy",
-        "torch>=2 ; extra == 'all'",
-        "Pillow!=8.3.*,>=5.3.0",
-        "a[b]<2,>=1; python_version<'4'",
-    ]
+    lines = ["torch (==2.13.0)", "numpy", "torch>=2 ; extra == 'all'", "Pillow!=8.3.*,>=5.3.0"]
+    lines += ["a[b]<2,>=1; python_version<'4'"]
     monkeypatch.setattr(probe.metadata, "requires", lambda name: lines)
     assert probe.wants("x", "torch") == "==2.13.0"
     assert probe.wants("x", "pillow") == "!=8.3.*,>=5.3.0"
@@ -239,21 +211,9 @@ def test_requirements_of_installed_packages_are_read(monkeypatch: pytest.MonkeyP
 def test_tightest_memory_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
-    for place, limit, used in (
-        (tmp_path, "max", "9"),
-        (tmp_path / "a", "1000", "400"),
-        (inner, "5000", "10"),
-    ):
+    limits = {tmp_path: ("max", "9"), tmp_path / "a": ("1000", "400"), inner: ("5000", "10")}
+    for place, (limit, used) in limits.items():
         (place / "memory.max").write_text(limit + "\n")
         (place / "memory.current").write_text(used + "\n")
     monkeypatch.setattr(host, "cgroups", lambda controller: [inner, tmp_path / "a", tmp_path])
     assert probe.memory_limit() == (1000, 400)
-
-
-def test_machine_facts_are_plausible() -> None:
-    total, available = probe.memory()
-    assert total is not None and total > 1 << 28 and (available is None or available <= total)
-    assert probe.cpu()[0] and host.cores()[0] >= 1
-    assert probe.disk("/no/such/folder/yet")["free"] >= 0
-    assert probe.loopback() is None
-    assert set(probe.limits()) <= {"open files", "processes", "locked memory"}

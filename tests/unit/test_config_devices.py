@@ -1,14 +1,16 @@
-"""Devices found without torch: on machines of several kinds, as files of a folder."""
+"""Devices found without torch: on machines of several kinds, as files of a folder; how many samplers share them."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from verl.config import devices
+from verl.config.layout import samplers_per_node
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +53,21 @@ def test_those_of_amd(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", True),
     ],
 )
-def test_what_torch_was_built_for(
-    bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool
-) -> None:
+def test_builds_of_torch(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool) -> None:
     (bare / "version.py").write_text(text)
     spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
     spec.submodule_search_locations = [str(bare)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert devices.find().cuda_build == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "own", "expected"),
+    [("vllm", None, 0, 8), ("vllm", 2, 0, 4), ("native", 2, 0, 8), ("vllm", 2, 1, 2), ("vllm", 16, 0, 1)],
+)
+def test_samplers_that_share_a_machine_are_counted(name, ranks, own, expected) -> None:
+    rollout = SimpleNamespace(name=name, tensor_model_parallel_size=ranks, nnodes=own, n_gpus_per_node=4)
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(n_gpus_per_node=8)
+    )
+    assert samplers_per_node(config) == expected

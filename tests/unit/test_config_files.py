@@ -1,10 +1,14 @@
-"""Configurations in YAML files: names, defaults lists, interpolation, errors."""
+"""Configurations in YAML files: names, defaults lists, interpolation, errors; paths for workers."""
 
 from __future__ import annotations
 
 import pytest
 
-from verl.config import ConfigError, load
+from verl.config import ConfigError, Map, load
+from verl.config.fields import for_elsewhere, leaves
+from verl.config.schema.base import select
+
+MODEL = "actor_rollout_ref.model"
 
 
 def from_yaml(tmp_path, text, *argv, name="mine", entry="ppo"):
@@ -25,16 +29,10 @@ def test_a_file_on_top_of_the_defaults(tmp_path):
 
 def test_built_in_names():
     cfg = load(["--config-name=ppo_megatron_trainer"])
-    assert {
-        cfg.actor_rollout_ref.actor.strategy,
-        cfg.actor_rollout_ref.ref.strategy,
-        cfg.critic.strategy,
-    } == {"megatron"}
+    roles = (cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.critic)
+    assert {role.strategy for role in roles} == {"megatron"}
     assert load(["--config-name", "ppo_trainer"]) == load([])
-    assert (
-        load(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"]).critic.strategy
-        == "megatron"
-    )
+    assert load(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"]) == cfg
     assert load(["--config-name=sft_trainer"], entry="sft").trainer.total_epochs == 4
 
 
@@ -90,6 +88,7 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
     [
         ("data: {train_batch_sizes: 1}\n", "nearest: data.train_batch_size"),
         ("data: {seed: 1, seed: 2}\n", "duplicate key"),
+        ("trainer: {seed: x}\n", r"mine\.yaml"),
         ("data: [1]\n", "group of keys"),
         ("data: {\n", "cannot be read as YAML"),
         ("- a\n", "expected a mapping"),
@@ -97,20 +96,12 @@ def test_interpolation_of_automatic_values_and_old_names(tmp_path):
         ("defaults: [mine]\n", "includes itself"),
         ("defaults: [{a: b, c: d}]\n", "neither a name nor"),
         ("trainer: {seed: '${nothing.there}'}\n", "cannot be resolved"),
-        (
-            "trainer: {seed: '${trainer.total_epochs}', total_epochs: '${trainer.seed}'}\n",
-            "cannot be resolved",
-        ),
+        ("data: {seed: '${trainer.seed}'}\ntrainer: {seed: '${data.seed}'}\n", "cannot be resolved"),
     ],
 )
 def test_errors(tmp_path, text, expected):
     with pytest.raises(ConfigError, match=expected):
         from_yaml(tmp_path, text)
-
-
-def test_errors_name_the_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"mine\.yaml"):
-        from_yaml(tmp_path, "trainer: {seed: x}\n")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +113,7 @@ def test_errors_name_the_file(tmp_path):
         (["--nothing"], "no such option"),
         (["-m", "trainer.seed=1"], "sweeps"),
         (["--cfg=no"], "--cfg.*choose from"),
+        (["trainer.experiment_name='${a'"], r"trainer.experiment_name: .* cannot be resolved"),
     ],
 )
 def test_options(argv, expected):
@@ -130,14 +122,44 @@ def test_options(argv, expected):
 
 
 def test_null_and_empty(tmp_path):
-    cfg = from_yaml(
-        tmp_path,
-        "actor_rollout_ref: {actor: {profiler: null}}\ndata: {val_files: null, apply_chat_template_kwargs: null}\ncritic:\n",
-    )
+    text = "actor_rollout_ref: {actor: {profiler: null}}\ndata: {val_files: null, apply_chat_template_kwargs: null}\n"
+    cfg = from_yaml(tmp_path, text + "critic:\n")
     assert cfg.data.val_files is None and cfg.data.apply_chat_template_kwargs == {}
     assert from_yaml(tmp_path, "") == load([])
 
 
-def test_an_interpolation_that_does_not_end_is_a_problem():
-    with pytest.raises(ConfigError, match=r"trainer.experiment_name: .* cannot be resolved"):
-        load(["trainer.experiment_name='${a'"])
+# ---- paths that workers get: they may start in another folder than the driver ----
+
+
+def test_what_exists_here_is_absolute_for_every_key(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("t.parquet", "template.jinja"):
+        (tmp_path / name).touch()
+    words = [f"{MODEL}.path=./model", "data.train_files=[t.parquet,other.parquet]", "data.val_files=null"]
+    words += [f"{MODEL}.custom_chat_template=template.jinja"]
+    config = load(words)
+    plain = for_elsewhere(config)
+    absolute = str(tmp_path / "model")
+    model = plain["actor_rollout_ref"]["model"]
+    assert model["path"] == model["hf_config_path"] == model["tokenizer_path"] == absolute
+    assert plain["data"]["tokenizer"] == absolute
+    assert plain["actor_rollout_ref"]["ref"]["model"]["path"] is None
+    assert model["custom_chat_template"] == str(tmp_path / "template.jinja")
+    assert plain["data"]["train_files"] == [str(tmp_path / "t.parquet"), "other.parquet"]
+    assert plain["data"]["val_files"] is None
+    assert plain["global_profiler"]["save_path"] == str(tmp_path / "outputs/profile"), "workers make it"
+    # Nothing else is changed, and no relative path of something that is here is left.
+    there, here = Map.of(plain), config.to_dict()
+    for path, known in leaves(type(config)).items():
+        if not known.is_path:
+            assert select(there, path) == select(Map.of(here), path), path
+
+
+def test_names_and_texts_that_are_no_files_stay(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    template = "{{ messages }}" + "x" * 5000
+    words = [f"{MODEL}.path=Qwen/Qwen3-0.6B", f"{MODEL}.custom_chat_template='{template}'"]
+    model = for_elsewhere(load(words))["actor_rollout_ref"]["model"]
+    assert model["path"] == model["hf_config_path"] == "Qwen/Qwen3-0.6B"
+    assert model["custom_chat_template"] == template

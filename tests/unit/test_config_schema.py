@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 import typing
 
@@ -12,12 +11,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import Config, load
+from verl.config import load
 from verl.config.command_line import to_yaml
 from verl.config.fields import leaves
 from verl.config.files import dump_yaml
-from verl.config.reference import _attributes, help_of, written
-from verl.config.schema.base import Group, Map, select
+from verl.config.reference import help_of
+from verl.config.schema.base import Map, select
 from verl.config.schema.entries import ROOTS
 
 # Group → defaults, as spec/config.md §2-§12 has them.
@@ -75,14 +74,11 @@ def test_defaults_are_the_specifications():
             assert isinstance(value, type(default)), f"{group}.{name}"
 
 
-def test_supervised_defaults():
+def test_defaults_of_the_other_programs():
     cfg = load([], entry="sft")
     assert (cfg.trainer.project_name, cfg.trainer.total_epochs, cfg.trainer.seed) == ("gsm8k-sft", 4, 1)
     assert (cfg.optim.lr, cfg.data.train_batch_size, cfg.data.max_length) == (1e-5, 256, 1024)
     assert cfg.data.seed == 1 and cfg.engine.strategy == "fsdp"
-
-
-def test_generation_defaults():
     cfg = load(["data.n_samples=3"], entry="generation")
     assert cfg.rollout.n == 3 and cfg.data.batch_size == 128 and cfg.rollout.max_model_len == 2048
 
@@ -98,28 +94,10 @@ def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
             assert isinstance(default, list), path
 
 
-def test_help_names_no_key_that_is_gone():
-    groups, found = [Group], set()
-    while groups:
-        cls = groups.pop()
-        groups += cls.__subclasses__()
-        names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-        found |= {f"{cls.__name__}.{name}" for name in set(_attributes(cls)) - names}
-    assert not found
-
-
 def test_automatic_values_follow_their_keys():
-    cfg = load(
-        [
-            "data.max_prompt_length=100",
-            "data.max_response_length=20",
-            "trainer.seed=7",
-            "actor_rollout_ref.model.path=/m",
-            "actor_rollout_ref.actor.clip_ratio=0.3",
-            "actor_rollout_ref.actor.clip_ratio_high=0.4",
-            "actor_rollout_ref.actor.use_torch_compile=False",
-        ]
-    )
+    actor = "actor_rollout_ref.actor={clip_ratio:0.3,clip_ratio_high:0.4,use_torch_compile:False}"
+    words = ["data.max_prompt_length=100", "data.max_response_length=20", "trainer.seed=7", actor]
+    cfg = load([*words, "actor_rollout_ref.model.path=/m"])
     rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
     assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (100, 20, 120)
     assert cfg.data.seed == rollout.seed == actor.fsdp_config.seed == cfg.critic.megatron.seed == 7
@@ -137,15 +115,7 @@ def test_automatic_values_follow_their_keys():
         ([], True, True),
         (["actor.ppo_micro_batch_size_per_gpu=4"], False, True),
         (["ref.log_prob_micro_batch_size_per_gpu=4"], True, False),
-        (
-            [
-                "actor.use_dynamic_bsz=True",
-                "actor.ppo_micro_batch_size_per_gpu=4",
-                "ref.log_prob_micro_batch_size_per_gpu=4",
-            ],
-            True,
-            True,
-        ),
+        (["actor.use_dynamic_bsz=True", "actor.ppo_micro_batch_size_per_gpu=4"], True, True),
         (["actor.use_dynamic_bsz=False"], False, False),
     ],
 )
@@ -156,25 +126,16 @@ def test_token_budget_unless_a_size_is_given(given, actor, ref):
 
 
 def test_defaults_that_depend_on_the_method():
-    cfg = load(["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"])
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    cfg = load([f"{loss}=gspo"])
     assert cfg.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
     assert any("gspo" in n for n in cfg.notices)
-    cfg = load(
-        [
-            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
-            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
-        ]
-    )
+    cfg = load([f"{loss}=gspo", "actor_rollout_ref.actor.loss_agg_mode=token-mean"])
     assert cfg.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
-    assert (
-        load(["actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"]).actor_rollout_ref.actor.clip_ratio_c
-        == 20
-    )
-    assert load([]).critic.enable is True
-    assert load(["algorithm.adv_estimator=grpo"]).critic.enable is False
-    assert load(
-        ["algorithm.adv_estimator=optimal_token_baseline"]
-    ).actor_rollout_ref.actor.calculate_sum_pi_squared
+    assert load([f"{loss}=dppo_tv"]).actor_rollout_ref.actor.clip_ratio_c == 20
+    assert load([]).critic.enable and not load(["algorithm.adv_estimator=grpo"]).critic.enable
+    cfg = load(["algorithm.adv_estimator=optimal_token_baseline"])
+    assert cfg.actor_rollout_ref.actor.calculate_sum_pi_squared
     assert load(["actor_rollout_ref.rollout.name=hf"]).actor_rollout_ref.rollout.name == "native"
     assert load([]).actor_rollout_ref.rollout.name == "native"
 
@@ -191,9 +152,8 @@ def test_batched_tokens_are_raised_unless_set():
 def test_access_as_a_mapping():
     cfg = load(["data.apply_chat_template_kwargs.enable_thinking=False"])
     assert cfg["data"]["train_batch_size"] == cfg.data.get("train_batch_size") == 1024
-    assert (
-        "data" in cfg and "train_batch_size" in cfg.data and "nothing" not in cfg.data and 3 not in cfg.data
-    )
+    assert "data" in cfg and "train_batch_size" in cfg.data
+    assert "nothing" not in cfg.data and 3 not in cfg.data
     assert cfg.data.get("nothing", 5) == 5 and cfg.data.get("gen_batch_size", 5) is None
     assert cfg.data.apply_chat_template_kwargs.enable_thinking is False
     assert dict(cfg.algorithm.kl_ctrl)["horizon"] == 10000 and {**cfg.algorithm.kl_ctrl}
@@ -229,6 +189,9 @@ def test_copies_and_pickles():
     assert other != cfg
 
 
+ODD_TEXTS = "a 1e5 true é a:b 1_0 it's 0x1 1e-3 ~"
+
+
 def _values(known):
     """Values of a key's type, within its range."""
     about = known.about
@@ -238,23 +201,18 @@ def _values(known):
     low = about.get("low", about["above"] + 1 if about.get("above") is not None else -3)
     high = about.get("high", low + 9)
     item = typing.get_args(known.type)[0] if typing.get_origin(known.type) is list else known.type
-    text = st.sampled_from(
-        ["a", "x y", "1e5", "true", "null ", "é", "a:b", "1_0", "- x", "it's", "0x1", "1e-3", "~"]
-    )
+    text = st.sampled_from([*ODD_TEXTS.split(), "x y", "null ", "- x"])
+    plain = st.one_of(text, st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False))
     base = {
         bool: st.booleans(),
         int: st.integers(int(low), max(int(low), int(high))),
         float: st.floats(low, high, allow_nan=False),
-        Map: st.dictionaries(
-            st.sampled_from(["a", "b", "1"]),
-            st.one_of(text, st.integers(), st.none(), st.booleans(), st.floats(allow_nan=False)),
-            max_size=3,
-        ),
+        Map: st.dictionaries(st.sampled_from(["a", "b", "1"]), plain, max_size=3),
     }.get(item, st.just(2.0) if isinstance(item, tuple) else text)
     return st.lists(base, max_size=3) if typing.get_origin(known.type) is list else base
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("entry", list(ROOTS))
 def test_printed_and_read_back_is_the_same(entry, tmp_path_factory, data):
@@ -279,20 +237,3 @@ def test_printed_and_read_back_is_the_same(entry, tmp_path_factory, data):
 def _from_file(folder, text, entry):
     (folder / "run.yaml").write_text(text, encoding="utf-8")
     return load([f"--config-path={folder}", "--config-name=run"], entry=entry)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_written_as_an_override_and_read_is_the_same(data):
-    known = {p: f for p, f in leaves(Config).items() if f.type in (bool, int, float) or "options" in f.about}
-    path = data.draw(st.sampled_from(sorted(known)))
-    value = data.draw(_values(known[path]))
-    assert load([f"{path}={written(value) if not isinstance(value, float) else repr(value)}"]).select(
-        path
-    ) in (
-        value,
-        {"hf": "native", "auto": "native", "limited": "rate_limited", "qwen": "hermes"}.get(value)
-        if isinstance(value, str)
-        else value,
-        ["wandb" if v == "tracking" else v for v in value] if isinstance(value, list) else value,
-    )

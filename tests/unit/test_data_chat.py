@@ -51,11 +51,8 @@ def test_rendering_adds_no_special_tokens_of_its_own() -> None:
     renderer = ChatRenderer(tokenizer, {})
     text = renderer.prompt_text("a")
     assert tokenizer.decode(renderer.ids(text)) == text
-    assert [ids.tolist() for ids in renderer.batch_ids([text, "b"])] == [
-        renderer.ids(text).tolist(),
-        [ord("b") - 33],
-    ]
-    assert renderer.batch_ids([]) == []
+    both = [ids.tolist() for ids in renderer.batch_ids([text, "b"])]
+    assert both == [renderer.ids(text).tolist(), [ord("b") - 33]] and renderer.batch_ids([]) == []
     off = ChatRenderer(tokenizer, {"enable_thinking": False}).prompt_text("a")
     assert off == text + "<think>\n\n</think>\n\n"
 

@@ -25,19 +25,16 @@ def write(path: Path, rows: list[dict] = ROWS) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", "lines named .json"])
 def test_every_kind_gives_plain_python_rows(tmp_path: Path, suffix: str) -> None:
-    file = open_file(write(tmp_path / f"x{suffix}"))
+    path = write(tmp_path / f"x{suffix}")
+    if suffix.startswith("lines"):
+        Path(path).write_text("\n".join(json.dumps(row) for row in ROWS))
+    file = open_file(path)
     assert len(file) == 7 and file.columns == ["prompt", "extra", "n"]
     assert [file.row(i) for i in (6, 0, 3)] == [ROWS[6], ROWS[0], ROWS[3]]
     assert type(file.row(2)["extra"]) is dict and type(file.row(2)["extra"]["tags"]) is list
     assert file.is_string("prompt") and not file.is_string("extra") and not file.is_string("n")
-
-
-def test_json_lines_named_json_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text("\n".join(json.dumps(row) for row in ROWS))
-    assert RowFiles(str(path)).row(5) == ROWS[5]
 
 
 def test_files_are_concatenated_and_missing_columns_are_null(tmp_path: Path) -> None:
@@ -99,9 +96,7 @@ def test_remote_files_are_copied_once(tmp_path: Path) -> None:
         ("x.csv", b"a,b", [".csv", ".parquet"]),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes | None, words: list[str]
-) -> None:
+def test_unreadable_files_are_named(tmp_path, name, content, words) -> None:
     write(tmp_path / "there.parquet")
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -127,3 +122,16 @@ def test_nearest_column_is_blind_to_case() -> None:
     assert nearest("reward", ["prompt", "Reward"]) == "Reward"
     assert nearest("prompt", ["promt", "answer"]) == "promt"
     assert nearest("data_source", ["x", "y"]) is None
+
+
+def test_copies_in_shared_memory_are_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
+    folder = files._private(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700 and files._private(tmp_path) == folder
+    folder.chmod(0o777)
+    with pytest.raises(DataError, match="others can write to it"):
+        files._private(tmp_path)
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="this user's own"):
+        files._private(tmp_path)

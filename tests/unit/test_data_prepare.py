@@ -44,23 +44,13 @@ def test_gsm8k_script_writes_the_specified_files(tmp_path: Path) -> None:
     train, test = RowFiles(str(tmp_path / "train.parquet")), RowFiles(str(tmp_path / "test.parquet"))
     assert (len(train), len(test)) == (7473, 1319)
     source = json.loads((GSM8K / "train.jsonl").open().readline())
+    question = source["question"] + ' Let\'s think step by step and output the final answer after "####".'
     assert train.row(0) == {
         "data_source": "openai/gsm8k",
-        "prompt": [
-            {
-                "role": "user",
-                "content": source["question"]
-                + ' Let\'s think step by step and output the final answer after "####".',
-            }
-        ],
+        "prompt": [{"role": "user", "content": question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "72"},
-        "extra_info": {
-            "split": "train",
-            "index": 0,
-            "answer": source["answer"],
-            "question": source["question"],
-        },
+        "extra_info": {"split": "train", "index": 0} | source,
     }
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     for row in train.rows(0, 7473):
@@ -69,22 +59,15 @@ def test_gsm8k_script_writes_the_specified_files(tmp_path: Path) -> None:
         assert row["extra_info"]["answer"].split("#### ")[-1].replace(",", "").strip() == truth
 
 
-def test_row_without_a_number_is_reported_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = raw(
-        tmp_path / "raw", [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "no idea"}]
-    )
-    status = prepare.main(
-        ["gsm8k", "--local_dataset_path", str(where), "--local_save_dir", str(tmp_path / "out")]
-    )
+def test_row_without_a_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "no idea"}]
+    where = ["--local_dataset_path", str(raw(tmp_path / "raw", rows))]
+    status = prepare.main(["gsm8k", *where, "--local_save_dir", str(tmp_path / "out")])
     assert status == 2 and not (tmp_path / "out").exists()
     assert "line 2" in capsys.readouterr().err
 
 
-def test_hub_layout_limit_and_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hub_layout_limit_and_home(tmp_path, monkeypatch, capsys) -> None:
     import pyarrow as pa
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -100,20 +83,12 @@ def test_hub_layout_limit_and_home(
 
 def test_multiturn_sft(tmp_path: Path) -> None:
     where = raw(tmp_path / "raw", [{"question": "a", "answer": "b\n#### 1"}])
-    argv = [
-        "gsm8k_multiturn_sft",
-        "--local_dataset_path",
-        str(where),
-        "--local_save_dir",
-        str(tmp_path / "o"),
-    ]
-    assert prepare.main([*argv, "--hdfs_dir", f"file://{tmp_path}/copy"]) == 0
+    where = ["--local_dataset_path", str(where), "--local_save_dir", str(tmp_path / "o")]
+    assert prepare.main(["gsm8k_multiturn_sft", *where, "--hdfs_dir", f"file://{tmp_path}/copy"]) == 0
     row = RowFiles(str(tmp_path / "o/train.parquet")).row(0)
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
-    assert (
-        row["messages"][0]["content"].startswith("a Let's think")
-        and row["messages"][1]["content"] == "b\n#### 1"
-    )
+    question, answer = (message["content"] for message in row["messages"])
+    assert question.startswith("a Let's think") and answer == "b\n#### 1"
     assert (tmp_path / "copy/test.parquet").read_bytes() == (tmp_path / "o/test.parquet").read_bytes()
 
 
@@ -123,9 +98,8 @@ def test_math_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     argv = ["math_dataset", "--local_dataset_path", str(where), "--local_save_dir", str(tmp_path / "o")]
     assert prepare.main(argv) == 0
     row = RowFiles(str(tmp_path / "o/test.parquet")).row(0)
-    assert (
-        row["reward_model"]["ground_truth"] == r"\frac{1}{2}" and "\\boxed{}" in row["prompt"][0]["content"]
-    )
+    assert row["reward_model"]["ground_truth"] == r"\frac{1}{2}"
+    assert "\\boxed{}" in row["prompt"][0]["content"]
     assert row["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and row["extra_info"]["split"] == "test"
     raw(tmp_path / "raw", [{"problem": "p", "solution": "none"}])
     assert prepare.main(argv) == 2 and "line 1" in capsys.readouterr().err
@@ -141,13 +115,7 @@ def test_last_boxed(text: str, boxed: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [
-        ("#### 1\n#### -2,000", "-2000"),
-        ("#### $5.50.", "5.50"),
-        ("####5", None),
-        ("#### .", None),
-        ("", None),
-    ],
+    [("#### 1\n#### -2,000", "-2000"), ("#### $5.50.", "5.50"), ("####5", None), ("#### .", None)],
 )
 def test_final_number(text: str, number: str | None) -> None:
     assert final_number(text) == number
@@ -185,9 +153,8 @@ def test_arithmetic_is_right_seeded_and_disjoint(level: int) -> None:
         assert row["prompt"] == [{"role": "user", "content": info["question"]}]
         keys.append((info["answer"], row["extra_info"]["question"]))
     assert len(set(keys)) == 200
-    assert not {r["extra_info"]["answer"] for r in made["train"]} & {
-        r["extra_info"]["answer"] for r in made["test"]
-    }
+    train, test = ({row["extra_info"]["answer"] for row in made[split]} for split in ("train", "test"))
+    assert not train & test
 
 
 def original_geo3k(root: Path) -> None:

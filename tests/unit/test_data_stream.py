@@ -52,9 +52,7 @@ def uids(prompts: list[Prompt]) -> list[str]:
 @given(
     size=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 2**40), steps=st.integers(1, 12)
 )
-def test_an_epoch_uses_each_row_at_most_once_and_whole_batches(
-    size: int, batch: int, seed: int, steps: int
-) -> None:
+def test_an_epoch_uses_each_row_at_most_once(size: int, batch: int, seed: int, steps: int) -> None:
     if batch > size:
         with pytest.raises(DataError, match="fewer than data"):
             stream(size, batch)
@@ -94,11 +92,6 @@ def test_refills_cross_into_the_next_epoch() -> None:
     assert uids(one.take(12, cross=True))[-1] == "0:4@3" and one.state() == {"epoch": 3, "offset": 5}
     with pytest.raises(DataError, match="6 prompts"):
         one.take(6)
-
-
-def test_leftover_rows_are_not_used() -> None:
-    one = stream(5, 2, shuffle=False)
-    assert [uids(one.take())[0] for _ in range(4)] == ["0:0@0", "0:2@0", "0:0@1", "0:2@1"]
 
 
 def test_a_row_that_fails_is_replaced_by_the_next(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,19 +204,10 @@ def test_custom_dataset_and_sampler_from_a_file(tmp_path: Path) -> None:
     truth = {"style": "rule", "ground_truth": "1"}
     rows = [{"data_source": "openai/gsm8k", "prompt": f"q{i}", "reward_model": truth} for i in range(5)]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    config = load(
-        [
-            f"data.train_files={tmp_path}/x.jsonl",
-            "data.val_files=null",
-            "data.train_batch_size=2",
-            "data.max_bad_row_ratio=0.5",
-            "actor_rollout_ref.model.path=x",
-            f"data.custom_cls.path={tmp_path}/plug.py",
-            "data.custom_cls.name=Shouting",
-            f"data.sampler.class_path={tmp_path}/plug.py",
-            "data.sampler.class_name=Backwards",
-        ]
-    )
+    words = [f"train_files={tmp_path}/x.jsonl", "val_files=null", "train_batch_size=2"]
+    words += ["max_bad_row_ratio=0.5", f"custom_cls={{path:{tmp_path}/plug.py,name:Shouting}}"]
+    words += [f"sampler={{class_path:{tmp_path}/plug.py,class_name:Backwards}}"]
+    config = load(["actor_rollout_ref.model.path=x", *(f"data.{word}" for word in words)])
     data = PromptDataset(config.data.train_files, config, tiny_tokenizer())
     assert len(data) == 4 and data.bad_rows[0]["problem"] == "custom dataset failed"
     assert "KeyError" in data.bad_rows[0]["detail"]
@@ -237,11 +221,11 @@ def test_load_extern_object(tmp_path: Path) -> None:
     assert load_extern_object(f"{tmp_path}/mod.py", "compute")() == 3
     assert load_module(f"{tmp_path}/mod.py") is load_module(f"{tmp_path}/mod.py")
     assert load_extern_object("pkg://json", "loads") is json.loads
-    for path, name, words in [
+    missing = (
         (f"{tmp_path}/none.py", "x", "no such file"),
-        (f"{tmp_path}/mod.py", "compte", "'compute'"),
         ("pkg://no_such_module_here", "x", "no_such_module_here"),
-    ]:
+    )
+    for path, name, words in (*missing, (f"{tmp_path}/mod.py", "compte", "'compute'")):
         with pytest.raises(DataError, match=words):
             load_extern_object(path, name)
 

@@ -15,7 +15,6 @@ from verl.config.check import check
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.trainer import main_eval
 from verl.trainer.evaluation import evaluation_metrics, read_table
-from verl.trajectory import Trajectory
 
 GSM8K, DAPO = "openai/gsm8k", "math_dapo"
 
@@ -76,7 +75,7 @@ def test_scores_metrics_and_page(tmp_path, capfd) -> None:
 def test_a_function_that_fails_on_a_row_is_counted(tmp_path, capfd) -> None:
     function = tmp_path / "mine.py"
     function.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "def compute_score(solution_str, ground_truth, **row):\n"
         "    if solution_str == 'bad': raise ValueError('no such answer')\n"
         "    return {'score': 0.5, 'acc': solution_str == ground_truth, 'pred': solution_str}\n"
     )
@@ -112,11 +111,9 @@ def test_what_cannot_be_used_is_refused_with_one_message(rows, words, message, t
 
 def test_a_function_that_always_fails_is_an_error(tmp_path, capfd) -> None:
     function = tmp_path / "mine.py"
-    function.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return None\n"
-    )
-    words = [f"custom_reward_function.path={function}"]
-    status, _, err = run(write(tmp_path, row(["a", "b"])), capfd, *words)
+    function.write_text("def compute_score(**row): return None\n")
+    path = write(tmp_path, row(["a", "b"]))
+    status, _, err = run(path, capfd, f"custom_reward_function.path={function}")
     assert status == 2 and "not one of 2 responses could be scored" in err
 
 
@@ -147,9 +144,8 @@ def test_other_columns_and_the_plain_format(tmp_path) -> None:
     path = write(tmp_path, {"prompt": "How many?", "response": "so #### 7", "responses": ["7", "#### 8"]})
     assert check(config_of(path)).problems == []
     (first, _) = read_table(config_of(path)).responses
-    assert first.prompt.ground_truth == "7" and first.prompt.columns["reward_kwargs"] == {
-        "method": "flexible"
-    }
+    assert first.prompt.ground_truth == "7"
+    assert first.prompt.columns["reward_kwargs"] == {"method": "flexible"}
 
 
 def test_references_of_texts(tmp_path) -> None:
@@ -163,16 +159,13 @@ def test_references_of_texts(tmp_path) -> None:
 def test_right_is_what_reaches_the_pass_score(tmp_path) -> None:
     table = read_table(config_of(write(tmp_path, row(["a", "b", "c"]))))
 
-    def scored(t: Trajectory, score: float, **parts: Any) -> None:
-        t.score, t.score_parts = score, parts
-
     for t, score in zip(table.responses, (0.4, 0.6, 1.0), strict=True):
-        scored(t, score)
+        t.score, t.score_parts = score, {}
     accuracy = "eval/openai/gsm8k/accuracy"
     assert evaluation_metrics(table, config_of(table.path))[0][accuracy] == pytest.approx(1 / 3)
     half = config_of(table.path, "metrics.pass_score=0.5")
     assert evaluation_metrics(table, half)[0][accuracy] == pytest.approx(2 / 3)
-    scored(table.responses[2], 1.0, acc=False)
+    table.responses[2].score_parts = {"acc": False}
     assert evaluation_metrics(table, half)[0][accuracy] == pytest.approx(1 / 3)
 
 
@@ -184,6 +177,4 @@ def test_answers_that_rules_read() -> None:
     assert final_answer("numina_olympiads", "The answer is 4.", {}) == "4"
     assert final_answer("lighteval/MATH", "nothing", {}) is None
     assert not has_answers(DAPO)  # it returns `pred`
-    assert (
-        predicted({"pred": "[INVALID]"}) is None and predicted({"pred": 3}) == "3" and predicted({}) is None
-    )
+    assert [predicted(parts) for parts in ({"pred": "[INVALID]"}, {"pred": 3}, {})] == [None, "3", None]

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.errors import UserError
 from verl.tracking import evaluation_metrics
 from verl.tracking.evaluation_metrics import (
     accuracy_interval,
@@ -76,10 +75,8 @@ def test_majority_of_many_is_drawn_and_close(monkeypatch) -> None:
 def test_one_response_to_each_prompt_gives_wilsons_interval() -> None:
     low, high = accuracy_interval([1.0] * 8 + [0.0] * 2, 10)
     assert (low, high) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)  # a published example
-    low, high = accuracy_interval([0.0] * 10, 10)
-    assert low == pytest.approx(0.0, abs=1e-12) and high == pytest.approx(
-        1.959964**2 / (10 + 1.959964**2), abs=1e-6
-    )
+    none = (0.0, 1.959964**2 / (10 + 1.959964**2))
+    assert accuracy_interval([0.0] * 10, 10) == pytest.approx(none, abs=1e-6)
 
 
 def test_more_responses_narrow_the_interval_only_as_far_as_they_differ() -> None:
@@ -93,17 +90,6 @@ def test_more_responses_narrow_the_interval_only_as_far_as_they_differ() -> None
     assert free == pytest.approx(width([1.0] * 200 + [0.0] * 200, 400))
     assert free < width([0.0, 0.5, 0.5, 1.0] * 25, 400) < same
     assert accuracy_interval([0.5] * 100, 400, 0.99)[1] > accuracy_interval([0.5] * 100, 400)[1]
-
-
-def test_the_interval_covers_the_true_accuracy() -> None:
-    """60 prompts of uneven difficulty, four responses each: about 95 of 100 intervals hold the mean of the difficulties."""
-    draw, held = random.Random(3), 0
-    for _ in range(300):
-        chances = [draw.betavariate(0.6, 0.6) for _ in range(60)]
-        shares = [fmean(draw.random() < p for _ in range(4)) for p in chances]
-        low, high = accuracy_interval(shares, 240)
-        held += low <= 0.5 <= high
-    assert held / 300 > 0.92
 
 
 def test_sizes() -> None:
@@ -120,16 +106,6 @@ def test_uneven_prompts_count_up_to_the_fewest_responses() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- texts
-
-
-def test_a_missing_package_is_named(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    monkeypatch.setitem(sys.modules, "rouge_score", None)
-    with pytest.raises(UserError, match="pip install sacrebleu"):
-        text_metrics(["bleu"], ["a"], [["a"]])
-    with pytest.raises(UserError, match="pip install rouge-score"):
-        text_metrics(["rouge"], ["a"], [["a"]])
-    assert text_metrics([], ["a"], [["a"]]) == {}
 
 
 def test_references_are_handed_over_as_the_libraries_take_them(monkeypatch) -> None:

@@ -102,10 +102,8 @@ def test_updates_and_passes_of_a_step() -> None:
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA H20", 148),
-        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
-        ("NVIDIA GB200", 2500),
         ("AMD Instinct MI300X", 1307),
         ("Ascend910B2", 354),
     ],
@@ -117,9 +115,8 @@ def test_peaks_by_name(name: str, tera: float) -> None:
 def test_a_device_without_a_known_peak_has_no_such_metric(tmp_path) -> None:
     assert half_precision_peak("Some New Thing") is None
     assert detect("cpu").peak_flops(torch.bfloat16) is None
-    engine = FSDPEngine(
-        tiny_model(tmp_path / "m"), role_cfg={"fsdp_config": {"dtype": "float32"}}, device="cpu"
-    )
+    dtype = {"fsdp_config": {"dtype": "float32"}}
+    engine = FSDPEngine(tiny_model(tmp_path / "m"), role_cfg=dtype, device="cpu")
     assert engine.cost() is None
 
 

@@ -1,4 +1,4 @@
-"""Step metrics against plain loops over lists."""
+"""Step metrics against plain loops over lists; merging values of several mini-batches."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl.tracking.step_metrics import (
-    Counters,
-    StepFacts,
-    agent_metrics,
-    length_metrics,
-    perf_metrics,
-    reward_metrics,
-    score_metrics,
-    staleness_metrics,
-    step_metrics,
-    time_metrics,
-)
+from verl.tracking import step_metrics as of_step
+from verl.tracking.names import merge_metrics, rule
+from verl.tracking.step_metrics import Counters, StepFacts, score_metrics, step_metrics
 from verl.trajectory import Batch, Prompt, Trajectory
 
 
@@ -35,11 +28,8 @@ def response(uid: str, index: int, length: int, rng: np.random.Generator, **kwar
     t.token_rewards = np.zeros(length, np.float32)
     if length:
         t.token_rewards[-1] = t.score - 0.25
-    t.timing = {
-        "generate_sequences": 1.0 + index,
-        "compute_score": 0.1 * index,
-        "num_preempted": float(index % 2),
-    }
+    t.timing = {"generate_sequences": 1.0 + index, "compute_score": 0.1 * index}
+    t.timing["num_preempted"] = float(index % 2)
     for name, value in kwargs.items():
         setattr(t, name, value)
     return t
@@ -55,9 +45,8 @@ def batch_of(seed: int = 0) -> Batch:
     for t in (rows[1], rows[2]):
         t.loss_mask = np.zeros(t.length, bool)
     rows[5] = response("u1", 1, 0, rng, score=7.0)
-    rows[7] = response(
-        "u1", 3, 0, rng, score=None, score_error="lost by the sampler", finish_reason="lost", timing={}
-    )
+    lost = {"score": None, "score_error": "lost by the sampler", "finish_reason": "lost", "timing": {}}
+    rows[7] = response("u1", 3, 0, rng, **lost)
     rows[8].segments[0].versions = (1, 2)
     rows[0].score_parts = {"acc": True, "note": "text", "speed": 2.5}
     rows[3].score_parts = {"acc": False, "speed": float("nan")}
@@ -67,15 +56,7 @@ def batch_of(seed: int = 0) -> Batch:
 FACTS = StepFacts(
     step=4,
     epoch=1,
-    timings={
-        "step": 10.0,
-        "gen": 4.0,
-        "reward": 0.5,
-        "adv": 0.1,
-        "update_actor": 3.0,
-        "update_weights": 0.2,
-        "ref": 1.0,
-    },
+    timings={"step": 10.0, "gen": 4.0, "reward": 0.5, "update_actor": 3.0, "update_weights": 0.2, "ref": 1.0},
     weight_version=4,
     max_prompt_length=5,
     max_response_length=8,
@@ -113,19 +94,13 @@ def test_scores_rewards_advantages(seed):
     three(found, "reward_extra/acc", [1.0, 0.0])
     three(found, "reward_extra/speed", [2.5])
     assert "reward_extra/note/mean" not in found and not any("values" in n for n in found)
-
-
-def test_rewards_equal_scores_without_token_rewards():
-    batch = batch_of()
     for t in batch:
         t.token_rewards = None
-    found = score_metrics(batch)
-    for kind in ("mean", "max", "min"):
-        assert found[f"critic/rewards/{kind}"] == found[f"critic/score/{kind}"]
+    three(score_metrics(batch), "critic/rewards", [t.score for t in scored])
 
 
 def test_failed_scores_are_counted_and_lost_answers_apart():
-    found = reward_metrics(batch_of())
+    found = of_step.reward_metrics(batch_of())
     assert (found["reward/errors"], found["reward/timeouts"]) == (2, 1)
     close(found, "reward/error_ratio", 2 / 11)
     assert found["training/rollout_failure/evicted_samples"] == 1
@@ -147,14 +122,14 @@ def test_a_lost_answer_is_in_no_number_but_its_own_counter(seed):
 
 def test_lengths():
     batch = batch_of()
-    found = length_metrics(batch, 5, 6)
+    found = of_step.length_metrics(batch, 5, 6)
     lengths = [len(t.response_ids) for t in batch.trajectories]
     prompts = [len(t.prompt.ids) for t in batch.trajectories]
     three(found, "response_length", lengths)
     three(found, "prompt_length", prompts)
     batch[4].response_mask[:] = False
     written = [n for t, n in zip(batch, lengths, strict=True) if t.response_mask.sum() > 0]
-    found = length_metrics(batch, 5, 6)
+    found = of_step.length_metrics(batch, 5, 6)
     three(found, "response_length_non_aborted", written)
     close(found, "response_length/clip_ratio", sum(n >= 6 for n in lengths) / 12)
     close(found, "response_length_non_aborted/clip_ratio", sum(n >= 6 for n in written) / len(written))
@@ -167,7 +142,7 @@ def test_lengths():
 
 def test_times():
     batch = batch_of()
-    found = time_metrics(batch, FACTS)
+    found = of_step.time_metrics(batch, FACTS)
     responses = sum(len(t.response_ids) for t in batch)
     total = responses + sum(len(t.prompt.ids) for t in batch)
     close(found, "timing_s/step", 10.0)
@@ -177,28 +152,20 @@ def test_times():
     close(found, "timing_per_token_ms/update_actor", 3000 / total)
     close(found, "timing_per_token_ms/ref", 1000 / total)
     assert "timing_per_token_ms/values" not in found
-    perf = perf_metrics(batch, FACTS)
+    perf = of_step.perf_metrics(batch, FACTS)
     assert perf["perf/total_num_tokens"] == total
     close(perf, "perf/throughput", total / (10.0 * 2))
     close(perf, "perf/weight_sync_gb_per_s", 2.0)
     close(perf, "perf/device_busy_ratio", (3.5 + 1.0 + 3.0) / 10)
     assert perf["perf/cpu_memory_used_gb"] > 0.01
-
-
-def test_generate_sequences_never_exceeds_gen():
-    facts = StepFacts(1, 0, {"step": 5.0, "gen": 2.0}, 1, 5, 5, sampler={"busy_s": 99.0})
-    assert time_metrics(batch_of(), facts)["timing_s/generate_sequences"] == 2.0
+    longer = StepFacts(1, 0, {"step": 5.0, "gen": 2.0}, 1, 5, 5, sampler={"busy_s": 99.0})
+    assert of_step.time_metrics(batch, longer)["timing_s/generate_sequences"] == 2.0, "it never exceeds gen"
 
 
 def test_slowest_response():
     batch = batch_of()
-    batch[9].timing = {
-        "generate_sequences": 2.0,
-        "tool_calls": 50.0,
-        "compute_score": 1.0,
-        "num_preempted": 3.0,
-    }
-    found = agent_metrics(batch)
+    batch[9].timing = {"generate_sequences": 2.0, "tool_calls": 50.0, "num_preempted": 3.0}
+    found = of_step.agent_metrics(batch)
     base = "timing_s/agent_loop"
     assert found[f"{base}/slowest/tool_calls"] == 50.0
     assert found[f"{base}/slowest/num_preempted"] == 3.0
@@ -213,7 +180,7 @@ def test_staleness():
     for t in batch:
         t.segments[0].versions = (3,)
     batch[0].segments[0].versions = (1, 2)
-    found = staleness_metrics(batch, 4)
+    found = of_step.staleness_metrics(batch, 4)
     assert found["training/weight_version"] == 4
     base = "training/off_policy/trajectory"
     assert (found[f"{base}_spans/max"], found[f"{base}_spans/min"]) == (2, 1)
@@ -229,13 +196,8 @@ def test_whole_step_is_plain_numbers_and_has_what_is_always_there():
     assert (found["training/global_step"], found["training/epoch"]) == (4, 1)
     values = [float(v) for t in batch_of() for v, m in zip(t.entropy, t.response_mask, strict=True) if m]
     assert found["actor/entropy"] == pytest.approx(statistics.fmean(values), rel=1e-6)
-    for name in (
-        "training/rollout_probs_diff_mean",
-        "training/rollout_logprob_abs_diff/max",
-        "rollout_corr/kl",
-        "timing_s/agent_loop/slowest/tool_calls",
-    ):
-        assert name in found
+    there = {"training/rollout_probs_diff_mean", "training/rollout_logprob_abs_diff/max", "rollout_corr/kl"}
+    assert there | {"timing_s/agent_loop/slowest/tool_calls"} <= set(found)
     assert found["training/rollout_probs_diff_valid"] == 1
 
 
@@ -243,12 +205,7 @@ def test_nothing_to_average_over_is_nan_and_stops_nothing():
     rng = np.random.default_rng(0)
     rows = [response("u0", i, 0, rng, score=None, score_error="x", entropy=None) for i in range(2)]
     found = step_metrics(Batch(rows), FACTS, Counters())
-    for name in (
-        "critic/score/mean",
-        "critic/advantages/max",
-        "actor/entropy",
-        "response_length_non_aborted/mean",
-    ):
+    for name in ("critic/score/mean", "critic/advantages/max", "actor/entropy"):
         assert math.isnan(found[name])
     assert found["reward/errors"] == 2 and found["response/aborted_ratio"] == 1.0
     assert "training/rollout_probs_diff_mean" not in found
@@ -256,10 +213,54 @@ def test_nothing_to_average_over_is_nan_and_stops_nothing():
     assert math.isnan(empty["critic/score/mean"]) and empty["perf/total_num_tokens"] == 0
 
 
-def test_counters_travel():
-    counters = Counters(3, 4)
-    other = Counters()
-    other.load(counters.state())
-    assert other == counters
-    other.load({})
-    assert other == counters
+# ---- values of several mini-batches ----
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("actor/loss", "mean"),
+        ("critic/score/max", "max"),
+        ("critic/score/min", "min"),
+        ("rollout_corr/rollout_is_max", "max"),
+        ("rollout_corr/rollout_is_seq_max_deviation", "max"),
+        ("timing_s/gen", "mean"),
+        ("actor/determination", "mean"),
+        ("actor/grad_norm", "mean"),
+        ("perf/max_memory_allocated_gb", "max"),
+    ],
+)
+def test_rule_by_name(name, how):
+    assert rule(name) == how
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, st.floats(0.001, 1e3)), min_size=1, max_size=8))
+def test_merge_against_plain_loops(rows):
+    merged = merge_metrics([({"a": a, "b/max": b, "b/min": c}, w) for a, b, c, w in rows])
+    above = below = 0.0
+    high, low = -math.inf, math.inf
+    for a, b, c, w in rows:
+        above += a * w
+        below += w
+        high = b if b > high else high
+        low = c if c < low else low
+    assert merged["a"] == pytest.approx(above / below, rel=1e-9, abs=1e-6)
+    assert (merged["b/max"], merged["b/min"]) == (high, low)
+
+
+def test_nan_has_nothing_to_say():
+    nan = math.nan
+    rows = [({"a": nan, "m/max": nan, "z": nan}, 1), ({"a": 2.0, "m/max": -3.0}, 5), ({"q": 1.0}, 0)]
+    merged = merge_metrics(rows)
+    assert merged["a"] == 2.0 and merged["m/max"] == -3.0
+    assert math.isnan(merged["z"]) and math.isnan(merged["q"])
+    assert merge_metrics([]) == {}
+
+
+def test_infinite_is_kept_and_negative_weights_are_refused():
+    both = [({"actor/grad_norm": value}, 1.0) for value in (math.inf, 1.0)]
+    assert merge_metrics(both) == {"actor/grad_norm": math.inf}
+    with pytest.raises(ValueError, match="negative"):
+        merge_metrics([({"a": 1.0}, -1.0)])

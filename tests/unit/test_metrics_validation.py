@@ -52,20 +52,14 @@ def slow(values: list[float], preds: list[str] | None, n: int) -> dict[str, floa
     return out
 
 
+def groups_of(n: int):
+    """Scores and answers of n responses to one prompt."""
+    one = st.tuples(st.sampled_from([0.0, 0.1, 1.0, -2.5]), st.sampled_from("abc"))
+    return st.lists(one, min_size=n, max_size=n)
+
+
 @settings(max_examples=12, deadline=None)
-@given(
-    st.integers(1, 9).flatmap(
-        lambda n: st.lists(
-            st.lists(
-                st.tuples(st.sampled_from([0.0, 0.1, 1.0, -2.5]), st.sampled_from("abc")),
-                min_size=n,
-                max_size=n,
-            ),
-            min_size=1,
-            max_size=3,
-        )
-    )
-)
+@given(st.integers(1, 9).flatmap(lambda n: st.lists(groups_of(n), min_size=1, max_size=3)))
 def test_against_plain_loops(groups):
     n = len(groups[0])
     rows = [
@@ -78,9 +72,8 @@ def test_against_plain_loops(groups):
         each = [slow([of(s) for s, _ in group], [p for _, p in group], n) for group in groups]
         for metric in each[0]:
             expected = sum(e[metric] for e in each) / len(each)
-            place = (
-                "val-core" if metric.split("/")[0] in (f"mean@{n}", f"best@{n}", f"maj@{n}") else "val-aux"
-            )
+            core = metric.split("/")[0] in (f"mean@{n}", f"best@{n}", f"maj@{n}")
+            place = "val-core" if core else "val-aux"
             assert found[f"{place}/gsm8k/{variable}/{metric}"] == pytest.approx(expected, abs=1e-9), metric
     expected_names = {m.partition("/reward/")[2] for m in found if "/reward/" in m}
     assert expected_names == set(slow([0.0] * n, ["a"] * n, n))
@@ -122,15 +115,12 @@ def test_failed_answers():
     ]
     found = validation_metrics(rows)
     assert found["val-core/gsm8k/acc/mean@2"] == pytest.approx((0.5 + 0 + 0.5) / 3)
-    assert found["val-core/gsm8k/reward/mean@2"] == pytest.approx((1.0 + 0.0) / 2), (
-        "prompt b has no reward at all"
-    )
+    assert found["val-core/gsm8k/reward/mean@2"] == pytest.approx((1.0 + 0.0) / 2), "prompt b has no reward"
     assert found["val-aux/gsm8k/acc_success_only/mean@2"] == pytest.approx((1.0 + 0.5) / 2)
     assert found["val-aux/gsm8k/errors"] == 3
     assert found["val-aux/gsm8k/extra/mean@2"] == pytest.approx((5.0 + 1.0) / 2)
-    assert found["val-core/gsm8k/reward/best@2/mean"] == pytest.approx(
-        (1.0 + slow([-1.0, 1.0], None, 2)["best@2/mean"]) / 2
-    )
+    best = slow([-1.0, 1.0], None, 2)["best@2/mean"]
+    assert found["val-core/gsm8k/reward/best@2/mean"] == pytest.approx((1.0 + best) / 2)
     assert found["val/accuracy"] == pytest.approx(1 / 3)
 
 
@@ -167,14 +157,8 @@ def test_pictures_and_named_n():
 
 
 def test_sizes_and_draws():
-    assert [subset_sizes(n) for n in (1, 2, 3, 4, 5, 16)] == [
-        [1],
-        [2],
-        [2, 3],
-        [2, 4],
-        [2, 4, 5],
-        [2, 4, 8, 16],
-    ]
+    found = [subset_sizes(n) for n in (1, 2, 3, 4, 5, 16)]
+    assert found == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8, 16]]
     one_by_one = np.random.RandomState(42)
     expected = [one_by_one.choice(5, size=3, replace=True) for _ in range(1000)]
     assert np.array_equal(draws(5, 3), expected)

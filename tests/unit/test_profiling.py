@@ -28,23 +28,16 @@ def config(tool: str | None = "torch", steps: Any = (2,), **changes: Any) -> Any
         return {"profiler": base | changes.pop(name, {})}
 
     actor, ref, rollout, critic = (role(name) for name in ("actor", "ref", "rollout", "critic"))
+    memory = {"trace_alloc_max_entries": 10, "stack_depth": 4}
     profiler = {
         "tool": tool,
         "steps": steps and list(steps),
         "profile_continuous_steps": False,
         "save_path": "out",
-        "global_tool_config": {
-            "torch_memory": {"trace_alloc_max_entries": 10, "stack_depth": 4},
-            "nsys": changes.pop("nsys", {}),
-        },
-    }
-    return Map.of(
-        {
-            "actor_rollout_ref": {"actor": actor, "ref": ref, "rollout": rollout},
-            "critic": critic,
-            "global_profiler": profiler | changes,
-        }
-    )
+        "global_tool_config": {"torch_memory": memory, "nsys": changes.pop("nsys", {})},
+    } | changes
+    roles = {"actor": actor, "ref": ref, "rollout": rollout}
+    return Map.of({"actor_rollout_ref": roles, "critic": critic, "global_profiler": profiler})
 
 
 ON = {"enable": True}
@@ -116,26 +109,18 @@ def test_steps_and_neighbouring_steps(continuous: bool, expected: list[str], tmp
     assert profiler.close() == [] and (tmp_path / "new").is_dir()
 
 
-def test_a_run_that_ends_inside_a_profile_keeps_what_there_is(tmp_path: Path) -> None:
-    tool = Noted()
-    profiler = StepProfiler(ProfilePlan("x", (2, 3), True, tmp_path, "a"), tool)
-    for step in (1, 2):
-        profiler.start(step)
-        profiler.stop(step)
-    profiler.start(3)
-    assert profiler.close() == [str(tmp_path / "a.step2-3.x")] and profiler.close() == []
-
-
-def test_phases_are_marked_while_a_profile_runs_and_only_then(tmp_path: Path) -> None:
+def test_a_run_that_ends_inside_a_profile_keeps_what_there_is_and_marks_its_phases(tmp_path: Path) -> None:
     tool, phases = Noted(), Phases()
-    profiler = StepProfiler(ProfilePlan("x", (2,), False, tmp_path, "a"), tool)
+    profiler = StepProfiler(ProfilePlan("x", (2, 3), True, tmp_path, "a"), tool)
     phases.mark = profiler.span
-    for step in (1, 2, 3):
+    for step in (1, 2):
         profiler.start(step)
         with phases("gen"):
             phases.beat()
         profiler.stop(step)
-    assert tool.seen == ["start", "(gen)", "a.step2.x"]
+    profiler.start(3)
+    assert profiler.close() == [str(tmp_path / "a.step2-3.x")] and profiler.close() == []
+    assert tool.seen == ["start", "(gen)", "a.step2-3.x"]
 
 
 def opened(path: str) -> list[dict[str, Any]]:
@@ -144,9 +129,8 @@ def opened(path: str) -> list[dict[str, Any]]:
 
 
 def profiled(tmp_path: Path, work: Any, tool: str = "torch", **changes: Any) -> list[str]:
-    profiler = open_profiler(
-        config(tool, save_path=str(tmp_path), **changes), roles=("actor",), rank=0, device="cpu"
-    )
+    settings = config(tool, save_path=str(tmp_path), **changes)
+    profiler = open_profiler(settings, roles=("actor",), rank=0, device="cpu")
     assert profiler is not None
     profiler.start(2)
     work(profiler)
@@ -212,20 +196,18 @@ def test_arguments_of_tools() -> None:
     assert check_options("torch", {"discrete": True}) == ""
 
 
-@pytest.mark.slow
-def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path) -> None:
-    from tests.runs import TinyRun, main_ppo
+def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path, fork_server: Any) -> None:
+    from tests.runs import TinyRun
 
-    run = TinyRun(tmp_path / "run")
-    done = main_ppo(
-        run.overrides(
-            tmp_path / "out", "trainer.total_training_steps=3", "trainer.save_freq=-1", "global_profiler.tool=torch",
-            "global_profiler.steps=[2,3,9]", "global_profiler.profile_continuous_steps=True",
-            f"global_profiler.save_path={tmp_path / 'profiles'}",
-        )
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "global_profiler.steps=[9]: the run ends with step 3" in done.stderr + done.stdout
+    keys = ["tool=torch", "steps=[2,3,9]", "profile_continuous_steps=True", f"save_path={tmp_path}/profiles"]
+    words = [
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=-1",
+        *(f"global_profiler.{k}" for k in keys),
+    ]
+    run = fork_server.run(TinyRun(tmp_path / "run").overrides(tmp_path / "out", *words))
+    assert run.status == 0, run.stderr[-3000:]
+    assert "global_profiler.steps=[9]: the run ends with step 3" in run.stderr + run.stdout
     name = "actor-rollout.rank0.step2-3.torch"
     assert sorted(p.name for p in (tmp_path / "profiles").iterdir()) == [f"{name}.json.gz", f"{name}.txt"]
     names = [event.get("name") for event in opened(str(tmp_path / "profiles" / f"{name}.json.gz"))]
@@ -240,20 +222,18 @@ def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path) -> None:
     assert "perf/weight_sync_gb_per_s" in timed[1]
 
 
-@pytest.mark.slow
 def test_supervised_training_profiles_too(tmp_path: Path) -> None:
     from tests.tiny import tiny_model
+    from tests.unit.test_sft_trainer import arguments
     from verl.trainer.sft_trainer import main
 
     rows = [{"q": "a" * i, "a": "b" * (5 - i)} for i in range(1, 5)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    words = [
-        f"model.path={tiny_model(tmp_path / 'm')}", f"data.train_files={tmp_path / 'rows.jsonl'}", "data.prompt_key=q",
-        "data.response_key=a", "data.train_batch_size=4", "data.max_token_len_per_gpu=150", "engine.dtype=float32",
-        "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.logger=[]",
-        f"trainer.default_local_dir={tmp_path / 'out'}", "global_profiler.tool=torch_memory", "global_profiler.steps=[2]",
-        f"global_profiler.save_path={tmp_path / 'profiles'}",
-    ]  # fmt: skip
+    keys = ["data.prompt_key=q", "data.response_key=a", "trainer.total_training_steps=2"]
+    words = ["tool=torch_memory", "steps=[2]", f"save_path={tmp_path / 'profiles'}"]
+    words = arguments(tiny_model(tmp_path / "m"), tmp_path / "rows.jsonl", tmp_path / "out", *keys) + [
+        f"global_profiler.{word}" for word in words
+    ]
     assert main(words) == 0
     name = "sft.rank0.step2.torch_memory"
     assert (tmp_path / f"profiles/{name}.tensors.json").is_file()

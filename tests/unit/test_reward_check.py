@@ -14,10 +14,10 @@ from verl.reward.check import main, reward_check
 from verl.reward.precheck import reference_responses
 
 
-def rows(count: int = 12, source: str = "openai/gsm8k", truth: Any = None) -> list[dict[str, Any]]:
+def rows(count: int = 12, source: str = "openai/gsm8k") -> list[dict[str, Any]]:
     found = []
     for i in range(count):
-        value = str(137 + 3 * i) if truth is None else truth
+        value = str(137 + 3 * i)
         extra = {"index": i, "answer": f"so\n#### {value}", "question": "q"}
         prompt = [{"role": "user", "content": "q"}]
         reward = {"style": "rule", "ground_truth": value}
@@ -47,17 +47,10 @@ def reward(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("source", "truth"),
-    [
-        ("openai/gsm8k", None),
-        ("math_dapo", None),
-        ("searchR1_nq", None),
-        ("lighteval/MATH", None),
-        ("hiyouga/geometry3k", None),
-    ],
+    "source", ["openai/gsm8k", "math_dapo", "searchR1_nq", "lighteval/MATH", "hiyouga/geometry3k"]
 )
-def test_built_in_rules_pass_on_sound_rows(data: Any, source: str, truth: Any) -> None:
-    records = rows(6, source, truth)
+def test_built_in_rules_pass_on_sound_rows(data: Any, source: str) -> None:
+    records = rows(6, source)
     if source == "searchR1_nq":
         for i, record in enumerate(records):
             record["reward_model"]["ground_truth"] = {"target": [f"name{i}"]}
@@ -151,9 +144,7 @@ def test_command_line(data: Any, reward: Any, capsys: pytest.CaptureFixture[str]
         (["--data", "DATA", "--kwargs", "{"], "is not JSON"),
     ],
 )
-def test_command_line_mistakes(
-    data: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_mistakes(data, arguments, message, capsys) -> None:
     path = data(rows(2))
     assert main([path if a == "DATA" else a for a in arguments]) == 2
     assert message in capsys.readouterr().err
@@ -164,9 +155,5 @@ def test_command_line_mistakes(
 
 
 def test_the_check_imports_no_torch() -> None:
-    code = "import sys, verl.reward.check; print('torch' in sys.modules)"
-    root = Path(__file__).parents[2]
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
-    ).stdout
-    assert out.strip() == "False"
+    code = "import sys, verl.reward.check; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

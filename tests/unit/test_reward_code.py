@@ -68,11 +68,7 @@ def test_the_program_of_a_response(response: str, program: str | None) -> None:
         ("def f(n): return n + 1", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[2], [3]]}, 1.0),
         ("def f(n): return 10 ** n", {"fn_name": "f", "inputs": [[400], [0]], "outputs": [0.5, 1.0]}, 0.5),
         ("print('[' * 100000)", {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, 0.0),
-        (
-            "def f(n): return eval('[' * 80 + ']' * 80)",
-            {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
-            0.0,
-        ),
+        ("def f(n): return eval('[' * 80 + ']' * 80)", {"fn_name": "f", "inputs": [[1]], "outputs": [2]}, 0),
         ("print('1\\n' * 5000000)", {"inputs": [""], "outputs": ["1"]}, 0.0),
         ("def f(n): return n + 1", {"assert_case": ["assert f(1) == 2", "assert f(1) == 3"]}, 0.5),
         ("import os\nos._exit(0)", {"assert_case": ["assert f(1) == 2"]}, 0.0),
@@ -84,13 +80,7 @@ def test_share_of_cases_passed(program: str, truth: Any, expected: float) -> Non
 
 @pytest.mark.parametrize(
     "truth",
-    [
-        {},
-        "[]",
-        "no json",
-        {"inputs": ["1"], "outputs": []},
-        {"fn_name": "f(", "inputs": [[1]], "outputs": [1]},
-    ],
+    [{}, "[]", "x", {"inputs": ["1"], "outputs": []}, {"fn_name": "f(", "inputs": [[1]], "outputs": [1]}],
 )
 def test_a_row_without_usable_tests_is_no_zero(truth: Any) -> None:
     with pytest.raises(ValueError):
@@ -159,12 +149,8 @@ def test_a_service_runs_programs(no_pauses: None, what: str, expected: float | s
             assert score(f"# {what}", DOUBLE, sandbox_fusion_url=url, memory_limit_mb=64) == expected
     assert len(service.bodies) == tries
     body = service.bodies[0]
-    assert (body["path"], body["language"], body["memory_limit_MB"], body["run_timeout"]) == (
-        "/run_code",
-        "python",
-        64,
-        10,
-    )
+    asked = {"path": "/run_code", "language": "python", "memory_limit_MB": 64, "run_timeout": 10}
+    assert {name: body[name] for name in asked} == asked
 
 
 def test_a_service_that_is_not_there(no_pauses: None) -> None:
@@ -178,10 +164,8 @@ def test_programs_at_a_time_at_a_service() -> None:
     service, semaphore = Service(), threading.Semaphore(2)
     with serving(service) as url:
         many = {"inputs": ["1"] * 10, "outputs": ["2"] * 10}
-        assert (
-            score("# right", many, sandbox_fusion_url=url, concurrent_semaphore=semaphore, max_concurrent=8)
-            == 1.0
-        )
+        limits = {"concurrent_semaphore": semaphore, "max_concurrent": 8}
+        assert score("# right", many, sandbox_fusion_url=url, **limits) == 1.0
     assert len(service.bodies) == 10 and service.most_at_once <= 2
 
 
@@ -189,10 +173,8 @@ def test_a_run_scores_code(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Service()) as url:
         for where, program in (([], "print(int(input()) * 2)"), ([f"sandbox_fusion.url={url}"], "# right")):
             runner = RewardRunner(None, settings=settings("reward_model.num_workers=1", *where))
-            right, wrong = (
-                answer(fenced(text), truth=DOUBLE, data_source="taco", extra_info={})
-                for text in (program, "")
-            )
+            row = {"truth": DOUBLE, "data_source": "taco"}
+            right, wrong = (answer(fenced(text), **row, extra_info={}) for text in (program, ""))
             asyncio.run(runner.score_batch([right, wrong]))
             assert (right.score, wrong.score) == (1.0, 0.0), (right.score_error, wrong.score_error)
             if not where:

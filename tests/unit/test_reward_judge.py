@@ -79,25 +79,19 @@ def test_labels(served: tuple[Judge, str]) -> None:
         ("other", ServiceFailed, "no chat completion", 3),
     ],
 )
-def test_no_verdict_is_no_zero(
-    served: tuple[Judge, str], says: str, error: type[Exception], message: str, tries: int
-) -> None:
+def test_no_verdict_is_no_zero(served, says, error, message, tries) -> None:
     with pytest.raises(error, match=message):
         score(served[1], f"says {says}")
     assert len(served[0].bodies) == tries
 
 
-def test_what_the_judge_is_asked(
-    served: tuple[Judge, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_the_judge_is_asked(served, monkeypatch, tmp_path) -> None:
     asked, url = served
     monkeypatch.setenv("KEY", "k")
     file = tmp_path / "template.txt"
     file.write_text("Q={question} A={response} T={ground_truth} {other}")
-    messages = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "u"}]},
-    ]
+    parts = [{"type": "text", "text": "u"}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     options = {"template_path": str(file), "api_key_variable": "KEY", "max_tokens": 5}
     score(f"{url}/v1", "{ground_truth} \\boxed{1}", None, {"messages": messages}, **options)
     (body,) = asked.bodies
@@ -114,12 +108,9 @@ def test_what_the_judge_is_asked(
 def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     asked, url = served
     kwargs = "custom_reward_function.reward_kwargs."
-    words = (
-        "custom_reward_function.path=pkg://verl.reward.judge",
-        "reward_model.reward_manager=rate_limited",
-    )
-    options = (f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4")
-    runner = RewardRunner(None, settings=settings(*words, *options))
+    words = ["custom_reward_function.path=pkg://verl.reward.judge", "reward_model.reward_manager=limited"]
+    words += [f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4"]
+    runner = RewardRunner(None, settings=settings(*words))
     try:
         rows = [answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten"])]
         asyncio.run(runner.score_batch(rows))

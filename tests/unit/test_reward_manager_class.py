@@ -84,47 +84,39 @@ def model(tmp_path_factory) -> Path:
 def config(model, tmp_path):
     (tmp_path / "managers.py").write_text(MANAGERS)
 
-    def make(name: str, *words: str) -> Any:
-        return load(
-            [
-                "algorithm.adv_estimator=grpo",
-                f"actor_rollout_ref.model.path={model}",
-                "reward_manager.source=importlib",
-                f"reward_manager.name={name}",
-                f"reward_manager.module.path={tmp_path}/managers.py",
-                "reward_model.num_workers=1",
-                "trainer.save_freq=17",
-                "trainer.device=cpu",
-                *words,
-            ]
-        )
+    def make(name: str) -> Any:
+        manager = f"reward_manager={{source:importlib,name:{name},module:{{path:{tmp_path}/managers.py}}}}"
+        run = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}", "trainer.device=cpu"]
+        return load([*run, manager, "reward_model.num_workers=1", "trainer.save_freq=17"])
 
     return make
 
 
 def answer(text: str, index: int = 0, truth: str = "72") -> Trajectory:
     ids = np.array(tiny_tokenizer().encode(text), np.int64)
-    prompt = Prompt(
-        "0:0@0", np.arange(4), [{"role": "user", "content": "q"}], "src", truth, columns={"level": 3}
-    )
+    messages = [{"role": "user", "content": "q"}]
+    prompt = Prompt("0:0@0", np.arange(4), messages, "src", truth, columns={"level": 3})
     t = Trajectory(prompt, index, ids, np.ones(len(ids), bool))
     t.text = text
     return t
 
 
-def score(config: Any, answers: list[Trajectory]) -> None:
+def score(config: Any, answers: list[Trajectory]) -> Any:
+    """Score the answers; the outcome of a text that is tried as before a run, for managers of single answers."""
     runner = RewardRunner(config)
     try:
         for t in answers:
             asyncio.run(runner.score(t))
         asyncio.run(runner.score_batch(answers))
+        return asyncio.run(runner.try_function(answers[0].prompt, "72")) if runner.per_response else None
     finally:
         runner.close()
 
 
 def test_an_async_manager_scores_answers_one_by_one(config) -> None:
     good, bad, raising = answer("72"), answer("#### 72", truth="7"), answer("raise")
-    score(config("Async"), [good, bad, raising])
+    tried = score(config("Async"), [good, bad, raising])
+    assert (tried.score, tried.parts["acc"]) == (1.0, True), "a text that is tried is tokenised"
     assert good.score == 1.0 and good.score_parts == {"acc": True, "level": 3, "steps": 17}
     assert bad.score == 1.0 and bad.score_parts["acc"] is False, "the built-in function it was given"
     assert raising.score is None and "no such thing" in raising.score_error
@@ -144,15 +136,6 @@ def test_a_manager_of_whole_batches(config) -> None:
     plain = [answer("a"), answer("b")]
     score(config("Plain"), plain)
     assert [t.score for t in plain] == [float(t.response_ids.sum()) for t in plain]
-
-
-def test_a_text_that_is_tried_before_the_run_is_tokenised(config) -> None:
-    runner = RewardRunner(config("Async"))
-    try:
-        outcome = asyncio.run(runner.try_function(answer("").prompt, "72"))
-    finally:
-        runner.close()
-    assert (outcome.score, outcome.parts["acc"]) == (1.0, True)
 
 
 @pytest.mark.parametrize(

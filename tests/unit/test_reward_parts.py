@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from verl import config
 from verl.platform import parent_channel as codec
@@ -75,15 +73,8 @@ def test_results_that_are_not(value: Any, message: str) -> None:
 
 
 def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:
-    value = {
-        "score": 1,
-        "acc": True,
-        "f": np.float64(0.5),
-        "pred": ("a", 1),
-        "note": "x",
-        "odd": object,
-        "n": math.nan,
-    }
+    value = {"score": 1, "acc": True, "f": np.float64(0.5), "pred": ("a", 1), "note": "x", "odd": object}
+    value["n"] = math.nan
     score, parts, bare = normalise(value)
     assert (score, bare) == (1.0, False) and "score" not in parts
     assert parts["acc"] is True and parts["f"] == 0.5 and parts["pred"] == ("a", 1) and parts["note"] == "x"
@@ -93,30 +84,16 @@ def test_parts_keep_numbers_and_hashables_and_turn_the_rest_into_text() -> None:
 
 # ---------------------------------------------------------------------------------------------- travel
 
-_PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(codec=None))
-    | st.binary()
-    | st.decimals(allow_nan=False)
-    | st.datetimes()
-    | st.dates(),
-    lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text() | st.just("$type") | st.integers() | st.tuples(st.integers()), inner)
-    ),
-    max_leaves=8,
-)
 
-
-@given(_PLAIN)
-def test_values_arrive_as_they_were_in_one_line(value: Any) -> None:
+def test_values_arrive_as_they_were_in_one_line() -> None:
+    moment = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
+    plain = [None, True, -(2**70), 0.1, math.inf, "é\n\u2028\ud800", b"\0\n\xff", Decimal("0.1"), moment]
+    plain.append(moment.date())
+    value = {"plain": plain, "$type": "mine", 3: (1, ("a", [])), (1, 2): {"$type": {"x": ()}}}
     line = codec.encode(value)
     restored = codec.decode(line)
-    assert line.count(b"\n") == 1 and restored == value and type(restored) is type(value)
+    assert line.count(b"\n") == 1 and restored == value
+    assert [type(v) for v in restored["plain"]] == [type(v) for v in plain] and type(restored[3]) is tuple
 
 
 def test_arrays_travel_as_lists_and_objects_are_refused_by_place() -> None:
@@ -151,10 +128,6 @@ def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "my_reward.py")
 
 
-def test_the_directory_of_the_file_is_importable(user_file: str) -> None:
-    assert load.load_function(user_file, "compute_score")(1, 2, 3) == 1.0
-
-
 def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: str, tmp_path: Path) -> None:
     with pytest.raises(RewardLoadError, match=r"my_rewrd\.py: no such file .*in that folder: my_reward\.py"):
         load.load_function(str(tmp_path / "my_rewrd.py"), "compute_score")
@@ -163,6 +136,7 @@ def test_a_missing_file_a_directory_and_a_missing_module_are_named(user_file: st
     with pytest.raises(RewardLoadError, match="no module 'no_such_module_here'"):
         load.load_function("pkg://no_such_module_here.rewards", "compute_score")
     assert load.load_function("pkg://verl.reward.rules.gsm8k", "compute_score")("#### 1", "1") == 1.0
+    assert load.load_function(user_file, "compute_score")(1, 2, 3) == 1.0, "its folder is importable"
 
 
 def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
@@ -174,9 +148,8 @@ def test_a_missing_name_lists_the_functions_there(user_file: str) -> None:
 
 def test_calling_styles(user_file: str) -> None:
     def style(name: str, batch: bool = False, positional: bool = False, **kwargs: Any) -> str:
-        return load.calling_style(
-            load.load_function(user_file, name), kwargs, batch=batch, positional=positional
-        )
+        function = load.load_function(user_file, name)
+        return load.calling_style(function, kwargs, batch=batch, positional=positional)
 
     assert style("compute_score", extra=1) == "keyword"
     assert style("many", batch=True) == "keyword"
@@ -203,12 +176,8 @@ def test_async_is_seen_through_partials_wrappers_and_objects(user_file: str) -> 
     def wrapped(**kwargs: Any) -> Any:
         return later(**kwargs)
 
-    for function in (
-        later,
-        functools.partial(later, data_source=1),
-        wrapped,
-        load.load_function(user_file, "an_object"),
-    ):
+    an_object = load.load_function(user_file, "an_object")
+    for function in (later, functools.partial(later, data_source=1), wrapped, an_object):
         assert load.is_async(function)
     assert not load.is_async(load.load_function(user_file, "compute_score"))
 
@@ -223,25 +192,12 @@ def test_calls_at_once() -> None:
     assert gate.try_start(0.0) == 0.0
 
 
-@given(
-    st.lists(st.floats(0.0, 50.0), min_size=1, max_size=60), st.integers(1, 5), st.none() | st.integers(2, 9)
-)
-def test_no_window_of_a_minute_holds_too_many(gaps: list[float], rpm: int, tpm: int | None) -> None:
-    gate = RateGate(None, rpm, None if tpm is None else tpm * 1000 + 500, 1000)
-    most = rpm if tpm is None else min(rpm, tpm)
-    now, starts = 0.0, []
-    for gap in gaps:
-        now += gap
-        wait = gate.try_start(now)
-        assert wait is not None
-        if wait:
-            if wait > 1e-3:  # shorter waits are rounded up to that
-                assert gate.try_start(now + wait * 0.9) != 0.0
-            now += wait + 1e-6
-            assert gate.try_start(now) == 0.0
-        starts.append(now)
-    for t in starts:
-        assert sum(t - 60 < s <= t for s in starts) <= most
+@pytest.mark.parametrize("limits", [(None, 2), (None, 9, 2500, 1000)], ids=["calls", "tokens"])
+def test_no_minute_holds_too_many(limits: tuple[Any, ...]) -> None:
+    gate = RateGate(*limits)
+    assert [gate.try_start(now) for now in (0.0, 10.0)] == [0.0, 0.0]
+    assert gate.try_start(20.0) == pytest.approx(40.0) and gate.try_start(59.0) == pytest.approx(1.0)
+    assert gate.try_start(60.1) == 0.0 and gate.try_start(61.0) == pytest.approx(9.0)
 
 
 def test_a_limit_that_no_call_can_meet_is_refused() -> None:
@@ -273,11 +229,8 @@ def test_settings() -> None:
 
 def test_overlong_penalty() -> None:
     key = "reward_model.reward_kwargs"
-    buffer = [
-        f"{key}.overlong_buffer_cfg.{word}"
-        for word in ("enable=True", "len=20", "penalty_factor=2", "log=True")
-    ]
-    overlong = settings(*buffer, f"{key}.max_resp_len=60").overlong
+    buffer = f"{key}.overlong_buffer_cfg={{enable:True,len:20,penalty_factor:2,log:True}}"
+    overlong = settings(buffer, f"{key}.max_resp_len=60").overlong
     assert overlong == Overlong(20, 2.0, 60, True)
     assert [overlong.penalty(n) for n in (0, 40, 41, 50, 60)] == [0.0, 0.0, -0.1, -1.0, -2.0]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
@@ -30,9 +31,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if what == "hang": time.sleep(60)
     if what == "spin": 9**9**9**9
     if what == "nan": return float("nan")
-    if what == "string": return "1.0"
-    if what == "none": return None
-    if what == "no score": return {"acc": 1}
     if what == "exit": os._exit(7)
     if what == "sys.exit": sys.exit(0)
     if what == "segfault": ctypes.string_at(0)
@@ -100,13 +98,8 @@ def make(rewards: str) -> Iterator[Any]:
 
 
 def answer(text: str, index: int = 0, truth: Any = "72", tokens: int = 5, **prompt: Any) -> Trajectory:
-    fields = {
-        "data_source": "mine",
-        "ground_truth": truth,
-        "extra_info": {"a": 1},
-        "file": "f.parquet",
-        "row": 3,
-    } | prompt
+    fields = {"data_source": "mine", "ground_truth": truth, "file": "f.parquet", "row": 3}
+    fields |= {"extra_info": {"a": 1}} | prompt
     row = Prompt("0:3@0", np.zeros(2, np.int64), [{"role": "user", "content": "q?"}], **fields)
     return Trajectory(row, index, np.zeros(tokens, np.int64), np.ones(tokens, bool), text=text)
 
@@ -127,9 +120,6 @@ def run(runner: RewardRunner, texts: Sequence[str | Trajectory]) -> list[Traject
     [
         ("raise", "exception", "it raised KeyError: 'no such thing'"),
         ("nan", "value", "is nan; a score must be finite"),
-        ("string", "value", "the text '1.0', not a number"),
-        ("none", "value", "is None"),
-        ("no score", "value", "has no 'score'"),
         ("exit", "crash", "ended the scoring process (exit code 7)"),
         ("sys.exit", "exception", "it raised SystemExit: 0"),
         ("segfault", "crash", "ended the scoring process (SIGSEGV)"),
@@ -161,7 +151,7 @@ def test_a_process_that_sends_nonsense_costs_its_own_call_at_most(make: Any, tex
 
 
 @pytest.mark.parametrize("text", ["hang", "spin", "child"])
-def test_a_function_that_hangs_is_killed_in_time_and_says_where(make: Any, text: str) -> None:
+def test_a_function_that_hangs_is_killed_in_time_and_says_where(make, text, capfd) -> None:
     runner = make(timeout=0.5)
     started = time.monotonic()
     bad, good = run(runner, [text, "72"])
@@ -169,17 +159,11 @@ def test_a_function_that_hangs_is_killed_in_time_and_says_where(make: Any, text:
     assert "it took more than 0.5 s" in str(bad.score_error) and good.score == 1.0
     assert bad.extra["score_failure"]["kind"] == "timeout"
     assert bad.timing["compute_score"] >= 0.5
+    assert text != "hang" or "time.sleep(60)" in capfd.readouterr().err
     assert run(runner, ["72"])[0].score == 1.0
 
 
-def test_where_it_hangs_is_shown(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    run(make(timeout=0.3), ["hang"])
-    assert "time.sleep(60)" in capfd.readouterr().err
-
-
-def test_printing_goes_to_standard_error_and_disturbs_nothing(
-    make: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_printing_goes_to_standard_error(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
     runner = make()
     assert run(runner, ["print"])[0].score == 0.0
     runner.close()
@@ -209,10 +193,12 @@ def test_what_cannot_be_sent_is_named(make: Any) -> None:
 
 
 def test_scored_answers_are_left_alone(make: Any) -> None:
-    t, lost = answer("72"), answer("72")
+    t, lost, todo = answer("72"), answer("72"), answer("72")
     t.score, lost.score_error = 0.125, "lost by the sampler"
-    run(make(), [t, lost])
-    assert (t.score, lost.score) == (0.125, None)
+    runner = make()
+    run(runner, [t, lost])
+    asyncio.run(runner.score_batch([t, lost, todo]))
+    assert (t.score, lost.score, todo.score) == (0.125, None, 1.0)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -248,15 +234,10 @@ def test_functions_that_wait_get_more_processes(make: Any) -> None:
 def test_workers_never_import_torch_and_start_fast() -> None:
     code = (
         "import time; t = time.process_time(); import sys; import verl.reward.worker, verl.reward.rules.gsm8k, "
-        "verl.reward.rules, verl.reward.load; print(time.process_time() - t, "
-        "[m for m in ('torch', 'numpy', 'sympy', 'asyncio', 'transformers') if m in sys.modules])"
+        "verl.reward.rules, verl.reward.load; heavy = ('torch', 'numpy', 'sympy', 'asyncio', 'transformers'); "
+        "assert time.process_time() - t < 0.5; assert not [m for m in heavy if m in sys.modules]"
     )
-    root = Path(__file__).parents[2]
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
-    ).stdout
-    seconds, heavy = out.split(" ", 1)
-    assert heavy.strip() == "[]" and float(seconds) < 0.5
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
 def test_processes_end_with_the_run_even_while_the_function_spins(rewards: str) -> None:
@@ -272,15 +253,10 @@ def test_processes_end_with_the_run_even_while_the_function_spins(rewards: str) 
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
     pid = int(out)
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            return
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"scoring process {pid} outlived its run"
         time.sleep(0.05)
-    raise AssertionError(f"scoring process {pid} outlived its run")
 
 
 @pytest.mark.parametrize("name", ["later", "coroutine_in_disguise"])
@@ -306,9 +282,7 @@ def test_an_async_function_over_its_time_is_cancelled_without_killing_the_others
     ("text", "message"),
     [("exit", "exit code 7"), ("block", "took more than 2 s"), ("nonsense", "no message of ours")],
 )
-def test_only_the_guilty_of_several_concurrent_calls_fails(
-    make: Any, text: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_guilty_of_several_concurrent_calls_fails(make, text, message, monkeypatch) -> None:
     monkeypatch.setattr("verl.reward.pool.ASYNC_GRACE", 0.3)
     found = run(make("later", timeout=2.0), ["a", text, "b", "c"])
     assert [t.score for t in found] == [1.0, None, 1.0, 1.0]
@@ -325,21 +299,11 @@ def test_batch_manager(make: Any) -> None:
     asyncio.run(runner.score_batch(found))
     assert [t.score for t in found] == [0.25, 0.5, None, 1.0]
     assert found[0].score_parts == {"n": 4} and "nan" in str(found[2].score_error)
-    for text, message in (
-        ("short", "it returned 1 scores for 2 responses"),
-        ("raise", "ValueError: all of it"),
-    ):
+    for text, message in (("short", "it returned 1 scores for 2 responses"), ("raise", "Error: all of it")):
         pair = [answer(text), answer("b")]
         asyncio.run(runner.score_batch(pair))
         assert all(message in str(t.score_error) for t in pair)
     asyncio.run(runner.score_batch([]))
-
-
-def test_score_batch_without_the_batch_manager_scores_what_is_open(make: Any) -> None:
-    done, todo = answer("72"), answer("72")
-    done.score = 0.5
-    asyncio.run(make().score_batch([done, todo]))
-    assert (done.score, todo.score) == (0.5, 1.0)
 
 
 def test_positional_functions_with_prime_only(make: Any) -> None:
@@ -363,40 +327,31 @@ def test_required_parts(make: Any) -> None:
 
 def test_overlong_penalty_is_part_of_the_score_and_acc_is_not(make: Any) -> None:
     runner = make(overlong=Overlong(10, 1.0, 100, log=True))
-    short, long, parts = run(
-        runner, [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]
-    )
+    rows = [answer("72", tokens=50), answer("72", tokens=95), answer("dict", tokens=100)]
+    short, long, parts = run(runner, rows)
     assert short.score == 1.0 and short.score_parts == {"acc": 1.0, "overlong_reward": 0.0, "overlong": False}
     assert long.score == 0.5 and long.score_parts == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
     assert parts.score == -0.5 and parts.score_parts["acc"] is True
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "message"),
+    ("source", "name", "kind", "message"),
     [
-        ("missing.py", "compute_score", "no such file"),
-        (None, "nothing", "defines no 'nothing'"),
+        (None, "compute_score", "load", "no such file"),
+        (REWARDS, "nothing", "load", "defines no 'nothing'"),
+        ("import no_such_module_x\n", "compute_score", "load", "No module named 'no_such_module_x'"),
+        ("import os; os._exit(5)\n", "compute_score", "load", "exit code 5"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_fails_every_answer_with_the_reason(
-    make: Any, rewards: str, path: str | None, name: str, message: str
+    make: Any, tmp_path: Path, source: str | None, name: str, kind: str, message: str
 ) -> None:
-    found = run(make(name, path=path or rewards), ["72", "71"])
+    path = tmp_path / "other.py"
+    if source is not None:
+        path.write_text(source)
+    found = run(make(name, path=str(path)), ["72", "71"])
     assert all(message in str(t.score_error) for t in found)
-    assert found[0].extra["score_failure"]["kind"] == "load"
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import no_such_module_x\n", "No module named 'no_such_module_x'"),
-        ("import os; os._exit(5)\n", "exit code 5"),
-    ],
-)
-def test_a_file_that_cannot_be_imported(make: Any, tmp_path: Path, source: str, message: str) -> None:
-    (tmp_path / "broken.py").write_text(source)
-    (bad,) = run(make(path=str(tmp_path / "broken.py")), ["72"])
-    assert message in str(bad.score_error)
+    assert found[0].extra["score_failure"]["kind"] == kind
 
 
 def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> None:
@@ -409,18 +364,14 @@ def test_built_in_rules_and_rows_that_ask_for_the_flexible_one(make: Any) -> Non
     assert "has no built-in reward" in str(found[3].score_error)
     strict = make(path=None, kwargs={"method": "strict"})
     assert run(strict, [answer("72", **gsm, **flexible)])[0].score == 0.0
-    assert "no built-in reward takes it" in str(
-        run(make(path=None, kwargs={"metod": 1}), ["72"])[0].score_error
-    )
+    (misspelt,) = run(make(path=None, kwargs={"metod": 1}), ["72"])
+    assert "no built-in reward takes it" in str(misspelt.score_error)
 
 
-def test_math_verify_over_its_time_kills_the_process_and_fails_the_answer(
-    make: Any, monkeypatch: Any
-) -> None:
-    (failed, right) = run(
-        make(path="pkg://verl.reward.rules.verify", name="compare_task"),
-        [answer("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), answer("0.5", truth=r"\frac12")],
-    )
+def test_math_verify_over_its_time_fails_the_answer(make: Any, monkeypatch: Any) -> None:
+    runner = make(path="pkg://verl.reward.rules.verify", name="compare_task")
+    rows = [answer("9^{9^{9^{9}}}", extra_info={"limit": 0.5}), answer("0.5", truth=r"\frac12")]
+    failed, right = run(runner, rows)
     assert "math-verify took more than 0.5 s" in str(failed.score_error) and right.score == 1.0
     assert failed.extra["score_failure"]["kind"] == "timeout"
 
@@ -442,9 +393,7 @@ def test_the_console_shows_the_first_failures_only(make: Any, capfd: pytest.Capt
     assert shown.count("reward failed: ") == 3 and "events.jsonl" in shown and "rewards.py" in shown
 
 
-def test_precheck_shows_values_and_refuses_a_function_that_fails(
-    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_precheck_shows_values_and_refuses_a_function_that_fails(make, tmp_path, capsys) -> None:
     prompts = [answer("", truth=t).prompt for t in ("72", "raise", "5")]
     probes = asyncio.run(precheck(make(), prompts[:1] + prompts[2:]))
     assert [(p.of_reference.score, p.of_empty.score) for p in probes] == [(1.0, 0.0)] * 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl.cli import doctor
@@ -40,25 +42,20 @@ REFUSED = {
     "lease": "import fcntl\nfcntl.fcntl(open(__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "the programs beside": "import os\nprint(os.listdir('/tmp'))",
 }
+FULL = "No space left|Permission denied"
 STOPPED = {
     "endless loop": ("while True: pass", "exit status -"),
     "sleep": ("import time\ntime.sleep(60)", "took more than 2 s"),
     "memory": ("hold = []\nwhile True: hold.append(bytearray(1 << 24))", "MemoryError"),
     "output": ("while True: print('x' * 1000000)", "File too large"),
-    "big file": ("open('big', 'wb').write(bytes(1 << 26))", ("File too large", "Permission denied")),
-    "many big files": (
-        "for i in range(1000): open(str(i), 'wb').write(bytes(1 << 23))",
-        ("No space left", "Permission denied"),
-    ),
-    "many files": (
-        "for i in range(100000): open(str(i), 'w').close()",
-        ("No space left", "Permission denied"),
-    ),
+    "big file": ("open('big', 'wb').write(bytes(1 << 26))", "File too large|Permission denied"),
+    "many big files": ("for i in range(1000): open(str(i), 'wb').write(bytes(1 << 23))", FULL),
+    "many files": ("for i in range(100000): open(str(i), 'w').close()", FULL),
     "open files": ("hold = [open('/dev/null') for i in range(1000)]", "Too many open files"),
     "threads": (
         "import threading, time\nthreading.stack_size(1 << 16)\n"
         "for i in range(100000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        ("start new thread", "took more than", "MemoryError", "exit status -"),
+        "start new thread|took more than|MemoryError|exit status -",
     ),
 }
 
@@ -85,9 +82,7 @@ def test_what_a_program_may_not_do(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_what_a_program_may_not_do_without_end(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_program_may_not_do_for_ever(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, said = STOPPED[name]
     if "took more than" not in said:  # another limit is met first, however busy the machine is
         monkeypatch.setattr(local, "WAIT", 30.0)
@@ -95,9 +90,7 @@ def test_what_a_program_may_not_do_without_end(
     started = time.monotonic()
     ran = local.run(program, seconds=1, memory_mb=512)
     assert time.monotonic() - started < 30
-    assert not ran.finished and any(
-        word in ran.note for word in ([said] if isinstance(said, str) else said)
-    ), ran
+    assert not ran.finished and re.search(said, ran.note), ran
     assert len(os.listdir("/proc")) < before + 50
 
 
@@ -138,11 +131,8 @@ def test_a_program_dies_with_the_process_that_started_it() -> None:
     found: list[int] = []
     while not found:
         time.sleep(0.05)
-        found = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if _is_program_of(pid, parent.pid)
-        ]
+        children = psutil.Process(parent.pid).children()
+        found = [child.pid for child in children if _is_the_program(child)]
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 5
@@ -151,13 +141,12 @@ def test_a_program_dies_with_the_process_that_started_it() -> None:
     assert not os.path.exists(f"/proc/{found[0]}")
 
 
-def _is_program_of(pid: int, parent: int) -> bool:
+def _is_the_program(process: psutil.Process) -> bool:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        words = " ".join(process.cmdline())
+    except psutil.Error:
         return False
-    return b"program.py" in words and b"isolate" not in words and f"PPid:\t{parent}\n" in status
+    return "program.py" in words and "isolate" not in words
 
 
 def test_the_filter_knows_both_processors() -> None:

@@ -62,12 +62,9 @@ def dataset(
 ) -> SFTDataset:
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    config = load(
-        [f"data.train_files={path}", "model.path=x", "data.max_bad_row_ratio=0.9", *more], entry="sft"
-    )
-    return SFTDataset(
-        config.data.train_files, tiny_tokenizer(template=template), config.data, max_samples=samples
-    )
+    words = [f"data.train_files={path}", "model.path=x", "data.max_bad_row_ratio=0.9", *more]
+    data = load(words, entry="sft").data
+    return SFTDataset(data.train_files, tiny_tokenizer(template=template), data, max_samples=samples)
 
 
 def learned(data: SFTDataset, row: int = 0) -> list[str]:
@@ -81,10 +78,9 @@ def learned(data: SFTDataset, row: int = 0) -> list[str]:
 def test_messages(tmp_path: Path) -> None:
     data = dataset(tmp_path, [{"messages": turns("hi", "hé  llo\n", "assistant\nmore", "a")}])
     assert learned(data) == ["hé  llo\n<|im_end|>", "a<|im_end|>"]
-    whole = data.tokenizer.decode(data[0].ids)
-    assert whole == data.tokenizer.apply_chat_template(
-        turns("hi", "hé  llo\n", "assistant\nmore", "a"), tokenize=False
-    )
+    turned = turns("hi", "hé  llo\n", "assistant\nmore", "a")
+    whole = data.tokenizer.apply_chat_template(turned, tokenize=False)
+    assert data.tokenizer.decode(data[0].ids) == whole
 
 
 @pytest.mark.parametrize(
@@ -96,11 +92,7 @@ def test_awkward_contents(tmp_path: Path, content: str) -> None:
 
 
 def test_system_and_assistant_first(tmp_path: Path) -> None:
-    first = [
-        {"role": "system", "content": "s"},
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "u"},
-    ]
+    first = [{"role": role, "content": role[0]} for role in ("system", "assistant", "user")]
     assert learned(dataset(tmp_path, [{"messages": first}])) == ["a<|im_end|>"]
 
 
@@ -114,25 +106,21 @@ def test_thinking_template_whole_rendering_wins(tmp_path: Path) -> None:
 
 
 def test_thinking_switched_off_by_row_and_by_default(tmp_path: Path) -> None:
-    rows = [
-        {"messages": turns("q", "one", "r", "two"), "enable_thinking": flag} for flag in (False, True, None)
-    ]
+    messages = turns("q", "one", "r", "two")
+    rows = [{"messages": messages, "enable_thinking": flag} for flag in (False, True, None)]
     data = dataset(tmp_path, rows, "data.enable_thinking_default=False", template=THINKING)
-    assert [learned(data, i)[1] for i in range(3)] == [
-        "two<|im_end|>",
-        "<think>\n\n</think>\n\ntwo<|im_end|>",
-        "two<|im_end|>",
-    ]
+    plain, thought = "two<|im_end|>", "<think>\n\n</think>\n\ntwo<|im_end|>"
+    assert [learned(data, i)[1] for i in range(3)] == [plain, thought, plain]
 
 
-def test_template_without_generation_prompt(tmp_path: Path) -> None:
-    data = dataset(tmp_path, [{"messages": turns("q", "one", "r", "two")}], template=INST)
-    assert learned(data) == [" one <|im_end|>", " two <|im_end|>"]
-
-
-def test_next_header_is_no_end_token(tmp_path: Path) -> None:
-    data = dataset(tmp_path, [{"messages": turns("q", "one", "r", "two")}], template=NO_END)
-    assert learned(data) == ["one", "two"]
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(INST, [" one <|im_end|>", " two <|im_end|>"]), (NO_END, ["one", "two"])],
+    ids=["no generation prompt", "the next header is no end token"],
+)
+def test_templates_of_other_kinds(tmp_path: Path, template: str, expected: list[str]) -> None:
+    data = dataset(tmp_path, [{"messages": turns("q", "one", "r", "two")}], template=template)
+    assert learned(data) == expected
 
 
 def test_span_not_found_is_a_bad_row_unless_told_otherwise(tmp_path: Path) -> None:
@@ -149,61 +137,41 @@ def test_tool_calls_are_learned(tmp_path: Path) -> None:
         "message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +",
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    row = {
-        "messages": [
-            {"role": "user", "content": "q"},
-            call,
-            {"role": "tool", "content": "3"},
-            *turns("", "a")[1:],
-        ]
-    }
-    assert learned(dataset(tmp_path, [row], template=template)) == [
-        '[{"name": "f"}]<|im_end|>',
-        "a<|im_end|>",
-    ]
+    row = {"messages": [*turns("q"), call, {"role": "tool", "content": "3"}, *turns("", "a")[1:]]}
+    found = learned(dataset(tmp_path, [row], template=template))
+    assert found == ['[{"name": "f"}]<|im_end|>', "a<|im_end|>"]
 
 
 # ------------------------------------------------------------------------------------------- question / answer
+
+
+NESTED = ["prompt_key=extra_info", "prompt_dict_keys=[question]", "response_key=extra_info"]
 
 
 @pytest.mark.parametrize(
     ("row", "keys"),
     [
         ({"prompt": "q", "response": "a"}, ["prompt_key=prompt", "response_key=response"]),
-        (
-            {"extra_info": {"question": "q", "answer": "a"}},
-            [
-                "prompt_key=extra_info",
-                "prompt_dict_keys=[question]",
-                "response_key=extra_info",
-                "response_dict_keys=[answer]",
-            ],
-        ),
+        ({"extra_info": {"question": "q", "answer": "a"}}, [*NESTED, "response_dict_keys=[answer]"]),
     ],
 )
 def test_question_and_answer(tmp_path: Path, row: dict[str, Any], keys: list[str]) -> None:
     data = dataset(tmp_path, [row], *(f"data.{key}" for key in keys))
     assert learned(data) == ["a<|im_end|>"]
-    assert data.tokenizer.decode(data[0].ids).startswith(
-        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na"
-    )
+    text = data.tokenizer.decode(data[0].ids)
+    assert text.startswith("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na")
 
 
 def test_question_and_answer_without_template(tmp_path: Path) -> None:
-    data = dataset(
-        tmp_path, [{"p": "1+1=", "r": "2"}], "data.prompt_key=p", "data.response_key=r", template=None
-    )
+    keys = ("data.prompt_key=p", "data.response_key=r")
+    data = dataset(tmp_path, [{"p": "1+1=", "r": "2"}], *keys, template=None)
     assert learned(data) == ["2<|im_end|>"] and data.tokenizer.decode(data[0].ids) == "1+1=2<|im_end|>"
 
 
 @pytest.mark.parametrize(
     ("row", "keys", "words"),
     [
-        (
-            {"prompt": "q", "response": "a"},
-            [],
-            ["'messages'", "data.prompt_key=prompt data.response_key=response"],
-        ),
+        ({"prompt": "q", "response": "a"}, [], ["'messages'", "key=prompt data.response_key=response"]),
         ({"mesages": []}, [], ["'mesages'"]),
         ({"extra_info": {"a": 1}}, [], ["data.prompt_dict_keys=[question]"]),
         ({"prompt": "q", "response": "a"}, ["data.prompt_key=prompt"], ["data.response_key"]),
@@ -220,21 +188,15 @@ def test_absent_columns(tmp_path: Path, row: dict[str, Any], keys: list[str], wo
 # ------------------------------------------------------------------------------------------ lengths, bad rows
 
 ROWS = [{"messages": turns("q" * 30, "a" * size)} for size in (3, 40, 5)]
-FIXED = (
-    len(tiny_tokenizer()("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n")["input_ids"])
-    + 30
-)
+EMPTY = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+FIXED = len(tiny_tokenizer()(EMPTY)["input_ids"]) + 30
 
 
 def test_too_long_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         dataset(tmp_path, ROWS, f"data.max_length={FIXED + 10}")
-    for word in (
-        "1 of 3 rows",
-        f"row 1: {FIXED + 40}",
-        f"data.max_length={FIXED + 40}",
-        "data.truncation=left|right",
-    ):
+    ways = (f"data.max_length={FIXED + 40}", "data.truncation=left|right")
+    for word in ("1 of 3 rows", f"row 1: {FIXED + 40}", *ways):
         assert word in str(caught.value)
 
 
@@ -243,9 +205,8 @@ def test_cutting(tmp_path: Path) -> None:
     left = dataset(tmp_path, ROWS, limit, "data.truncation=left")
     right = dataset(tmp_path, ROWS, limit, "data.truncation=right")
     assert learned(left, 1) == ["a" * 40 + "<|im_end|>"] and learned(right, 1) == ["a" * 12]
-    assert len(left[1].ids) == len(right[1].ids) == FIXED + 10 and any(
-        "1 rows are cut" in s for s in left.describe()
-    )
+    assert len(left[1].ids) == len(right[1].ids) == FIXED + 10
+    assert any("1 rows are cut" in s for s in left.describe())
     with pytest.raises(DataError, match="no usable row") as caught:
         dataset(tmp_path, ROWS, "data.max_length=20", "data.truncation=right", "data.max_bad_row_ratio=1")
     assert [r["problem"] for r in caught.value.records] == ["no trained token"] * 3

@@ -66,21 +66,15 @@ def test_a_mistake_ends_all_ranks_with_one_message(data: Path, tmp_path: Path) -
     small = tiny_model(tmp_path / "m", num_hidden_layers=1)
     argv = arguments(small, data, tmp_path / "run", "data.train_batch_size=15")
     assert ranks.run(main, 2, argv, join=False) == [2, 2]
-    bad = arguments(
-        small, data, tmp_path / "run", "engine.fsdp_size=2", "engine.mixed_precision.reduce_dtype=int8"
-    )
-    assert ranks.run(main, 2, bad, join=False) == [2, 2]
+    wrong = ("engine.fsdp_size=2", "engine.mixed_precision.reduce_dtype=int8")
+    assert ranks.run(main, 2, arguments(small, data, tmp_path / "run", *wrong), join=False) == [2, 2]
 
 
 @pytest.mark.slow
 def test_started_by_torchrun(model: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [
-        "-m",
-        "verl.trainer.sft_trainer",
-        *arguments(model, data, run, *FOUR, "trainer.logger=[console]"),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    command += ["verl.trainer.sft_trainer", *arguments(model, data, run, *FOUR, "trainer.logger=[console]")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(records(run)) == 5 and (run / "global_step_4/actor/config.json").is_file()
@@ -88,11 +82,11 @@ def test_started_by_torchrun(model: Path, data: Path, tmp_path: Path) -> None:  
 
 
 def test_torchrun_decides_how_many_processes_train(
-    model: Path,  # noqa: F811
-    data: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model,  # noqa: F811
+    data,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
 ) -> None:
     argv = arguments(model, data, tmp_path / "run", "trainer.n_gpus_per_node=4", "--check")
     assert main(argv) == 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +33,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, data: Path, run: Path, *more: str) -> list[str]:
-    return [
-        f"model.path={model}",
-        f"data.train_files={data}",
-        f"data.val_files={data}",
-        "data.prompt_key=question",
-        "data.response_key=answer",
-        "data.train_batch_size=4",
-        "data.max_token_len_per_gpu=150",
-        "engine.dtype=float32",
-        "optim.lr=1e-2",
-        "optim.lr_warmup_steps=2",
-        "optim.lr_scheduler_type=cosine",
-        "trainer.device=cpu",
-        "trainer.n_gpus_per_node=1",
-        "trainer.total_training_steps=8",
-        "trainer.test_freq=4",
-        "trainer.logger=[]",
-        f"trainer.default_local_dir={run}",
-        *more,
-    ]
+    words = f"""
+        model.path={model} engine.dtype=float32 optim.lr=1e-2 optim.lr_warmup_steps=2 optim.lr_scheduler_type=cosine
+        data.train_files={data} data.val_files={data} data.prompt_key=question data.response_key=answer
+        data.train_batch_size=4 data.max_token_len_per_gpu=150 trainer.device=cpu trainer.n_gpus_per_node=1
+        trainer.total_training_steps=8 trainer.test_freq=4 trainer.logger=[] trainer.default_local_dir={run}"""
+    return [*words.split(), *more]
 
 
 def records(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without events and without what measures time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in one.items() if "time" not in k}
-        for one in lines
-        if "step" in one and "event" not in one
-    ]
+    steps = [one for one in lines if "step" in one and "event" not in one]
+    return [{k: v for k, v in one.items() if "time" not in k} for one in steps]
 
 
 def weights(run: Path, step: int) -> bytes:
@@ -107,36 +89,41 @@ def test_loss_is_cross_entropy_of_the_answers_and_falls(model: Path, data: Path,
     assert {"train/grad_norm", "train/lr", "train/global_tokens"} <= set(found[1])
 
 
-def test_resume_equals_the_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(arguments(model, data, whole, "trainer.save_freq=5")) == 0
-    assert main(arguments(model, data, parts, "trainer.save_freq=5")) == 0
+def whole_and_resumed(model: Path, data: Path, folder: Path, *words: str) -> Path:
+    """A run of 8 steps and one resumed at step 5, asserted to be equal; the folder of the first."""
+    whole, parts = folder / "whole", folder / "parts"
+    assert main(arguments(model, data, whole, "trainer.save_freq=5", *words)) == 0
+    shutil.copytree(whole, parts)
     shutil.rmtree(parts / "global_step_8")
-    assert main(arguments(model, data, parts, "trainer.save_freq=5")) == 0
+    assert main(arguments(model, data, parts, "trainer.save_freq=5", *words)) == 0
     assert records(parts) == records(whole)
     assert weights(parts, 8) == weights(whole, 8) and weights(whole, 5) != weights(whole, 8)
+    return whole
 
 
-def test_packing_does_not_change_the_result(model: Path, data: Path, tmp_path: Path) -> None:
+def test_resume_equals_the_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
+    whole_and_resumed(model, data, tmp_path)
+
+
+def test_packing_does_not_change_the_result_and_a_run_that_saves_nothing_says_so(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments(model, data, tmp_path / "a")) == 0
+    assert "will NOT be saved" in capsys.readouterr().err and not list((tmp_path / "a").glob("global_step_*"))
     one_by_one = ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")
     assert main(arguments(model, data, tmp_path / "b", *one_by_one)) == 0
     for a, b in zip(records(tmp_path / "a"), records(tmp_path / "b"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 
 
-def test_resume_with_other_data_order_is_refused(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_with_other_data_order_is_refused(model, data, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     assert main(arguments(model, data, run, "trainer.save_freq=1", "trainer.total_training_steps=1")) == 0
     assert main(arguments(model, data, run, "data.seed=77")) == 2
     assert "data.seed: 1 then, 77 now" in capsys.readouterr().err
 
 
-def test_mistakes_end_with_status_2_and_one_message(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_with_status_2_and_one_message(model, data, tmp_path, capsys) -> None:
     assert main(arguments(model, data, tmp_path / "a", "data.max_length=20")) == 2
     assert "data.truncation=left|right" in capsys.readouterr().err
     assert main(arguments(model, data, tmp_path / "b", "data.train_batch_size=15")) == 2
@@ -147,14 +134,6 @@ def test_mistakes_end_with_status_2_and_one_message(
     assert "none.jsonl" in capsys.readouterr().err
 
 
-def test_a_run_that_saves_nothing_says_so(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments(model, data, tmp_path / "run", "trainer.total_training_steps=1")) == 0
-    assert "will NOT be saved" in capsys.readouterr().err
-    assert not list((tmp_path / "run").glob("global_step_*"))
-
-
 def test_row_as_trajectory() -> None:
     mask = np.array([1, 0, 0, 1, 0, 1, 0], bool)
     one = as_trajectory(SFTRow(np.arange(7), mask), "u")
@@ -162,18 +141,17 @@ def test_row_as_trajectory() -> None:
     assert one.loss_mask is not None and one.loss_mask.tolist() == [True, False, True]
 
 
-def test_older_module_name_answers_help() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.fsdp_sft_trainer", "--help"], capture_output=True, text=True
-    )
-    assert (done.returncode == 0 and "train_batch_size" in done.stdout + done.stderr) or "data" in done.stdout
+def test_older_module_name_answers_help(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["fsdp_sft_trainer", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("verl.trainer.fsdp_sft_trainer", run_name="__main__")
+    assert not ended.value.code and "data" in capsys.readouterr().out
 
 
 def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, tmp_path) -> None:
     words = ["trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=-1"]
-    assert (
-        main(arguments(model, data, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")) == 0
-    )
+    first = ["trainer.total_training_steps=1", "trainer.save_freq=1"]
+    assert main(arguments(model, data, tmp_path, *first)) == 0
     absurd = [*words, "optim.lr=1e30", "optim.lr_warmup_steps=0", "trainer.max_refused_steps=2"]
     assert main(arguments(model, data, tmp_path, *absurd)) == 1, "refused steps in a row end the run"
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_1"]
@@ -184,19 +162,12 @@ def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, 
 
 def test_lora_trains_the_adapter_and_resumes_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    words = ("model.lora_rank=4", "trainer.save_freq=5")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(arguments(model, data, whole, *words)) == 0
-    assert main(arguments(model, data, parts, *words)) == 0
-    shutil.rmtree(parts / "global_step_8")
-    assert main(arguments(model, data, parts, *words)) == 0
-    assert records(parts) == records(whole)
-    assert weights(parts, 8) == weights(whole, 8) and weights(whole, 5) != weights(whole, 8)
+    whole = whole_and_resumed(model, data, tmp_path, "model.lora_rank=4")
     losses = [r["val/loss"] for r in records(whole) if "val/loss" in r]
     assert losses[-1] < losses[0]
     assert (whole / "global_step_8/actor/lora_adapter/adapter_model.safetensors").is_file()
     alone = tmp_path / "alone"
-    assert main(arguments(model, data, alone, *words, "checkpoint.save_lora_only=True")) == 0
-    assert records(alone) == records(whole) and not list(
-        (alone / "global_step_8/actor").glob("*.safetensors")
-    )
+    words = ("model.lora_rank=4", "trainer.save_freq=5", "checkpoint.save_lora_only=True")
+    assert main(arguments(model, data, alone, *words)) == 0
+    assert records(alone) == records(whole)
+    assert not list((alone / "global_step_8/actor").glob("*.safetensors"))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.tracking import console, names
 
+ROOT = Path(__file__).parents[2]
 NAMES = st.text(
     st.characters(codec="ascii", categories=["L", "N"], include_characters="_/@:"), min_size=1, max_size=20
 )
@@ -48,60 +55,28 @@ def test_line_parses_back(step, metrics):
         assert found[name] == value or (math.isnan(value) and math.isnan(found[name]))
 
 
+IN_ORDER = """
+training/global_step actor/pg_loss actor/lr training/skipped_updates critic/score/mean critic/returns/max
+reward_extra/acc/mean response_length/clip_ratio num_turns/mean timing_s/gen timing_s/save_checkpoint
+timing_s/agent_loop/slowest/tool_calls perf/throughput training/off_policy/trajectory_spans/mean
+val-core/gsm8k/acc/mean@1 val-aux/gsm8k/reward/std@2 timing_s/reshard custom/metric
+"""
+
+
 def test_order_of_sections():
-    given_names = [
-        "timing_s/reshard",
-        "val-aux/gsm8k/reward/std@2",
-        "val-core/gsm8k/acc/mean@1",
-        "training/off_policy/trajectory_spans/mean",
-        "custom/metric",
-        "perf/throughput",
-        "timing_s/agent_loop/slowest/tool_calls",
-        "timing_s/save_checkpoint",
-        "timing_s/gen",
-        "num_turns/mean",
-        "response_length/clip_ratio",
-        "reward_extra/acc/mean",
-        "critic/returns/max",
-        "critic/score/mean",
-        "training/skipped_updates",
-        "actor/lr",
-        "actor/pg_loss",
-        "training/global_step",
-    ]
-    shown = list(names.in_order(dict.fromkeys(given_names, 0)))
-    expected = given_names[::-1]
-    expected.remove("custom/metric")
-    assert shown == [*expected, "custom/metric"]
+    expected = IN_ORDER.split()
+    assert list(names.in_order(dict.fromkeys(sorted(expected), 0))) == expected
 
 
 def test_plain_numbers_only():
     import numpy as np
     import torch
 
-    numbers, bad = names.plain_metrics(
-        {
-            "a": np.float32(0.5),
-            "b": np.int64(3),
-            "c": torch.tensor(2.0),
-            "d": True,
-            "e": np.array([1.5]),
-            "f": float("nan"),
-            "g": "text",
-            "h": None,
-            "i": torch.ones(2),
-            "j": np.float64(1e-5),
-        }
-    )
-    assert {n: type(v) for n, v in numbers.items()} == {
-        "a": float,
-        "b": int,
-        "c": float,
-        "d": int,
-        "e": float,
-        "f": float,
-        "j": float,
-    }
+    given = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(2.0), "d": True, "e": np.array([1.5])}
+    given |= {"f": math.nan, "g": "text", "h": None, "i": torch.ones(2), "j": np.float64(1e-5)}
+    numbers, bad = names.plain_metrics(given)
+    assert {n for n, v in numbers.items() if type(v) is int} == {"b", "d"}
+    assert {n for n, v in numbers.items() if type(v) is float} == {"a", "c", "e", "f", "j"}
     assert bad == ["g", "h", "i"]
 
 
@@ -131,44 +106,25 @@ def test_progress_in_a_pipe_is_sparse(capsys, monkeypatch):
     assert out == ""
     assert lines[0] == "verl: Training Progress: 10/100"
     assert lines[1] == "verl: Training Progress: 11/100 (11%), 2.0 s/step, 0:00:02 so far, 0:02:58 to go"
-    assert lines[-1].startswith(
-        "verl: Training Progress: 100/100 (100%), 2.0 s/step, 0:03:00 so far, 0:00:00"
-    )
+    assert lines[-1].startswith("verl: Training Progress: 100/100 (100%), 2.0 s/step, 0:03:00 so far")
     assert 15 < len(lines) < 25
 
 
 def test_progress_and_table_on_a_terminal(capsys, monkeypatch):
     """Run in a pseudo terminal: the bar is live, the step's line is still there, a table is added."""
-    import os
-    import pty
-    import subprocess
-    import sys
-    from pathlib import Path
-
     code = (
-        "from verl.tracking import console\n"
-        "bar = console.Progress(3)\n"
-        "for s in (1, 2, 3):\n"
-        "    bar.detail('gen 5/8')\n"
-        "    console.show_step(s, {'critic/score/mean': 0.25 * s})\n"
-        "    bar.advance_to(s)\n"
-        "bar.close()\n"
+        "from verl.tracking import console\nbar = console.Progress(3)\nfor s in (1, 2, 3):\n"
+        "    bar.detail('gen 5/8')\n    console.show_step(s, {'critic/score/mean': 0.25 * s})\n"
+        "    bar.advance_to(s)\nbar.close()\n"
     )
     ours, theirs = pty.openpty()
     env = dict(os.environ, TERM="xterm", COLUMNS="120")
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=env, cwd=Path(__file__).parents[2]
-    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=env, cwd=ROOT)
     os.close(theirs)
     data = b""
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:
-            break
-        if not chunk:
-            break
-        data += chunk
+    with contextlib.suppress(OSError):  # its end is an error of reading
+        while chunk := os.read(ours, 65536):
+            data += chunk
     assert child.wait() == 0
     text = data.decode()
     assert "step:2 - critic/score/mean:0.5" in text

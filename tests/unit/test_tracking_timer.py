@@ -1,7 +1,8 @@
-"""Phases and the watchdog."""
+"""Phases, the watchdog, the timeline."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.tracking.timer import Phases, Watchdog, all_stacks
+from verl.tracking.timer import Phases, Timeline, Watchdog, step_times
 
 
 def test_phases_add_up_and_nest():
@@ -28,9 +29,11 @@ def test_phases_add_up_and_nest():
     assert set(found) == {"step", "gen", "adv"}
     assert 0.04 <= found["gen"] <= found["step"] < 1
     assert phases.current is None
+    spans = phases.spans()
+    assert [name for name, _, _ in spans] == ["gen", "gen", "adv", "step"]
+    assert spans[3][1] <= spans[0][1] <= spans[0][2] <= spans[1][1] and spans[2][2] <= spans[3][2]
     phases.start_step()
-    assert phases.timings() == {}
-    assert found["gen"] > 0
+    assert phases.timings() == {} and phases.spans() == [] and found["gen"] > 0
 
 
 def wait_until(condition, seconds=10.0):
@@ -110,10 +113,6 @@ def test_watchdog_off(timeout):
         assert not [t for t in threading.enumerate() if t.name == "verl-watchdog"]
 
 
-def test_stacks_leave_the_caller_out():
-    assert "MainThread" not in all_stacks()
-
-
 STUCK = """
 import ctypes, sys
 from verl.tracking.timer import Phases, Watchdog
@@ -126,12 +125,41 @@ with Watchdog(phases, 0.2, lambda *a, **k: None):
 
 
 def test_stacks_come_even_when_the_interpreter_is_stuck():
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[2],
-    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, cwd=root)
     assert done.returncode == 0, done.stderr
     assert "Timeout" in done.stderr and 'File "<string>"' in done.stderr
+
+
+def test_shares_of_a_step() -> None:
+    phases = [("gen", 10.0, 12.0), ("reward", 12.0, 13.0), ("update_actor", 13.0, 19.0), ("step", 10.0, 20.0)]
+    times = step_times(phases, [(8.0, 11.0), (13.0, 17.0), (19.0, 25.0)])
+    assert times.trainer_idle_ratio == pytest.approx(0.3)
+    assert times.sampler_idle_ratio == pytest.approx((10 - 1 - 4 - 1) / 10), "only what is in the step"
+    found = times.metrics(samplers=3, trainers=1)
+    assert found["perf/device_busy_ratio"] == pytest.approx(1 - (3 * 0.4 + 0.3) / 4)
+    assert "perf/device_busy_ratio" not in times.metrics(samplers=0, trainers=4)
+    with pytest.raises(ValueError, match="expected 1"):
+        step_times(phases[:-1], [])
+
+
+def test_one_line_a_step_on_the_wall_clock(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "timeline.jsonl").write_text('{"step": 2, "torn in an earlier li')
+    timeline = Timeline(tmp_path / "timeline.jsonl", told.append)
+    now = time.monotonic()
+    for step in (1, 2):
+        timeline.write(step, step_times([("gen", now, now + 1), ("step", now, now + 2)], [(now, now + 0.5)]))
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2] and told == []
+    assert abs(lines[0]["begin"] - time.time()) < 60
+    assert lines[0]["sampler"][0][1] - lines[0]["begin"] == pytest.approx(0.5, abs=1e-3)
+    assert lines[0]["trainer"][0][0] == "gen"
+
+
+def test_a_write_that_fails_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    timeline = Timeline(tmp_path / "absent" / "timeline.jsonl", told.append)
+    for step in (1, 2):
+        timeline.write(step, step_times([("step", 0.0, 1.0)], []))
+    assert len(told) == 1 and "the run goes on" in told[0]

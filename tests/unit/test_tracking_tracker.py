@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,6 @@ import pytest
 from verl.tracking import trackers
 from verl.tracking.tracker import Tracking
 from verl.trajectory import Batch, Prompt, Trajectory
-
-ROOT = Path(__file__).parents[2]
 
 
 def config(**trainer) -> SimpleNamespace:
@@ -38,10 +34,7 @@ def events(run: Path, kind: str) -> list[dict]:
 class Tokenizer:
     """Token 7 is "<7>"."""
 
-    calls = 0
-
     def decode(self, ids, **kwargs) -> str:
-        Tokenizer.calls += 1
         return "".join(f"<{i}>" for i in ids)
 
 
@@ -49,16 +42,10 @@ def answers(groups: int = 3, n: int = 4, length: int = 3) -> Batch:
     rows = []
     for i in range(n):
         for g in range(groups):
-            prompt = Prompt(
-                f"0:{g}@0", np.array([g, g]), [{"role": "user", "content": f"q{g}"}], "src", f"gt{g}"
-            )
-            t = Trajectory(
-                prompt,
-                i,
-                np.arange(length) + 5,
-                np.array([True] * (length - 1) + [False]),
-                np.full(length, -0.1234567, np.float32),
-            )
+            messages = [{"role": "user", "content": f"q{g}"}]
+            prompt = Prompt(f"0:{g}@0", np.array([g, g]), messages, "src", f"gt{g}")
+            mask = np.array([True] * (length - 1) + [False])
+            t = Trajectory(prompt, i, np.arange(length) + 5, mask, np.full(length, -0.1234567, np.float32))
             t.text, t.score, t.score_parts = f"a{g}.{i}", float(i), {"acc": i % 2 == 0, "input": "not ours"}
             t.advantages = np.full(length, 0.5, np.float32)
             t.loss_mask = t.response_mask.copy()
@@ -109,12 +96,8 @@ def memory(monkeypatch):
 
 def test_a_record_goes_everywhere(tmp_path, capsys, memory):
     tracking = Tracking(config(logger=["console", "mem"]), tmp_path)
-    metrics = {
-        "critic/rewards/mean": np.float32(0.5),
-        "actor/kl_loss": float("nan"),
-        "actor/lr": 1e-6,
-        "x": "text",
-    }
+    metrics = {"critic/rewards/mean": np.float32(0.5), "actor/kl_loss": math.nan, "actor/lr": 1e-6}
+    metrics["x"] = "text"
     tracking.log(1, metrics)
     tracking.log(2, metrics | {"actor/kl_loss": 0.25})
     tracking.close()
@@ -134,14 +117,6 @@ def test_a_record_goes_everywhere(tmp_path, capsys, memory):
     assert err.count("metric x is no number") == 1
 
 
-def test_without_console_no_line(tmp_path, capsys):
-    tracking = Tracking(config(logger=[]), tmp_path)
-    tracking.log(1, {"a": 1})
-    tracking.close()
-    assert capsys.readouterr().out == ""
-    assert records(tmp_path / "metrics.jsonl")[0]["a"] == 1
-
-
 def test_trackers_that_fail_are_told_once_and_dropped(tmp_path, capsys, memory):
     memory["flaky"] = 2
     tracking = Tracking(config(logger=["broken", "flaky", "absent", "good"]), tmp_path)
@@ -152,58 +127,38 @@ def test_trackers_that_fail_are_told_once_and_dropped(tmp_path, capsys, memory):
     assert err.count("tracker broken does not start (RuntimeError: cannot start)") == 1
     assert err.count("tracker flaky failed (ConnectionError: server gone)") == 1
     assert err.count("tracker absent: not installed") == 1
-    assert [m.logged.keys() for m in Memory.made] == [{1}, {1, 2, 3}] or [
-        sorted(m.logged) for m in Memory.made
-    ] == [
-        [1],
-        [1, 2, 3],
-    ]
+    assert [sorted(m.logged) for m in Memory.made] == [[1], [1, 2, 3]]
     assert len(records(tmp_path / "metrics.jsonl")) == 3
     assert len(events(tmp_path, "notice")) == 3
 
 
-@pytest.mark.parametrize("name", ["swanlab", "mlflow", "clearml", "trackio", "vemlp_wandb"])
-def test_trackers_of_later_releases(tmp_path, capsys, name):
-    tracking = Tracking(config(logger=["console", name]), tmp_path)
-    tracking.log(1, {"a": 1})
-    tracking.log(2, {"a": 1})
+def test_trackers_of_later_releases(tmp_path, capsys):
+    later = ["swanlab", "mlflow", "clearml", "trackio", "vemlp_wandb"]
+    tracking = Tracking(config(logger=["console", *later]), tmp_path)
+    for step in (1, 2):
+        tracking.log(step, {"a": 1})
     tracking.close()
     out, err = capsys.readouterr()
-    assert (
-        err.count(f"tracker {name}: not in this release; metrics.jsonl in the run folder has everything") == 1
-    )
+    for name in later:
+        assert err.count(f"tracker {name}: not in this release; metrics.jsonl in the run folder has") == 1
     assert len(out.splitlines()) == 2
 
 
-def test_resume(tmp_path, memory):
-    tracking = Tracking(config(logger=["mem"]), tmp_path)
-    for step in range(1, 6):
-        tracking.log(step, {"a": step})
-    tracking.close()
-    tracking = Tracking(config(logger=["mem"]), tmp_path)
-    tracking.resumed(3)
-    tracking.log(4, {"a": 40})
-    tracking.close()
-    found = records(tmp_path / "metrics.jsonl")
-    assert [(r["step"], r.get("a")) for r in found] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 40)]
-    assert found[3]["event"] == "resume"
-    assert Memory.made[1].session.resume_step == 3
-    assert len(events(tmp_path, "run_start")) == 2
-
-
 @pytest.mark.parametrize("logged", [True, False])
-def test_a_kill_between_checkpoint_and_log_loses_no_record(tmp_path, logged):
-    tracking = Tracking(config(logger=[]), tmp_path)
+def test_a_kill_between_checkpoint_and_log_loses_no_record(tmp_path, logged, capsys, memory):
+    tracking = Tracking(config(logger=["mem"]), tmp_path)
     for step in (1, 2, 3) if logged else (1, 2):
         tracking.log(step, {"a": step, "critic/rewards/mean": 0.5})
     tracking.close()
-    tracking = Tracking(config(logger=[]), tmp_path)
+    assert capsys.readouterr().out == "", "without console no line"
+    tracking = Tracking(config(logger=["mem"]), tmp_path)
     tracking.resumed(3, {"a": 3, "critic/rewards/mean": 0.5})
     tracking.log(4, {"a": 4})
     tracking.close()
     found = records(tmp_path / "metrics.jsonl")
     assert [(r["step"], r.get("a")) for r in found] == [(1, 1), (2, 2), (3, 3), (3, None), (4, 4)]
-    assert found[2]["actor/reward_mean"] == 0.5
+    assert found[2]["actor/reward_mean"] == 0.5 and found[3]["event"] == "resume"
+    assert Memory.made[1].session.resume_step == 3 and len(events(tmp_path, "run_start")) == 2
 
 
 def test_events_from_threads_and_with_records(tmp_path, capsys):
@@ -227,13 +182,14 @@ def test_events_from_threads_and_with_records(tmp_path, capsys):
 
 
 def test_trajectories_and_dumps(tmp_path):
-    tracking = Tracking(
-        config(rollout_data_dir=str(tmp_path / "all")), tmp_path / "run", tokenizer=Tokenizer()
-    )
+    settings = config(rollout_data_dir=str(tmp_path / "all"))
+    tracking = Tracking(settings, tmp_path / "run", tokenizer=Tokenizer())
     batch = answers(groups=20)
     batch[0].old_log_probs = np.full(3, -0.5, np.float32)
     tracking.dump_trajectories(12, batch)
+    tracking.dump_trajectories(13, answers(groups=1, n=100))
     tracking.close()
+    assert len(records(tmp_path / "run/trajectories/13.jsonl")) == 64, "a larger group is cut"
     rows = records(tmp_path / "run/trajectories/12.jsonl")
     assert len(rows) == 64, "sixteen whole groups of four"
     assert [r["uid"] for r in rows[:5]] == ["0:0@0"] * 4 + ["0:1@0"]
@@ -268,27 +224,9 @@ def test_trajectories_and_dumps(tmp_path):
     assert failed["score"] is None
 
 
-def test_tokens_are_decoded_once(tmp_path):
-    tracking = Tracking(config(), tmp_path, tokenizer=Tokenizer())
-    Tokenizer.calls = 0
-    for step in range(5):
-        tracking.dump_trajectories(step, answers())
-    tracking.close()
-    assert Tokenizer.calls == 3 + 5 * 3, "three different tokens once, three prompts per step"
-
-
-def test_a_group_larger_than_the_limit_is_cut(tmp_path):
-    tracking = Tracking(config(), tmp_path)
-    tracking.dump_trajectories(1, answers(groups=1, n=100))
-    tracking.close()
-    rows = records(tmp_path / "trajectories/1.jsonl")
-    assert len(rows) == 64 and rows[0]["input"] == "q0" and rows[0]["tokens"] == ["5", "6", "7"]
-
-
 def test_validation(tmp_path, capsys, memory):
-    settings = config(
-        logger=["console", "mem"], validation_data_dir=str(tmp_path / "val"), log_val_generations=2
-    )
+    kept = {"validation_data_dir": str(tmp_path / "val"), "log_val_generations": 2}
+    settings = config(logger=["console", "mem"], **kept)
     tracking = Tracking(settings, tmp_path / "run")
     metrics = {"val-core/src/acc/mean@1": 0.5, "val/accuracy": 0.5, "val-aux/src/x/mean@1": math.nan}
     tracking.validation(0, answers(), metrics)
@@ -298,29 +236,27 @@ def test_validation(tmp_path, capsys, memory):
     tracking.finish("failed", "too late")
     tracking.close()
     out = capsys.readouterr().out.splitlines()
-    assert (
-        out[0] == "Initial validation metrics: {'val-core/src/acc/mean@1': 0.5, 'val-aux/src/x/mean@1': nan}"
-    )
-    assert out[1] == "step:0 - val-core/src/acc/mean@1:0.5 - val-aux/src/x/mean@1:nan"
-    assert (
-        out[2] == "Final validation metrics: {'val-core/src/acc/mean@1': 0.75, 'val-aux/src/x/mean@1': nan}"
-    )
+    assert out == [
+        "Initial validation metrics: {'val-core/src/acc/mean@1': 0.5, 'val-aux/src/x/mean@1': nan}",
+        "step:0 - val-core/src/acc/mean@1:0.5 - val-aux/src/x/mean@1:nan",
+        "Final validation metrics: {'val-core/src/acc/mean@1': 0.75, 'val-aux/src/x/mean@1': nan}",
+    ]
     assert records(tmp_path / "run/metrics.jsonl")[0]["val/accuracy"] == 0.5
     assert len(records(tmp_path / "val/0.jsonl")) == len(records(tmp_path / "val/5.jsonl")) == 12
     (mem,) = Memory.made
     assert [row[0] for row in mem.tables] == [0, 0, 5, 5]
-    assert [row[1:3] for row in mem.tables[:2]] == [row[1:3] for row in mem.tables[2:]], (
-        "always the same answers"
-    )
+    first, last = ([row[1:3] for row in rows] for rows in (mem.tables[:2], mem.tables[2:]))
+    assert first == last, "always the same answers"
     (end,) = events(tmp_path / "run", "run_end")
     assert end["status"] == "finished"
 
 
 def test_data_report(tmp_path, capsys):
-    bad = {"file": "a.parquet", "row": 3, "problem": "empty prompt", "detail": "x"}
-    data = SimpleNamespace(
-        bad_rows=[bad], report={"rows": 5, "used": 4}, describe=lambda: ["train: 4 of 5 rows"]
+    bad, report = (
+        {"file": "a.parquet", "row": 3, "problem": "empty prompt", "detail": "x"},
+        {"rows": 5, "used": 4},
     )
+    data = SimpleNamespace(bad_rows=[bad], report=report, describe=lambda: ["train: 4 of 5 rows"])
     tracking = Tracking(config(), tmp_path)
     tracking.data_report(data, None)
     tracking.close()
@@ -342,66 +278,17 @@ def test_progress_counts_answers(tmp_path, capsys):
     assert "Training Progress: 1/2 (50%)" in err and "Training Progress: 2/2 (100%)" in err
 
 
-WANDB = """
-import sys, math
-from types import SimpleNamespace
-from typing import ClassVar
-from verl.tracking.tracker import Tracking
-if sys.argv[2] == "absent":
-    sys.modules["wandb"] = None
-settings = dict(project_name="p", experiment_name="e", logger=["console", sys.argv[3]], log_val_generations=1)
-config = SimpleNamespace(trainer=SimpleNamespace(**settings), to_dict=lambda: {"trainer": settings})
-for resume in (None, 1):
-    tracking = Tracking(config, sys.argv[1])
-    if resume:
-        tracking.resumed(resume)
-    tracking.log(2 if resume else 1, {"a": 0.5, "b": math.nan})
-    tracking.close()
-"""
-
-
-def run_wandb(tmp_path: Path, mode: str, name: str = "wandb", **env: str) -> tuple[str, float]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", WANDB, str(tmp_path / "run"), mode, name],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        env={**clean, "HOME": str(tmp_path), "WANDB_SILENT": "true", **env},
-    )
-    assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith("step:")]) == 2, done.stdout
-    return done.stderr, time.monotonic() - started
-
-
-@pytest.mark.parametrize("name", ["wandb", "tracking"])
-def test_wandb_absent(tmp_path, name):
-    err, _ = run_wandb(tmp_path, "absent", name)
-    assert err.count("tracker wandb: the wandb package is not installed") == 2
-    assert "Traceback" not in err
-
-
-def test_wandb_not_logged_in(tmp_path):
-    pytest.importorskip("wandb")
-    err, seconds = run_wandb(tmp_path, "here")
-    assert "tracker wandb: not logged in; run `wandb login` or set WANDB_API_KEY" in err
-    assert "Traceback" not in err and seconds < 30
-
-
-def test_wandb_login_is_found_in_netrc(tmp_path, monkeypatch):
+def test_a_login_of_wandb_is_asked_for_and_found_in_netrc(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    from verl.tracking.trackers import logged_in
-
     for name in list(os.environ):
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
-    assert not logged_in(wandb)
+    assert not trackers.logged_in(wandb)
+    with pytest.raises(trackers.Unavailable, match="not logged in; run `wandb login` or set WANDB_API_KEY"):
+        trackers.open_tracker("wandb", trackers.Session("p", "e", tmp_path, {}), print)
     (tmp_path / "netrc").write_text("machine wandb.example.com login user password " + "x" * 40 + "\n")
-    assert logged_in(wandb)
+    assert trackers.logged_in(wandb)
     (tmp_path / "netrc").write_text("nonsense\n")
-    assert not logged_in(wandb)
+    assert not trackers.logged_in(wandb)

@@ -39,20 +39,14 @@ class Records:
 
 
 def storage(root: Path, *, narrowed: bool = False, contents: dict | None = None, **settings: Any) -> Storage:
-    trainer = {
-        "default_hdfs_dir": None,
-        "resume_mode": "auto",
-        "resume_from_path": None,
-        "max_ckpt_to_keep": None,
-        "max_actor_ckpt_to_keep": None,
-        "del_local_ckpt_after_load": False,
-    }
+    trainer = dict.fromkeys(
+        ["default_hdfs_dir", "resume_from_path", "max_ckpt_to_keep", "max_actor_ckpt_to_keep"]
+    )
+    trainer |= {"resume_mode": "auto", "del_local_ckpt_after_load": False}
     whole = ["model", "optimizer", "extra"]
     held = {"save_contents": whole, "load_contents": whole, "async_save": False} | (contents or {})
-    records: Any = Records(root)
-    return Storage(
-        root, SimpleNamespace(**trainer | settings), SimpleNamespace(**held), records, narrowed=narrowed
-    )
+    groups = SimpleNamespace(**trainer | settings), SimpleNamespace(**held)
+    return Storage(root, *groups, Records(root), narrowed=narrowed)  # type: ignore[arg-type]
 
 
 def records(of: Storage) -> Any:
@@ -184,17 +178,12 @@ def test_parts_that_are_not_read_are_named(tmp_path) -> None:
     assert all(less.wants(part) for part in ("model", "optimizer", "extra")), "nobody asked for less"
 
 
-# ------------------------------------------------------------------------------------------ has_nonfinite_log_probs weights
+# ------------------------------------------------------------------------------------------ weights and updates
 
 
 def row(uid: str, length: int) -> Trajectory:
-    return Trajectory(
-        Prompt(uid, np.arange(3), "q"),
-        0,
-        np.arange(length),
-        np.ones(length, bool),
-        loss_mask=np.ones(length, bool),
-    )
+    mask = np.ones(length, bool)
+    return Trajectory(Prompt(uid, np.arange(3), "q"), 0, np.arange(length), mask, loss_mask=mask.copy())
 
 
 def test_weights_are_asked_about_the_longest_row() -> None:
@@ -204,11 +193,10 @@ def test_weights_are_asked_about_the_longest_row() -> None:
         asked.append(t.length)
         return np.where(np.arange(t.length) == 4, np.nan, -1.0)
 
-    assert "optim.lr" in has_nonfinite_log_probs(
-        log_probs, [row("a", 0), row("b", 2), row("c", 5)], "actor.optim.lr"
-    )
-    assert has_nonfinite_log_probs(log_probs, [row("a", 0), row("b", 2)], "lr") == ""
-    assert has_nonfinite_log_probs(log_probs, [row("a", 0)], "lr") == ""
+    rows = [row("a", 0), row("b", 2), row("c", 5)]
+    assert "optim.lr" in has_nonfinite_log_probs(log_probs, rows, "actor.optim.lr")
+    assert has_nonfinite_log_probs(log_probs, rows[:2], "lr") == ""
+    assert has_nonfinite_log_probs(log_probs, rows[:1], "lr") == ""
     assert asked == [5, 2]
 
 

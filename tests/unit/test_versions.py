@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -39,9 +38,7 @@ def test_a_package_that_is_not_there_has_no_hole(monkeypatch: pytest.MonkeyPatch
     versions.refuse_holes("no-such-package")
 
 
-def test_no_model_is_loaded_with_a_transformers_that_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_model_is_loaded_with_a_transformers_that_has_one(tmp_path, monkeypatch) -> None:
     from verl.models.load import build_model, load_config, load_model
 
     model = tiny_model(tmp_path / "model", "qwen3")

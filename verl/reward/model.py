@@ -21,7 +21,8 @@ from verl.trajectory import Batch, Prompt, Segment, Trajectory
 class RewardModel:
     """Scores responses by the sequence classifier `reward_model.model.path`.
 
-    `scores` is set once the model is loaded: it fills the column of that name. UserError for a tokenizer without chat template, or one of another model.
+    `scores` is set once the model is loaded: it fills the column of that name. UserError for a tokenizer without chat
+    template, or one of another model.
     """
 
     def __init__(self, config: Any):

@@ -3,7 +3,8 @@
     trajectory ──score()──→ Call → Pool (processes) → Outcome ──→ score, score_parts │ score_error, event, console
           └──score_batch(), where a model scores──→ RewardModel → Outcome ──┘
 
-With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a number: the response is left out of the step and counted; too many end the run.
+With `reward_model.weights` a response has its score when all of its rewards are there. A failed score is never a number:
+the response is left out of the step and counted; too many end the run.
 """
 
 from __future__ import annotations

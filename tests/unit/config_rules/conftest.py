@@ -10,13 +10,8 @@ from tests.unit.config_rules.cases import ARR, write_model, write_rows
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """A machine without accelerators, cluster, hub cache or trackers' logins."""
-    for name in (
-        "RAY_ADDRESS",
-        "VERL_USE_EXTERNAL_MODULES",
-        "HF_HUB_OFFLINE",
-        "HF_HUB_CACHE",
-        "CUDA_VISIBLE_DEVICES",
-    ):
+    others = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
+    for name in ("RAY_ADDRESS", "VERL_USE_EXTERNAL_MODULES", *others):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: [])

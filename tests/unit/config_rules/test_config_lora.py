@@ -15,12 +15,9 @@ MODEL = f"{ARR}.model"
 def named(tmp_path, base):
     """Arguments of a run whose model's weights have names."""
     modules = [f"model.layers.0.{m}" for m in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]
-    places = {m: [4 * i, 4 * i + 4] for i, m in enumerate(modules)}
+    at = {m: [4 * i, 4 * i + 4] for i, m in enumerate(modules)}
     header = json.dumps(
-        {
-            f"{m}.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": place}
-            for m, place in places.items()
-        }
+        {f"{m}.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": place} for m, place in at.items()}
     )
     (write_model(tmp_path / "model") / "model.safetensors").write_bytes(
         len(header).to_bytes(8, "little") + header.encode() + bytes(12)

@@ -24,10 +24,8 @@ def test_ray_and_open_files(base, monkeypatch):
         few.setattr(resource, "getrlimit", lambda which: (256, 512))
         only(problems(*base, many), "machine", "ulimit -n", "2 workers need 1280")
         assert problems(*base) == [], "one device needs none of it"
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "ray" else real(name, *a)
-    )
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find(name))
     only(problems(*base, many), "machine", "pip install 'verl[ray]'")
 
 
@@ -54,14 +52,6 @@ def test_devices(base, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: False)
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
-
-
-def test_engines(base):
-    only(
-        problems(*base, f"{ARR}.rollout.name=sglang"),
-        "machine",
-        "set actor_rollout_ref.rollout.name=native",
-    )
 
 
 def test_models_that_are_not_here(base, monkeypatch):
@@ -94,12 +84,8 @@ def test_model_directories(base, tmp_path):
     def path(name):
         return f"{ARR}.model.path={tmp_path / name}"
 
-    write_model(tmp_path / "no-weights", weights=False)
-    only(problems(*base, path("no-weights")), "configuration", "no *.safetensors there")
-    (tmp_path / "empty").mkdir()
-    only(problems(*base, path("empty")), "configuration", "config.json does not exist")
     write_model(tmp_path / "shards", weights=False)
-    (tmp_path / "shards" / "model.safetensors.index.json").write_text(
+    (tmp_path / "shards/model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-1.safetensors"}}'
     )
     only(problems(*base, path("shards")), "configuration", "model-1.safetensors")
@@ -121,35 +107,18 @@ def test_model_directories(base, tmp_path):
 def test_context_counts_rope_scaling_and_overrides(base, tmp_path):
     long = [*base, "data.max_response_length=6000"]
     only(problems(*long), "configuration", "2048")
-    write_model(
-        tmp_path / "yarn",
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
-    )
-    assert problems(*long, f"{ARR}.model.path={tmp_path / 'yarn'}") == []
-    assert problems(*long, f"{ARR}.model.override_config.max_position_embeddings=8192") == []
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    write_model(tmp_path / "yarn", rope_scaling=yarn)
+    for given in (f"model.path={tmp_path}/yarn", "model.override_config.max_position_embeddings=8192"):
+        assert problems(*long, f"{ARR}.{given}") == []
     assert problems(*long, f"{ARR}.model.override_config.model_config.max_position_embeddings=8192") == []
 
 
 # ---- data ----
 
 
-def test_files_that_are_not_here(base):
-    only(problems(*base, "data.train_files=/no/such.parquet"), "machine", "/no/such.parquet")
-
-
 def test_remote_files_are_not_looked_at(base):
     assert "not looked at here" in notices(*base, "data.train_files=s3://b/x.parquet")
-
-
-def test_broken_and_empty_files(base, tmp_path):
-    (tmp_path / "broken.parquet").write_text("not parquet")
-    only(
-        problems(*base, f"data.train_files={tmp_path}/broken.parquet"), "configuration", "not a parquet file"
-    )
-    (tmp_path / "zero.parquet").write_bytes(b"")
-    only(problems(*base, f"data.train_files={tmp_path}/zero.parquet"), "configuration", "empty")
-    write_rows(tmp_path / "none.parquet", 0)
-    only(problems(*base, f"data.train_files={tmp_path}/none.parquet"), "configuration", "no rows")
 
 
 def test_columns(base, tmp_path):
@@ -160,39 +129,24 @@ def test_columns(base, tmp_path):
 
 
 def test_sources(base, tmp_path):
-    file = (
-        f"data.train_files={write_rows(tmp_path / 'a.parquet', data_source=['openai/gsm8k', 'my/own'] * 8)}"
-    )
+    rows = write_rows(tmp_path / "a.parquet", data_source=["openai/gsm8k", "my/own"] * 8)
+    file = f"data.train_files={rows}"
     only(problems(*base, file), "configuration", "my/own", "openai/gsm8k")
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0"
-    )
+    (tmp_path / "reward.py").write_text("def compute_score(**row): return 1.0")
     assert problems(*base, file, f"custom_reward_function.path={tmp_path}/reward.py") == []
 
 
 def test_the_plain_format(base, tmp_path):
     def file(name, responses):
-        columns = {
-            "prompt": ["1+1?"] * 16,
-            "response": responses,
-            "reward": [0.0] * 16,
-            "data_source": None,
-            "reward_model": None,
-        }
-        return f"data.train_files={write_rows(tmp_path / name, **columns)}"
+        columns = {"prompt": ["1+1?"] * 16, "response": responses, "reward": [0.0] * 16}
+        rows = write_rows(tmp_path / name, **columns, data_source=None, reward_model=None)
+        return f"data.train_files={rows}"
 
     assert problems(*base, file("good.parquet", ["so #### 2"] * 16)) == []
     found = check(load([*base, file("good.parquet", ["so #### 2"] * 16)]))
     assert sum("otherwise unused" in text for text in found.check_only) == 1
-    assert not any("otherwise unused" in text for text in found.notices), (
-        "the run says it when it reads the file"
-    )
-    only(
-        problems(*base, file("bad.parquet", [""] * 16)),
-        "configuration",
-        "Every reward would be 0",
-        "custom_reward_function.path",
-    )
+    assert not any("otherwise unused" in text for text in found.notices), "said when the file is read"
+    only(problems(*base, file("bad.parquet", [""] * 16)), "configuration", "Every reward would be 0")
 
 
 def test_json_lines(base, tmp_path):
@@ -226,11 +180,9 @@ def test_rows_with_images(base, tmp_path):
 @pytest.mark.parametrize(
     ("code", "part"),
     [
-        ("def other(): pass", "defines no such name"),
         ("def compute_scor(data_source): pass", "nearest: compute_scor"),
         ("def compute_score(answer): pass", "it takes answer; add data_source"),
         ("def compute_score(data_source, solution_str, ground_truth): pass", "add extra_info"),
-        ("def compute_score(:", "cannot be read as Python"),
     ],
 )
 def test_reward_functions_that_do_not_fit(base, tmp_path, code, part):

@@ -8,16 +8,8 @@ from tests.unit.config_rules.cases import ARR, notices, only, problems, write_mo
 from verl.config import load
 from verl.config.check import check
 
-
-def test_thresholds_that_parse(base):
-    for given in ("2.0", "0.5_5.0", "2"):
-        found = problems(
-            *base,
-            "algorithm.rollout_correction.rollout_is=token",
-            f"algorithm.rollout_correction.rollout_is_threshold={given}",
-        )
-        assert found == []
-
+RC = "algorithm.rollout_correction"
+REWARD = "reward_model.reward_kwargs"
 
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
@@ -48,13 +40,7 @@ NOTICES = [
     ([f"{ARR}.rollout.top_p=0.9"], "not truncated"),
     ([f"{ARR}.rollout.top_k=5"], "not truncated"),
     ([f"{ARR}.actor.loss_agg_mode=seq-mean-token-sum-norm"], "Dr. GRPO"),
-    (
-        [
-            "reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:5}",
-            "reward_model.reward_kwargs.max_resp_len=100",
-        ],
-        "is not data.max_response_length",
-    ),
+    ([f"{REWARD}.overlong_buffer_cfg={{enable:True,len:5}}", f"{REWARD}.max_resp_len=9"], "is not data.max_"),
     (["algorithm.kl_ctrl.kl_coef=0.1"], "nothing uses it"),
     ([f"{ARR}.actor.ppo_max_token_len_per_gpu=100"], "goes alone"),
     ([f"{ARR}.model.use_remove_padding=False"], "packed without padding"),
@@ -62,29 +48,14 @@ NOTICES = [
     ([f"{ARR}.actor.use_kl_loss=True", f"{ARR}.actor.kl_loss_type=k1"], "expected gradient is 0"),
     ([f"{ARR}.actor.checkpoint.save_contents=[model,hf_model]"], "hf_model has no effect"),
     (["trainer.logger=[mlflow]"], "not in this release, left out"),
-    (
-        [f"{ARR}.rollout.multi_stage_wake_up=True"],
-        "rollout.multi_stage_wake_up=True: the native engine decides",
-    ),
+    ([f"{ARR}.rollout.multi_stage_wake_up=True"], "multi_stage_wake_up=True: the native engine decides"),
     ([f"{ARR}.ref.fsdp_config.offload_policy=True"], "nothing is sharded"),
     ([f"{ARR}.actor.fsdp_config.param_offload=True"], "stay where they are"),
     ([f"{ARR}.actor.fsdp_config.model_dtype=bf16"], "master weights and the optimizer's state are float32"),
-    (
-        [f"{ARR}.actor.checkpoint.async_save=True", "trainer.esi_redundant_time=5"],
-        "trainer.esi_redundant_time=5.0: not",
-    ),
+    (["trainer.esi_redundant_time=5"], "trainer.esi_redundant_time=5.0: not"),
     ([f"{ARR}.actor.profiler.enable=True"], "nothing is profiled without global_profiler.tool=torch"),
-    (
-        [
-            "algorithm.rollout_correction.bypass_mode=True",
-            "algorithm.rollout_correction.loss_type=reinforce",
-        ],
-        "trained on uncorrected",
-    ),
-    (
-        ["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"],
-        "whose ratio is to the sampler already",
-    ),
+    ([f"{RC}.bypass_mode=True", f"{RC}.loss_type=reinforce"], "trained on uncorrected"),
+    ([f"{RC}.bypass_mode=True", f"{RC}.rollout_is=token"], "whose ratio is to the sampler already"),
     (["global_profiler.tool=torch"], "no step is named"),
     (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "there is no Ascend device"),
     (
@@ -129,18 +100,9 @@ def test_another_name_of_the_default_is_no_news(base):
 
 def test_staleness_with_a_pool_of_its_own_and_a_correction(base):
     """Nothing is left to say: not shared, and corrected, by weights or by the ratio to the sampler."""
+    pool = ["trainer.max_staleness=2", f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=1"]
     for how in ("rollout_is=token", "bypass_mode=True"):
-        found = check(
-            load(
-                [
-                    *base,
-                    "trainer.max_staleness=2",
-                    f"{ARR}.rollout.nnodes=1",
-                    f"{ARR}.rollout.n_gpus_per_node=1",
-                    f"algorithm.rollout_correction.{how}",
-                ]
-            )
-        )
+        found = check(load([*base, *pool, f"{RC}.{how}"]))
         assert not [p for p in found.problems if p.kind == "configuration"], found.problems
         assert not any("stal" in notice or "compete" in notice for notice in found.notices), found.notices
 
@@ -158,10 +120,12 @@ def test_staleness_with_a_pool_of_its_own_and_a_correction(base):
         ["algorithm.adv_estimator=grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo=False"],
         ["trainer.n_gpus_per_node=1", "trainer.nnodes=1", f"{ARR}.rollout.tensor_model_parallel_size=1"],
         ["data.val_files=null"],
+        [f"{RC}.rollout_is=token", f"{RC}.rollout_is_threshold=2.0"],
+        [f"{RC}.rollout_is=token", f"{RC}.rollout_is_threshold=0.5_5.0"],
     ],
 )
 def test_lifted(base, overrides):
-    """What the public system refuses and nothing in the method asks for."""
+    """What the public system refuses and nothing in the method asks for; thresholds in their forms."""
     assert problems(*base, *overrides) == []
 
 
@@ -169,29 +133,27 @@ def test_lifted(base, overrides):
 
 
 def test_the_plan(base):
-    plan = "\n".join(check(load([*base, "trainer.total_epochs=3", f"{ARR}.actor.ppo_epochs=2"])).plan)
-    assert "16 rows, 2 steps an epoch × 3 epochs = 6 steps" in plan
-    assert "8 prompts × 4 responses = 32 trajectories" in plan
-    assert "4 updates (2 mini-batches of 16 responses × 2 epochs)" in plan
-    assert "up to 16384 tokens each" in plan and "validation: 4 prompts × 1" in plan
-    words = ["data.val_max_samples=3", "data.train_max_samples=9", "trainer.total_epochs=3"]
-    few = "\n".join(check(load([*base, *words])).plan)
+    def plan(*words):
+        return "\n".join(check(load([*base, *words])).plan)
+
+    whole = plan("trainer.total_epochs=3", f"{ARR}.actor.ppo_epochs=2")
+    assert "16 rows, 2 steps an epoch × 3 epochs = 6 steps" in whole
+    assert "8 prompts × 4 responses = 32 trajectories" in whole
+    assert "4 updates (2 mini-batches of 16 responses × 2 epochs)" in whole
+    assert "up to 16384 tokens each" in whole and "validation: 4 prompts × 1" in whole
+    few = plan("data.val_max_samples=3", "data.train_max_samples=9", "trainer.total_epochs=3")
     assert "validation: 3 prompts × 1" in few and "9 rows, 1 step an epoch × 3 epochs = 3 steps" in few
-    plan = "\n".join(
-        check(
-            load([*base, f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9"])
-        ).plan
-    )
-    assert "6 of 3 responses per mini-batch" in plan and "9 steps over 16 rows" in plan
+    sized = plan(f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9")
+    assert "6 of 3 responses per mini-batch" in sized and "9 steps over 16 rows" in sized
 
 
 def test_supervised(tmp_path):
     argv = [f"model.path={write_model(tmp_path / 'model')}", "data.train_batch_size=4", "trainer.device=cpu"]
-    chat = f"data.train_files={write_rows(tmp_path / 'chat.parquet', messages=[[{'role': 'user', 'content': 'x'}]] * 16)}"
+    messages = [[{"role": "user", "content": "x"}]] * 16
+    chat = f"data.train_files={write_rows(tmp_path / 'chat.parquet', messages=messages)}"
     assert problems(*argv, chat, entry="sft") == []
-    pairs = (
-        f"data.train_files={write_rows(tmp_path / 'pairs.parquet', question=['x'] * 16, answer=['y'] * 16)}"
-    )
+    columns = {"question": ["x"] * 16, "answer": ["y"] * 16}
+    pairs = f"data.train_files={write_rows(tmp_path / 'pairs.parquet', **columns)}"
     only(problems(*argv, pairs, entry="sft"), "configuration", "no column 'messages'", "data.prompt_key")
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
     only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
@@ -202,11 +164,8 @@ def test_generation_and_evaluation(tmp_path):
     file = write_rows(tmp_path / "a.parquet", responses=[["a"]] * 16)
     assert len(problems(entry="eval")) == 1
     assert problems(f"data.path={file}", entry="eval") == []
-    only(
-        problems(f"data.path={file}", "data.response_key=response", entry="eval"),
-        "configuration",
-        "nearest: responses",
-    )
+    wrong = problems(f"data.path={file}", "data.response_key=response", entry="eval")
+    only(wrong, "configuration", "nearest: responses")
     argv = [f"data.path={file}", f"model.path={write_model(tmp_path / 'model')}", "trainer.device=cpu"]
     only(problems(*argv, entry="generation"), "configuration", "data.output_path: is required")
     assert problems(*argv, f"data.output_path={tmp_path}/o.parquet", entry="generation") == []

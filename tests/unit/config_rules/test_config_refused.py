@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from tests.unit.config_rules.cases import ARR, only, problems, write_model, write_rows
@@ -17,17 +15,21 @@ def test_a_right_one(base):
     assert report.problems == [] and report.exit_code == 0 and report.notices == []
 
 
+RC = "algorithm.rollout_correction"
+BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
+TORCH = "global_profiler.tool=torch"
+MEGATRON = f"{ARR}.actor.strategy=megatron"
+ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=True"]
+
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
+
 # (overrides, parts of the one problem they make); {model} is the run's own
 REFUSED = [
     ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
     # 1
-    (
-        [f"{ARR}.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"],
-        ["KL would be charged twice", "keep one"],
-    ),
+    ([f"{ARR}.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], ["KL would be charged twice"]),
     # 2
     (["algorithm.adv_estimator=grop"], ["grpo_vectorized", "nearest: grpo", "register_adv_est"]),
     ([f"{ARR}.actor.policy_loss.loss_mode=vanila"], ["nearest: vanilla", "register_policy_loss"]),
@@ -39,12 +41,10 @@ REFUSED = [
     ([f"{ARR}.rollout.name=vlm"], ["nearest: vllm"]),
     ([f"{ARR}.rollout.multi_turn.format=herms"], ["nearest: hermes"]),
     (["trainer.logger=[console,wandbb]"], ["trainer.logger=wandbb", "nearest: wandb"]),
-    (["data.truncation=centre"], ["data.truncation=centre", "middle"]),
     (["trainer.resume_mode=yes"], ["disable"]),
     ([f"{ARR}.actor.optim.lr_scheduler_type=cos"], ["cosine"]),
     ([f"{ARR}.actor.router_replay.mode=R2"], ["qwen3 is a dense model", "set it to disabled"]),
     # 6
-    ([f"{ARR}.rollout.temperature=0"], ["set 1.0"]),
     ([f"{ARR}.rollout.do_sample=False"], ["set True"]),
     ([f"{ARR}.rollout.val_kwargs.do_sample=True"], ["temperature 0 is greedy"]),
     ([f"{ARR}.rollout.dtype=fp64"], ["none of float32", "nearest: fp16"]),
@@ -56,10 +56,7 @@ REFUSED = [
     (["data.max_response_length=2000"], ["2512", "2048"]),
     ([f"{ARR}.rollout.max_model_len=100"], ["1024", "max_model_len=100"]),
     # 8
-    (
-        [f"{ARR}.rollout.enable_chunked_prefill=False", f"{ARR}.rollout.max_num_batched_tokens=100"],
-        ["raise it to 1024"],
-    ),
+    ([f"{ARR}.rollout={{enable_chunked_prefill:False,max_num_batched_tokens:100}}"], ["raise it to 1024"]),
     # 9
     ([f"{ARR}.rollout.tensor_model_parallel_size=2"], ["1 devices of the node"]),
     ([f"{ARR}.rollout.data_parallel_size=2"], ["does not divide the pool of 1", "use one of 1"]),
@@ -69,7 +66,6 @@ REFUSED = [
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=2"], ["does not divide the 1 ranks"]),
     ([f"{ARR}.actor.fsdp_config.fsdp_size=3"], ["does not divide the 1 ranks"]),
     # 13
-    (["data.train_batch_size=0"], ["at least 1"]),
     ([f"{ARR}.actor.ppo_mini_batch_size=0"], ["at least 1"]),
     ([f"{ARR}.actor.ppo_micro_batch_size_per_gpu=0"], ["at least 1"]),
     ([f"{ARR}.rollout.n=0"], ["at least 1"]),
@@ -77,18 +73,8 @@ REFUSED = [
     ([f"{ARR}.actor.clip_ratio_c=1"], ["above 1"]),
     ([f"{ARR}.actor.clip_ratio_low=-0.1"], ["at least 0"]),
     (["algorithm.gamma=1.1"], ["at least 0 and at most 1"]),
-    (
-        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0", "algorithm.use_kl_in_reward=True"],
-        ["above 0"],
-    ),
-    (
-        [
-            "algorithm.kl_ctrl.type=adaptive",
-            "algorithm.kl_ctrl.target_kl=0",
-            "algorithm.use_kl_in_reward=True",
-        ],
-        ["above 0"],
-    ),
+    ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=0"], ["above 0"]),
+    ([*ADAPTIVE, "algorithm.kl_ctrl.target_kl=0"], ["above 0"]),
     # distillation
     (["distillation.enabled=True"], ["teacher_models.teacher_model.model_path", "is required"]),
     ([*TAUGHT, f"{LOSS}.loss_mode=k1"], ["loss_mode=k1", "does not see the teacher"]),
@@ -111,19 +97,16 @@ REFUSED = [
         ["inference.tensor_model_parallel_size=2", "set 1"],
     ),
     # 15
-    (["algorithm.rollout_correction.loss_type=reinforce"], ["bypass_mode=True"]),
+    ([f"{RC}.loss_type=reinforce"], ["bypass_mode=True"]),
     # 16
-    (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"], ["at most", "max_resp_len=512"]),
-    (["reward_model.reward_kwargs.overlong_buffer_cfg={enable:True,len:513}"], ["513"]),
+    ([f"{BUFFER}.enable=True"], ["at most", "max_resp_len=512"]),
+    ([f"{BUFFER}={{enable:True,len:513}}"], ["513"]),
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
     (["custom_reward_function.path=pkg://no.such.module"], ["no module no.such.module"]),
-    (
-        [f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"],
-        ["override_optimizer_config.lr", "set", "optim.lr"],
-    ),
+    ([f"+{ARR}.actor.optim.override_optimizer_config.lr=0.1"], ["override_optimizer_config.lr", "optim.lr"]),
     # 21
     (["trainer.resume_mode=resume_path"], ["needs trainer.resume_from_path"]),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], ["no such directory"]),
@@ -144,13 +127,9 @@ REFUSED = [
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
     (["critic.strategy=megatron"], ["=fsdp or fsdp2"]),
     (["skip.rollout.enable=True"], ["replay"]),
-    (["global_profiler.tool=torch", "global_profiler.steps=[0,1]"], ["counted from 1"]),
+    ([TORCH, "global_profiler.steps=[0,1]"], ["counted from 1"]),
     (
-        [
-            "global_profiler.tool=torch",
-            "global_profiler.steps=[1]",
-            f"+{ARR}.actor.profiler.tool_config.torch.contents=[cpu,nonsense]",
-        ],
+        [TORCH, "global_profiler.steps=[1]", f"+{ARR}.actor.profiler.tool_config.torch.contents=[nonsense]"],
         ["nonsense is not known", "cpu, cuda, npu, memory, shapes, stack"],
     ),
 ]
@@ -222,19 +201,13 @@ def test_the_references_layout_is_checked_where_there_is_one(base, monkeypatch):
     )
 
 
-def test_sizes_without_a_problem_can_be_laid_out():
-    for ranks, sequence, tensor, shard in itertools.product(
-        range(1, 13), (1, 2, 3), (1, 2, 3, 4), range(-1, 13)
-    ):
-        if not list(rank_problems(Sizes(sequence, tensor, shard), ranks)):
-            parts = ranks // tensor
-            assert ranks % (sequence * tensor) == 0
-            assert shard <= 0 or shard >= parts or parts % shard == 0, (ranks, tensor, shard)
-    (problem,) = rank_problems(Sizes(1, 3, 3), 12)
-    assert problem == (
-        "fsdp_config.fsdp_size=3",
-        "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
-    )
+def test_the_ranks_that_remain_beside_another_cut_are_counted():
+    assert list(rank_problems(Sizes(1, 3, 3), 12)) == [
+        (
+            "fsdp_config.fsdp_size=3",
+            "does not divide the 4 ranks that remain beside fsdp_config.tensor_parallel_size=3; use one of 1, 2, 4",
+        )
+    ]
 
 
 # (overrides, parts that must be among the problems): combinations that more than one rule refuses
@@ -247,102 +220,33 @@ ALSO_REFUSED = [
     (["algorithm.filter_groups.enable=True", f"{ARR}.rollout.n=1"], "filter_groups compares"),
     # 5
     (["algorithm.adv_estimator=gdpo"], "gdpo needs the keys"),
-    (
-        [
-            "algorithm.adv_estimator=gdpo",
-            "algorithm.gdpo_reward_keys=[a,b]",
-            "algorithm.gdpo_reward_weights=[1]",
-        ],
-        "1 weights for 2 keys",
-    ),
+    (["algorithm={adv_estimator:gdpo,gdpo_reward_keys:[a,b],gdpo_reward_weights:[1]}"], "1 weights for 2"),
     # 9
-    (
-        [f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"],
-        "4 attention heads; use one of 1, 2, 4",
-    ),
-    (
-        [f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3", "trainer.nnodes=1"],
-        "pool of 3",
-    ),
+    ([f"{ARR}.rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3"], "use one of 1, 2, 4"),
+    ([f"{ARR}.rollout.data_parallel_size=2", "trainer.n_gpus_per_node=3"], "pool of 3"),
     # 10
-    (
-        [
-            f"{ARR}.rollout.pipeline_model_parallel_size=2",
-            f"{ARR}.rollout.name=vllm",
-            "trainer.n_gpus_per_node=2",
-        ],
-        "not run in pipeline",
-    ),
+    ([f"{ARR}.rollout.pipeline_model_parallel_size=2", f"{ARR}.rollout.name=vllm"], "not run in pipeline"),
     # 11
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
     # 12
+    ([MEGATRON, f"{ARR}.actor.megatron.tensor_model_parallel_size=2"], "tensor × pipeline × context = 2"),
+    ([MEGATRON, f"{ARR}.actor.megatron.virtual_pipeline_model_parallel_size=2"], "needs pipeline"),
     (
-        [f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.tensor_model_parallel_size=2"],
-        "tensor × pipeline × context = 2",
-    ),
-    (
-        [f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.virtual_pipeline_model_parallel_size=2"],
-        "needs pipeline",
-    ),
-    (
-        [
-            f"{ARR}.actor.strategy=megatron",
-            f"{ARR}.actor.megatron.pipeline_model_parallel_size=4",
-            "trainer.n_gpus_per_node=4",
-        ],
+        [MEGATRON, f"{ARR}.actor.megatron.pipeline_model_parallel_size=4", "trainer.n_gpus_per_node=4"],
         "2 layers over 4 chunks",
     ),
-    ([f"{ARR}.actor.strategy=megatron", f"{ARR}.actor.megatron.expert_model_parallel_size=2"], "no experts"),
+    ([MEGATRON, f"{ARR}.actor.megatron.expert_model_parallel_size=2"], "no experts"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
     # 15
-    (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs needs one"),
-    (
-        [
-            "algorithm.rollout_correction.rollout_rs=token_k9",
-            "algorithm.rollout_correction.rollout_rs_threshold=2",
-        ],
-        "token_k1..3",
-    ),
-    (
-        [
-            "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
-            "algorithm.rollout_correction.rollout_rs_threshold='1,2,3'",
-        ],
-        "3 thresholds for 2 rules",
-    ),
-    (
-        [
-            "algorithm.rollout_correction.rollout_rs=token_k1",
-            "algorithm.rollout_correction.rollout_rs_threshold=2_x",
-        ],
-        "one number above 1",
-    ),
-    (
-        [
-            "algorithm.rollout_correction.rollout_is=token",
-            "algorithm.rollout_correction.rollout_is_threshold=5_2",
-        ],
-        "write a number",
-    ),
-    (
-        [
-            "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
-            "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
-        ],
-        "seq_max_k2 has an upper bound only",
-    ),
-    (
-        [
-            "algorithm.rollout_correction.rollout_rs='token_k2,seq_mean_k1'",
-            "algorithm.rollout_correction.rollout_rs_threshold='0.5,0.5'",
-        ],
-        "seq_mean_k1 needs ratio bounds",
-    ),
-    (
-        ["algorithm.rollout_correction.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"],
-        "needs the sampler's log-probs",
-    ),
+    ([f"{RC}.rollout_rs=token_k1"], "rollout_rs needs one"),
+    ([f"{RC}.rollout_rs=token_k9", f"{RC}.rollout_rs_threshold=2"], "token_k1..3"),
+    ([f"{RC}.rollout_rs='token_k1,seq_max_k2'", f"{RC}.rollout_rs_threshold='1,2,3'"], "3 thresholds"),
+    ([f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=2_x"], "one number above 1"),
+    ([f"{RC}.rollout_is=token", f"{RC}.rollout_is_threshold=5_2"], "write a number"),
+    ([f"{RC}.rollout_rs='token_k1,seq_max_k2'", f"{RC}.rollout_rs_threshold=0.5_2.0"], "an upper bound only"),
+    ([f"{RC}.rollout_rs='token_k2,seq_mean_k1'", f"{RC}.rollout_rs_threshold='0.5,0.5'"], "ratio bounds"),
+    ([f"{RC}.bypass_mode=True", f"{ARR}.rollout.calculate_log_probs=False"], "needs the sampler's log-probs"),
     # router replay
     ([f"{ARR}.actor.router_replay.mode=R3"], "enable_rollout_routing_replay=True"),
     (
