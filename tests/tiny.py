@@ -19,10 +19,24 @@ CHAT_TEMPLATE = (
     "{%- endif -%}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{%- endfor -%}{%- endif -%}{{ '<|im_end|>' + '\n' }}",
+)
 VOCAB_SIZE = 256 + len(SPECIAL)
 
 
-def tiny_tokenizer(path: Path | str | None = None, *, template: str | None = CHAT_TEMPLATE) -> Any:
+def tiny_tokenizer(
+    path: Path | str | None = None,
+    *,
+    template: str | None = CHAT_TEMPLATE,
+    special: tuple[str, ...] = SPECIAL,
+) -> Any:
     """A byte-level PreTrainedTokenizerFast; saved as a tokenizer directory when `path` is given.
 
     eos is <|im_end|>, pad is <|endoftext|>. Special tokens follow the 256 bytes in the order of SPECIAL.
@@ -34,7 +48,7 @@ def tiny_tokenizer(path: Path | str | None = None, *, template: str | None = CHA
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
+    core.add_special_tokens(list(special))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
     )
@@ -109,4 +123,71 @@ def tiny_model(
     model.generation_config.pad_token_id = config.pad_token_id
     model.save_pretrained(path)
     tiny_tokenizer(path)
+    return path
+
+
+def tiny_vision_model(path: Path | str, arch: str = "qwen2_5_vl", *, seed: int = 0, patch: int = 4) -> Path:
+    """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
+
+    arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl". An image has one token for each 2·patch × 2·patch pixels,
+    4 to 64 of them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    path, start = Path(path), VOCAB_SIZE
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "patch_size": patch,
+        "in_channels": 3,
+    }
+    if arch == "qwen2_vl":
+        vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    else:
+        vision |= {"out_hidden_size": 32, "intermediate_size": 32}
+    if arch == "qwen2_5_vl":
+        vision |= {"window_size": patch * 4, "fullatt_block_indexes": [1]}
+    if arch.startswith("qwen3"):
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = tiny_config("qwen3_moe" if arch.endswith("moe") else "qwen3", vocab_size=272).to_dict()
+    kept = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    kept += ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")
+    kept += ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step")
+    shape = {key: text[key] for key in kept if key in text}
+    sections = [4, 2, 2]
+    if not arch.startswith("qwen3"):  # head size follows from hidden_size: 8
+        shape["head_dim"], sections = 8, [2, 1, 1]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(
+            arch,
+            text_config=shape | {"rope_parameters": rope},
+            vision_config=vision,
+            tie_word_embeddings=False,
+            **{name: start + number for number, name in enumerate(names)},
+        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight.mul_(3.0)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 258, 256
+    model.save_pretrained(path)
+    tiny_tokenizer(path, template=VISION_TEMPLATE, special=SPECIAL + VISION)
+    side = 2 * patch
+    Qwen2VLImageProcessorPil(
+        patch_size=patch, min_pixels=4 * side * side, max_pixels=64 * side * side
+    ).save_pretrained(path)
     return path

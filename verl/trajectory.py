@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -88,6 +89,33 @@ STATUSES = (
 """How a trajectory ended, in the words of `rollout.agent.on_status`."""
 
 
+@dataclass(eq=False)
+class Media:
+    """What a context holds besides tokens: made once of a row by the model's processor, shared by reference by all that see it.
+
+    inputs  arguments of the model's forward by name: pixel_values float32 [patches, numbers of one],
+            image_grid_thw int64 [images, 3], in the order of the context
+    tokens  of the context that stand for images
+    small   the images scaled down, as encoded files, for the report
+    key     of its own, by which another process knows it again
+    """
+
+    inputs: dict[str, np.ndarray]
+    tokens: int = 0
+    small: tuple[bytes, ...] = ()
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return len(self.inputs["image_grid_thw"])
+
+    def blanked(self) -> Media:
+        """The same places with nothing to see in them."""
+        nothing = np.zeros_like(self.inputs["pixel_values"])
+        return Media(self.inputs | {"pixel_values": nothing}, self.tokens)
+
+
 @dataclass(slots=True, eq=False)
 class Prompt:
     """One row of the data, rendered and tokenised once.
@@ -106,7 +134,7 @@ class Prompt:
     row: int = -1
     epoch: int = 0
     agent_name: str | None = None
-    media: dict[str, Any] = field(default_factory=dict)
+    media: Media | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -117,7 +145,7 @@ class Segment:
     columns      name of `COLUMNS` → array [L, …]; also readable and writable as attributes, None where absent
     context_columns  the same of the context's tokens, [P, …], for columns that have them; shared like context_ids
     versions     weight versions that wrote tokens, oldest first, without repeats
-    media        images and videos in the context, by kind
+    media        images in the context, None without
     uid, index   key of the group, number of the trajectory in it
     trajectory   the trajectory that it is part of; None on a worker, which gets segments alone
     """
@@ -140,13 +168,13 @@ class Segment:
         response_mask: np.ndarray,
         *,
         versions: tuple[int, ...] = (0,),
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
         uid: str = "",
         index: int = 0,
         **columns: np.ndarray | None,
     ):
         self.context_ids = context_ids
-        self.versions, self.media = versions, media or {}
+        self.versions, self.media = versions, media
         self.uid, self.index = uid, index
         self.trajectory: Trajectory | None = None
         self.columns: dict[str, np.ndarray] = {"response_ids": response_ids, "response_mask": response_mask}
@@ -268,6 +296,11 @@ class Trajectory:
     def context_ids(self) -> np.ndarray:
         """The first segment's context, int64 [P]."""
         return self.segments[0].context_ids
+
+    @property
+    def media(self) -> Media | None:
+        """The first segment's images."""
+        return self.segments[0].media
 
     @property
     def length(self) -> int:

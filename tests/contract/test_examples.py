@@ -78,7 +78,7 @@ def model_directory(folder: Path, **more: object) -> Path:
 
 def test_there_are_examples() -> None:
     assert {"run_qwen3_gsm8k.sh", "run_drgrpo.sh", "run_gsm8k_sft.sh"} <= {s.name for s in SCRIPTS}
-    assert len(PREPARE) == 4
+    assert len(PREPARE) == 5
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.stem)

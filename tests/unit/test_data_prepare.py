@@ -157,6 +157,70 @@ def test_arithmetic_is_right_seeded_and_disjoint(level: int) -> None:
     assert not train & test
 
 
+def original_geo3k(root: Path) -> None:
+    for number, (split, letter) in {
+        2: ("train", "B"),
+        10: ("train", "D"),
+        3: ("val", "A"),
+        4: ("test", "C"),
+    }.items():
+        facts = {
+            "annotat_text": f"Find ${number}$.",
+            "choices": ["1", "20", "3", "x"],
+            "answer": letter,
+            "data_type": split,
+        }
+        (root / str(number)).mkdir(parents=True)
+        (root / str(number) / "data.json").write_text(json.dumps(facts))
+        (root / str(number) / "img_diagram.png").write_bytes(b"%d" % number)
+
+
+def test_geo3k_is_the_same_from_any_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original_geo3k(tmp_path / "original")
+    (tmp_path / "hub").mkdir()
+    for split, names in {"train": ("2", "10"), "test": ("4",)}.items():
+        answers = {"2": "20", "10": "x", "4": "3"}
+        lines = [
+            {
+                "problem": f"<image>Find ${n}$.",
+                "answer": answers[n],
+                "images": [f"../original/{n}/img_diagram.png"],
+            }
+            for n in names
+        ]
+        (tmp_path / "hub" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    made = []
+    for layout in ("original", "hub"):
+        argv = [
+            "--local_dataset_path",
+            str(tmp_path / layout),
+            "--local_save_dir",
+            str(tmp_path / f"{layout}_out"),
+        ]
+        assert prepare.main(["geo3k", *argv]) == 0
+        files = [
+            RowFiles(str(tmp_path / f"{layout}_out" / f"{split}.parquet")) for split in ("train", "test")
+        ]
+        made.append([file.rows(0, len(file)) for file in files])
+    for rows in made[1]:
+        for row in rows:
+            row["images"][0]["path"] = row["images"][0]["path"].removeprefix("../original/")
+    assert made[0] == made[1] and [len(rows) for rows in made[0]] == [2, 1]
+    first = made[0][0][0]
+    assert (
+        first["images"] == [{"bytes": b"2", "path": "2/img_diagram.png"}]
+        and "1 bytes" in capsys.readouterr().out
+    )
+    assert first["prompt"][0]["content"].startswith("<image>Find $2$. You FIRST think")
+    assert first["reward_model"] == {"style": "rule", "ground_truth": "20"}
+    assert first["extra_info"] == {
+        "split": "train",
+        "index": 0,
+        "answer": "20",
+        "question": "<image>Find $2$.",
+    }
+
+
 def test_level_too_small_for_the_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["arithmetic", "--local_save_dir", str(tmp_path), "--train", "90000", "--level", "2"]
     assert prepare.main(argv) == 2
@@ -164,7 +228,7 @@ def test_level_too_small_for_the_rows_is_refused(tmp_path: Path, capsys: pytest.
 
 
 def test_command_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert prepare.main(["geo3k"]) == 2 and "not in this release" in capsys.readouterr().err
+    assert prepare.main(["hellaswag"]) == 2 and "not in this release" in capsys.readouterr().err
     assert prepare.main(["gsm8"]) == 2 and "gsm8k" in capsys.readouterr().err
     assert prepare.main([]) == 2 and prepare.main(["--help"]) == 0
     assert prepare.main(["gsm8k", "--local_dataset_path", str(tmp_path / "none")]) == 2

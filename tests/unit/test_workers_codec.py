@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.counting import instructions
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.trajectory import COLUMNS, Segment
+from verl.trajectory import COLUMNS, Media, Segment
 from verl.workers import codec
 from verl.workers.plan import partition
 
@@ -109,11 +109,19 @@ def test_a_column_of_another_length_is_refused() -> None:
         codec.fill([row("a", 0, 4)], {"entropy": np.zeros(3, np.float32)})
 
 
-def test_a_prompt_with_images_is_refused_by_name() -> None:
-    one = row("a", 0, 4)
-    one.media = {"images": [object()]}
-    with pytest.raises(ValueError, match="prompt a has media"):
-        codec.encode([one])
+def test_images_go_once_and_stay_one_object() -> None:
+    media = Media({"pixel_values": np.ones((4, 6), np.float32), "image_grid_thw": np.array([[1, 2, 2]])}, 1)
+    rows = [row("a", 0, 4), row("a", 1, 3), row("b", 0, 2)]
+    rows[0].media = rows[1].media = media
+    payload = codec.encode(rows)
+    found = codec.decode(payload)
+    assert len(payload["media"]) == 1 and found[0].media is found[1].media and found[2].media is None
+    assert found[0].media.key == media.key and found[0].media.tokens == media.images == 1
+    asks = [
+        codec.GenerateRequest(name, np.arange(3), SamplingParams(max_tokens=1), "g", media) for name in "xy"
+    ]
+    again = [codec.decode_requests(codec.encode_requests([ask]))[0].media for ask in asks]
+    assert again[0] is again[1] is found[0].media
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,6 +24,7 @@ BASE: dict[str, str] = {
     "pyyaml": ">=6",
     "psutil": ">=5.9",
     "tensorboard": ">=2.17",
+    "pillow": ">=10.3",
 }
 
 
@@ -45,7 +46,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
     Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
     Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
-    Feature("images", ("pillow",), "", "pip install pillow", later=True),
     Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
     Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
     Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),

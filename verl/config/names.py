@@ -197,7 +197,7 @@ UNREAD: dict[str, dict[str, str]] = {
         ),
         "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, data.gen_batch_size, "
-        "data.dataloader_num_workers, data.num_workers, data.mm_processor_kwargs, data.image_patch_size, "
+        "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
     },
     "one device": {

@@ -48,6 +48,7 @@ CAPABILITIES = _ByName(
         dtypes=("float32", "bfloat16"),
         in_place_weights=True,
         tensor_parallel=False,
+        images=True,
         routes=True,
         takes_arguments=False,
     ),

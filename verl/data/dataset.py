@@ -14,12 +14,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from verl.data.files import DataError, Paths, RowFiles
+from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.plugins import CustomRows
 from verl.data.rows import (
     GSM8K,
@@ -178,8 +179,9 @@ class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
     files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). tools: what rows of `tool_agent` are rendered with. With
-    data.custom_cls the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
+    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). tools: what rows of
+    `tool_agent` are rendered with. processor: of a model that sees images (None: rows with images are bad). With data.custom_cls
+    the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
 
     def __init__(
@@ -192,20 +194,25 @@ class PromptDataset(CheckedRows):
         score_known: Callable[[str], bool] | None = None,
         rules: RowRules | None = None,
         tools: RowTools | None = None,
+        processor: Any = None,
     ):
         data = config.data
         self.split = split
         self.config = config
         self._limit = int(data.max_prompt_length)
-        self.rules = rules or RowRules.of(config)
+        self.rules = replace(rules or RowRules.of(config), images=processor is not None)
+        self.images = None
+        if processor is not None:
+            most = config.actor_rollout_ref.rollout.limit_images
+            self.images = ImageProcessor(processor, data.allow_image_urls, most)
         renderer = ChatRenderer(tokenizer, data.apply_chat_template_kwargs)
         if data.custom_cls.path:
-            super().__init__(CustomRows.load(files, config, tokenizer, split))
+            super().__init__(CustomRows.load(files, config, tokenizer, split, processor))
             plain = [False]
         else:
             super().__init__(RowFiles(files, data.cache_dir, use_shm=data.use_shm))
             plain = [check_columns(file, self.rules) for file in self.source.files]
-        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools)
+        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images)
         self._scan(int(data.filter_overlong_prompts_workers), score_known)
         self.refuse_too_many_bad(float(data.max_bad_row_ratio))
         self._too_long = np.flatnonzero(self.lengths > self._limit)
@@ -222,6 +229,10 @@ class PromptDataset(CheckedRows):
     def _scan(self, workers: int, score_known: Callable[[str], bool] | None) -> None:
         scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
         self.lengths, self.bad, self._sources = scan.lengths, scan.bad, scan.sources
+        if self.config.data.truncation != "error" and not self.config.data.filter_overlong_prompts:
+            for row in (row for row in sorted(scan.media) if self.lengths[row] > self._limit):
+                detail = f"{self.lengths[row]} tokens with its images, which are never cut; the most is {self._limit}"
+                self.bad[row], self.lengths[row] = ("prompt too long", detail), -1
         if not self.rules.needs_truth or score_known is None:
             return
         unknown = {source for source in set(scan.sources) if source and not score_known(source)}
@@ -257,13 +268,22 @@ class PromptDataset(CheckedRows):
         index = int(self._rows[row])
         file, number = self.source.locate(index)
         fields = self._scanner.fields(self.source.row(index), index)
-        ids = self._scanner.renderer.ids(self._scanner.text(fields))
+        renderer, media = self._scanner.renderer, None
+        seen = self._scanner.with_images(fields)
+        if seen is not None:
+            assert self.images is not None
+            messages, cells = seen
+            ids, media = self.images(
+                renderer.text(messages, **self._scanner.tools_of(fields)), cells, folder_of(self.paths[file])
+            )
+        else:
+            messages = as_messages(fields.cell, self.rules.prompt_key)
+            ids = renderer.ids(self._scanner.text(fields))
         if len(ids) > self._limit:
-            if self.config.data.filter_overlong_prompts:
+            if media is not None or self.config.data.filter_overlong_prompts:
                 raise BadRow("prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before")
             ids = truncate(ids, self._limit, self.config.data.truncation)
-        messages = as_messages(fields.cell, self.rules.prompt_key)
-        place = {"file": self.paths[file], "row": number, "epoch": epoch}
+        place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -271,7 +291,8 @@ class PromptDataset(CheckedRows):
         index = int(self._rows[row])
         columns = dict(self.source.row(index))
         fields = self._scanner.fields(columns, index)
-        return columns | {"raw_prompt": as_messages(fields.cell, self.rules.prompt_key), "index": row}
+        messages = as_messages(fields.cell, self.rules.prompt_key, images=self.rules.images)
+        return columns | {"raw_prompt": messages, "index": row}
 
     # ------------------------------------------------------------------------------------------- reporting
 
@@ -306,27 +327,44 @@ class PromptDataset(CheckedRows):
 
 @dataclass
 class Scan:
-    """lengths int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row."""
+    """lengths int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row; media: rows with
+    images."""
 
     lengths: np.ndarray
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    media: set[int] = field(default_factory=set)
 
 
 @dataclass
 class Scanner:
-    """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format?"""
+    """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format? `images`: None for a model
+    that sees none."""
 
     source: Any
     plain: Sequence[bool]
     rules: RowRules
     renderer: ChatRenderer
     tools: RowTools | None = None
+    images: ImageProcessor | None = None
+
+    def tools_of(self, fields: RowFields) -> dict[str, Any]:
+        """{"tools": schemas} of a row that has tools, else {}. Raises BadRow."""
+        tools = None if self.tools is None else self.tools.of(fields)
+        return {"tools": tools} if tools else {}
 
     def text(self, fields: RowFields) -> str:
-        """The rendered prompt of a row. Raises BadRow."""
-        tools = None if self.tools is None else self.tools.of(fields)
-        return self.renderer.prompt_text(fields.cell, self.rules.prompt_key, tools)
+        """The rendered prompt of a row without images. Raises BadRow."""
+        return self.renderer.prompt_text(fields.cell, self.rules.prompt_key, **self.tools_of(fields))
+
+    def with_images(self, fields: RowFields) -> tuple[list[dict[str, Any]], list[Any]] | None:
+        """A row's messages with places for its images, and these in order; None for a row without. Raises BadRow."""
+        if self.images is None:
+            return None
+        messages = as_messages(fields.cell, self.rules.prompt_key, images=True)
+        if not len(fields.images) and all(isinstance(message["content"], str) for message in messages):
+            return None
+        return with_images(messages, fields.images)
 
     def fields(self, row: dict[str, Any], index: int) -> Any:
         """The row's parts, a `RowFields`. Raises BadRow."""
@@ -337,18 +375,33 @@ class Scanner:
         """Scan rows start..stop−1; `bad` has row numbers of the whole source."""
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
+        extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
                 scan.sources[index - start] = fields.facts["data_source"]
-                texts[index] = self.text(fields)
+                seen = self.with_images(fields)
+                if seen is not None:
+                    assert self.images is not None
+                    messages, cells = seen
+                    more = sum(
+                        self.images.tokens(cells, folder_of(self.source.paths[self.source.locate(index)[0]]))
+                    )
+                    texts[index] = self.renderer.text(messages, **self.tools_of(fields))
+                    extra[index] = len(cells), more - len(cells)
+                else:
+                    texts[index] = self.text(fields)
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
         for index, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):
-            if len(ids):
-                scan.lengths[index - start] = len(ids)
+            images, more = extra.get(index, (0, 0))
+            if self.images is not None and (stray := self.images.wrong_tokens(ids, images)):
+                scan.bad[index] = ("image tokens", stray)
+            elif len(ids):
+                scan.lengths[index - start] = len(ids) + more
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
+        scan.media = set(extra)
         return scan
 
 
@@ -367,4 +420,5 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
     for part in parts:
         whole.bad |= part.bad
         whole.sources += part.sources
+        whole.media |= part.media
     return whole

@@ -38,7 +38,7 @@ class RLHFDataset:
 
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
         """The row's messages."""
-        return as_messages(example.get(self.prompt_key), self.prompt_key)
+        return as_messages(example.get(self.prompt_key), self.prompt_key, images=self.processor is not None)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = self.rows.row(item)
@@ -112,14 +112,14 @@ class CustomRows:
         self.paths = [name]
 
     @classmethod
-    def load(cls, files: Paths, config: Any, tokenizer: Any, split: str) -> CustomRows:
-        """Build `data.custom_cls` over the files of a split."""
+    def load(cls, files: Paths, config: Any, tokenizer: Any, split: str, processor: Any = None) -> CustomRows:
+        """Build `data.custom_cls` over the files of a split. processor: of a model that sees images."""
         data = config.data
         path, name = data.custom_cls.path, data.custom_cls.name
         if not name:
             raise DataError(f"data.custom_cls.path={path} needs data.custom_cls.name=CLASS")
         wanted = int(data.train_max_samples if split == "train" else data.val_max_samples)
-        about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": None}
+        about = {"data_files": files, "tokenizer": tokenizer, "config": data, "processor": processor}
         dataset = load_extern_object(path, name)(**about, max_samples=wanted)
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):

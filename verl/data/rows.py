@@ -1,7 +1,7 @@
 """What a row means: the chat format and the plain format, checked; its messages, rendered and tokenised once.
 
-A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Content made of parts keeps
-only text here: media are not in this release. Specification: data.md §2, §3, §6.
+A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Images are put in their places
+by `media.py`; videos and audio are not in this release. Specification: data.md §2, §3, §6.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class BadRow(ValueError):
 # ------------------------------------------------------------------------------------------- from cell to token ids
 
 
-def as_messages(cell: Any, column: str = "prompt") -> list[dict[str, Any]]:
+def as_messages(cell: Any, column: str = "prompt", *, images: bool = False) -> list[dict[str, Any]]:
     """The cell as a list of {role, content, …}; a string is one user message. Raises BadRow.
 
-    Keys that are null (parquet gives every message the union of all keys) are left out, so that a
+    Content is text; where `images` are allowed and it has parts of type image, it is a list of parts. Keys that are null (parquet gives every message the union of all keys) are left out, so that a
     template's `is defined` means what its author thought.
     """
     if cell is None:
@@ -53,10 +53,10 @@ def as_messages(cell: Any, column: str = "prompt") -> list[dict[str, Any]]:
         raise BadRow("prompt empty", f"column {column!r} is an empty {type(cell).__name__}")
     if isinstance(cell, str):
         return [{"role": "user", "content": cell}]
-    return [_message(item, f"{column}[{number}]") for number, item in enumerate(cell)]
+    return [_message(item, f"{column}[{number}]", images) for number, item in enumerate(cell)]
 
 
-def _message(item: Any, where: str) -> dict[str, Any]:
+def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise BadRow("prompt is not messages", f"{where} is a {type(item).__name__}, not a message")
     role, content = item.get("role"), item.get("content")
@@ -65,10 +65,23 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if content is None and item.get("tool_calls"):
         content = ""
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_part_text(part, f"{where}.content") for part in content)
-    if not isinstance(content, str):
+        if images and any(_is_image(part) for part in content):
+            content = [_part(part, f"{where}.content") for part in content]
+        else:
+            content = "".join(_part_text(part, f"{where}.content") for part in content)
+    if not isinstance(content, str | list):
         raise BadRow("prompt is not messages", f"{where}.content is {type(content).__name__}")
     return {key: value for key, value in item.items() if value is not None} | {"content": content}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if _is_image(part):
+        return {key: value for key, value in part.items() if value is not None}
+    return {"type": "text", "text": _part_text(part, where)}
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -76,10 +89,14 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, Mapping):
         text, kind = part.get("text"), part.get("type", "text")
     if kind in ("image", "video", "audio"):
-        raise BadRow("media", f"{where} holds a part of type {kind!r}: media are not in this release")
+        raise BadRow("media", f"{where} holds a part of type {kind!r}, {_no_media(kind)}")
     if kind != "text" or not isinstance(text, str):
         raise BadRow("prompt is not messages", f"{where} holds a part {part!r}")
     return text
+
+
+def _no_media(kind: str) -> str:
+    return "which this model does not see" if kind.startswith("image") else "which is not in this release"
 
 
 class ChatRenderer:
@@ -165,13 +182,14 @@ def final_number(text: str) -> str | None:
 @dataclass(frozen=True)
 class RowRules:
     """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
-    one that their data_source selects."""
+    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
     media_keys: tuple[str, ...] = ("images", "videos", "audios")
     needs_truth: bool = True
     needs_source: bool = True
+    images: bool = False
 
     @classmethod
     def of(cls, config: Any) -> RowRules:
@@ -187,10 +205,12 @@ class RowRules:
 @dataclass(slots=True)
 class RowFields:
     """One usable row. `cell` is the prompt as it stands in the file; `facts` are the parts of a `Prompt` that follow from
-    the other columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else."""
+    the other columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else. `images`:
+    the cells of its images."""
 
     cell: Any
     facts: dict[str, Any]
+    images: Sequence[Any] = ()
 
     def prompt(self, uid: str, ids: np.ndarray, messages: Any, **place: Any) -> Prompt:
         """The row as a Prompt; `place`: file, row, epoch."""
@@ -313,16 +333,23 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     """The chat format. `raw_prompt`, where a custom dataset gives one, wins over the prompt column."""
     if row.get("row_error"):
         raise BadRow(*row["row_error"])
+    images: Sequence[Any] = ()
     for key in rules.media_keys:
         media = row.get(key)
-        if media is not None and len(media):
-            raise BadRow("media", f"column {key!r} is not empty: media are not in this release")
+        if media is None or not len(media):
+            continue
+        if not rules.images or key != rules.media_keys[0]:
+            kind = "images" if key == rules.media_keys[0] else key
+            raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
+        images = media if isinstance(media, list) else [media]
     source = row.get(rules.source_key)
     if not source and not rules.needs_source:
         source = PLAIN
     if not isinstance(source, str) or not source:
         raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r}, a name is needed")
-    taken = (rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key)
+    taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
+    if len(images):
+        taken.append(rules.media_keys[0])
     facts = {
         "data_source": source,
         "extra_info": dict(_typed("extra_info", row.get("extra_info"), Mapping, "a struct") or {}),
@@ -331,7 +358,7 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
         "columns": {k: v for k, v in row.items() if k not in taken},
     }
     raw = row.get("raw_prompt")
-    return RowFields(row.get(rules.prompt_key) if raw is None else raw, facts)
+    return RowFields(row.get(rules.prompt_key) if raw is None else raw, facts, images)
 
 
 def _typed(name: str, value: Any, kind: type, word: str) -> Any:

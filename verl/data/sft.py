@@ -1,18 +1,20 @@
-"""Rows for supervised fine-tuning: token ids and the mask of the tokens that are learned. Data.md §13."""
+"""Rows for supervised fine-tuning: token ids, the mask of the tokens that are learned, images. Data.md §13."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from verl.data.dataset import CheckedRows
 from verl.data.files import DataError, Paths, RowFiles, absent_column
+from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.sft_mask import Span, TurnFinder, token_mask
+from verl.trajectory import Media
 
 CHUNK = 256
 # Up to this many tokens the encoded rows stay in memory; beyond it they are encoded again when drawn.
@@ -21,20 +23,26 @@ KEPT_TOKENS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class SFTRow:
-    """One sequence: ids int64 [P], mask bool [P] (True: this token is learned)."""
+    """One sequence: ids int64 [P], mask bool [P] (True: this token is learned), its images."""
 
     ids: np.ndarray
     mask: np.ndarray
+    media: Media | None = None
 
 
-# A rendered dialogue: its text, and the spans of it that are learned.
-_Rendered = tuple[str, list[Span]]
+class _Rendered(NamedTuple):
+    """A dialogue: its text, the spans of it that are learned, its images."""
+
+    text: str
+    spans: list[Span]
+    images: Sequence[Any] = ()
 
 
 class SFTDataset(CheckedRows):
     """Usable rows of a split; `dataset[i]` is an SFTRow, `order(...)` the rows of an epoch.
 
-    files: path or list; config: the `data` group of the SFT configuration. Bad rows are in `bad_rows`.
+    files: path or list; config: the `data` group of the SFT configuration; processor: of a model that sees images. Bad rows are
+    in `bad_rows`.
     Raises DataError for files, columns or lengths that cannot be used.
     """
 
@@ -47,6 +55,8 @@ class SFTDataset(CheckedRows):
         self._limit = int(config.max_length)
         self._renderer = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
         self._finder = TurnFinder(self._renderer)
+        self.processor = processor
+        self._images = None if processor is None else ImageProcessor(processor, config.allow_image_urls)
         if not tokenizer.is_fast:
             why = "it gives the places of tokens in the text, from which the loss mask is taken"
             raise DataError(f"supervised training needs a fast tokenizer (one with tokenizer.json): {why}")
@@ -86,22 +96,27 @@ class SFTDataset(CheckedRows):
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The row's dialogue. Raises BadRow."""
-        config = self.config
-        for key in (config.image_key, config.video_key):
+        config, seeing = self.config, self._images is not None
+        for key in (config.video_key,) if seeing else (config.image_key, config.video_key):
             if row.get(key):
-                detail = f"column {key!r} is not empty: images and videos are not in this release"
-                raise BadRow("media", detail)
+                why = (
+                    "the model does not see images"
+                    if key == config.image_key
+                    else "videos are not in this release"
+                )
+                raise BadRow("media", f"column {key!r} is not empty: {why}")
         if not self.question_answer:
             key, cell = config.messages_key, row.get(config.messages_key)
             if isinstance(cell, str):
                 detail = f"column {key!r} is text, a list of messages is needed"
                 raise BadRow("prompt is not messages", detail)
-            return as_messages(cell, key)
+            return as_messages(cell, key, images=seeing)
         question = _reach(row, config.prompt_key, config.prompt_dict_keys)
         response = _reach(row, config.response_key, config.response_dict_keys)
         if not isinstance(response, str) or not response.strip():
             raise BadRow("answer missing", f"column {config.response_key!r} is {response!r:.60}")
-        return [*as_messages(question, config.prompt_key), {"role": "assistant", "content": response}]
+        asked = as_messages(question, config.prompt_key, images=seeing)
+        return [*asked, {"role": "assistant", "content": response}]
 
     def _options(self, row: Mapping[str, Any]) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -114,31 +129,65 @@ class SFTDataset(CheckedRows):
         return options
 
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
-        messages = self.messages(row)
+        messages, images = self.messages(row), row.get(self.config.image_key) or []
+        if self._images is not None and (
+            len(images) or any(not isinstance(m["content"], str) for m in messages)
+        ):
+            messages, images = with_images(messages, images)
         if not self._renderer.has_template and self.question_answer and len(messages) == 2:
             question, response = messages[0]["content"], messages[1]["content"]
             whole = question + response + (self.tokenizer.eos_token or "")
-            return whole, [(len(question), len(question) + len(response))]
+            return _Rendered(whole, [(len(question), len(question) + len(response))])
         options = self._options(row)
         text = self._renderer.text(messages, generation=False, **options)
         try:
-            return text, self._finder.spans(messages, text, **options)
+            return _Rendered(text, self._finder.spans(messages, text, **options), images)
         except BadRow:
             if not self.config.ignore_input_ids_mismatch:
                 raise
-            return self._finder.turns_alone(messages, **options)
+            return _Rendered(*self._finder.turns_alone(messages, **options), images)
 
     def _encode(self, rendered: Sequence[_Rendered]) -> list[SFTRow]:
         if not rendered:
             return []
-        texts = [text for text, _ in rendered]
+        texts = [one.text for one in rendered]
         found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         out = []
-        for number, (text, spans) in enumerate(rendered):
+        for number, one in enumerate(rendered):
             ids = np.array(found["input_ids"][number], np.int64)
-            mask = token_mask(ids, found["offset_mapping"][number], text, spans, self._special)
+            mask = token_mask(ids, found["offset_mapping"][number], one.text, one.spans, self._special)
             out.append(SFTRow(ids, mask))
         return out
+
+    def _expanded(self, index: int, row: SFTRow, images: Sequence[Any]) -> SFTRow:
+        """The row with all tokens of its images, which stand before what is learned and are never cut. Raises BadRow."""
+        if self._images is None:
+            return row
+        repeats = self._images.expanded(row.ids, images, self._folder(index))
+        learned = np.flatnonzero(row.mask)
+        if len(learned) and (repeats[learned[0] :] > 1).any():
+            raise BadRow("image after an answer", "images must come before the first turn that is learned")
+        if repeats.sum() > self._limit and len(images):
+            raise BadRow("too long", f"{repeats.sum()} tokens with its images, data.max_length={self._limit}")
+        return SFTRow(np.repeat(row.ids, repeats), np.repeat(row.mask, repeats))
+
+    def _folder(self, index: int) -> Any:
+        return folder_of(self.paths[self.source.locate(index)[0]])
+
+    def _with_media(self, index: int, row: SFTRow) -> SFTRow:
+        """The row and what the model sees, decoded now. DataError if that has failed since the row was measured."""
+        rendered = self._render(self.source.row(index))
+        if self._images is None or not len(rendered.images):
+            return row
+        try:
+            ids, media = self._images(rendered.text, rendered.images, self._folder(index))
+        except BadRow as bad:
+            raise DataError(f"{self.where(index)}: {bad}") from bad
+        if not np.array_equal(ids, row.ids):
+            raise DataError(
+                f"{self.where(index)}: {len(ids)} tokens with its images, {len(row.ids)} were measured"
+            )
+        return SFTRow(row.ids, row.mask, media)
 
     def _cut(self, row: SFTRow) -> SFTRow:
         if len(row.ids) > self._limit:
@@ -161,8 +210,13 @@ class SFTDataset(CheckedRows):
                 except BadRow as bad:
                     self.bad[index] = (bad.problem, bad.detail)
             for index, encoded in zip(rendered, self._encode(list(rendered.values())), strict=True):
-                self.lengths[index] = len(encoded.ids)
-                tokens += self._keep(index, encoded)
+                try:
+                    whole = self._expanded(index, encoded, rendered[index].images)
+                except BadRow as bad:
+                    self.bad[index] = (bad.problem, bad.detail)
+                    continue
+                self.lengths[index] = len(whole.ids)
+                tokens += self._keep(index, whole)
             if tokens > KEPT_TOKENS:
                 self._kept = None
 
@@ -186,8 +240,11 @@ class SFTDataset(CheckedRows):
         index = int(self._rows[item])
         if self._kept is not None:
             kept = self._kept[index]
-            return SFTRow(kept.ids.astype(np.int64), kept.mask)
-        return self._cut(self._encode([self._render(self.source.row(index))])[0])
+            row = SFTRow(kept.ids.astype(np.int64), kept.mask)
+        else:
+            rendered = self._render(self.source.row(index))
+            row = self._cut(self._expanded(index, self._encode([rendered])[0], rendered.images))
+        return row if self._images is None else self._with_media(index, row)
 
     @property
     def report(self) -> dict[str, Any]:

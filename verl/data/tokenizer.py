@@ -46,6 +46,15 @@ def load_tokenizer(
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, processor_of: str | None, directory: Path) -> None:
+    """Write what stands before a model to its checkpoint: the tokenizer, and the processor's files of the model that has one."""
+    from verl.data.media import save_processor
+
+    tokenizer.save_pretrained(directory)
+    if processor_of is not None:
+        save_processor(processor_of, directory)
+
+
 def _why(source: str, local: Path, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:

@@ -1,16 +1,137 @@
-"""The keyword arguments of a Hugging Face model's forward, made of packed tokens: the one place that builds them."""
+"""The keyword arguments of a Hugging Face model's forward, made of packed tokens and images: the one place that builds them.
+
+A vision-language model rotates by three positions (time, height, width). Of a context with images they are what its own
+`get_rope_index` says; a token after it is counted on from there by a constant. `mm_token_type_ids` are needed for that and for
+nothing else: a forward that is given its positions does not look at them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
+from verl.errors import UserError
+from verl.models.layers import is_recurrent
+from verl.trajectory import Media
 
-def model_inputs(input_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-    """Tokens int64 [S] and positions int64 [S], or [3, S] where a model has one for time, height and width.
+_SPECIAL = ("image_", "video_", "audio_", "vision_")
+
+
+def model_inputs(
+    input_ids: torch.Tensor, positions: torch.Tensor, media: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Tokens int64 [S], positions int64 [S], or [3, S] where a model has one for time, height and width, and `VisionInputs.tensors`.
 
     What the tokens see of each other is the attention plan's (`verl.models.attention.use`), so there is no mask; keys and
     values are nobody's to keep.
     """
-    return {"input_ids": input_ids[None], "position_ids": positions.unsqueeze(-2), "use_cache": False}
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids[None],
+        "position_ids": positions.unsqueeze(-2),
+        "use_cache": False,
+    }
+    return inputs | media if media else inputs
+
+
+def special_token_ids(config: Any) -> list[int]:
+    """Tokens that stand for images and the like or mark where they begin and end: none of them is ever sampled, and a policy
+    gives them no probability. Empty for a text model."""
+    if not sees_images(config):
+        return []
+    named = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
+    found = {value for key, value in named.items() if isinstance(value, int) and key.startswith(_SPECIAL)}
+    return sorted(found & set(range(config.get_text_config().vocab_size)))
+
+
+def sees_images(config: Any) -> bool:
+    """True for the configuration of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageContext:
+    """Where the tokens of a context with images are.
+
+    positions  int64 [3, P]
+    shift      of a later token, from its number in the sequence to its position
+    before     int64 [P + 1], number of image tokens before each token
+    """
+
+    positions: np.ndarray
+    shift: int
+    before: np.ndarray
+
+    def axes(self, first: int, count: int) -> np.ndarray:
+        """Positions int64 [3, count] of the sequence's tokens from number `first` on."""
+        own = self.positions[:, first : first + count]
+        start = first + own.shape[1] + self.shift
+        rest = np.arange(start, start + count - own.shape[1])
+        return np.concatenate((own, np.broadcast_to(rest, (3, len(rest)))), axis=1)
+
+
+def text_axes(first: int, count: int) -> np.ndarray:
+    """`ImageContext.axes` of a sequence without images."""
+    return np.broadcast_to(np.arange(first, first + count), (3, count))
+
+
+class VisionInputs:
+    """What one vision-language model makes of contexts with images. UserError for a model with another interface."""
+
+    def __init__(self, model: Any):
+        base, name = model.base_model, type(model).__name__
+        if not hasattr(base, "get_rope_index") or not isinstance(
+            getattr(model.config, "image_token_id", None), int
+        ):
+            raise UserError(
+                f"images of {name} are not in this release: its positions are not Qwen-VL's; choose another model"
+            )
+        if is_recurrent(model):
+            raise UserError(
+                f"images of {name} are not in this release: it carries a state along the row; choose another model"
+            )
+        self._base = base
+        self.image_token = int(model.config.image_token_id)
+        self._config = model.config
+        self._merge = int(model.config.vision_config.spatial_merge_size)
+        self._contexts: WeakKeyDictionary[Media, ImageContext] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: Any) -> VisionInputs | None:
+        """None for a text model."""
+        return cls(model) if sees_images(model.config) else None
+
+    def blank(self) -> Media:
+        """An image of one token with nothing in it, for a rank that must run the tower and has no image."""
+        vision = self._config.vision_config
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = np.zeros((self._merge**2, numbers), np.float32)
+        return Media({"pixel_values": pixels, "image_grid_thw": np.array([[1, self._merge, self._merge]])}, 1)
+
+    def context(self, ids: np.ndarray, media: Media) -> ImageContext:
+        """Of a context int64 [P]; found once. ValueError if its image tokens are not those of its images."""
+        known = self._contexts.get(media)
+        if known is None or known.positions.shape[1] != len(ids):
+            known = self._contexts[media] = self._find(ids, media)
+        return known
+
+    def _find(self, ids: np.ndarray, media: Media) -> ImageContext:
+        is_image, grid = ids == self.image_token, media.inputs["image_grid_thw"]
+        expected = int(grid.prod(-1).sum()) // self._merge**2
+        if int(is_image.sum()) != expected:
+            raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
+        tokens, kinds = torch.from_numpy(ids)[None], torch.from_numpy(is_image.astype(np.int32))[None]
+        positions, shift = self._base.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor(grid))
+        before = np.concatenate(([0], np.cumsum(is_image)))
+        return ImageContext(positions[:, 0].numpy(), int(shift), before)
+
+    @staticmethod
+    def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:
+        """The arguments of a forward whose tokens hold these images, in their order; empty without."""
+        names = media[0].inputs if media else ()
+        joined = {name: np.concatenate([one.inputs[name] for one in media]) for name in names}
+        return {name: torch.from_numpy(array).to(device) for name, array in joined.items()}

@@ -131,8 +131,10 @@ def model_cost(
 def product_weights(module: PreTrainedModel, config: Any) -> float:
     """Weights that one token is multiplied with: all matrices but the input embedding; of the experts those chosen.
 
-    A head that shares the embedding's weights is a product all the same.
+    A head that shares the embedding's weights is a product all the same; a vision tower's weights meet no token of the text.
     """
+    sees = getattr(module.config, "vision_config", None) is not None
+    tower = set(module.get_encoder(modality="image").parameters()) if sees else set()
     embedding = module.get_input_embeddings().weight
     head = module.get_output_embeddings()
     chosen = float(getattr(config, "num_experts_per_tok", None) or 1)
@@ -141,7 +143,7 @@ def product_weights(module: PreTrainedModel, config: Any) -> float:
     )
     total = 0.0
     for name, parameter in module.named_parameters():
-        if parameter.ndim < 2 or parameter is embedding:
+        if parameter.ndim < 2 or parameter is embedding or parameter in tower:
             continue
         total += parameter.numel() * (chosen / experts if ".experts." in name else 1.0)
     if head is not None and head.weight is embedding:

@@ -1,4 +1,4 @@
-"""A causal language model of a directory: loaded whole, or built without its weights; which ones cannot be used, and its layers.
+"""A causal language model of a directory, one that sees images too: loaded whole, or built without its weights; which ones cannot be used, and its layers.
 
 A model without weights has parameters on the meta device and real buffers. Weights come in one sharded unit after the
 other, so no rank ever holds the whole model. Buffers that no checkpoint holds (rotary frequencies) are computed by the
@@ -18,6 +18,7 @@ import torch
 from verl.config.settings import setting
 from verl.errors import UserError
 from verl.models import attention, overrides
+from verl.models.inputs import sees_images
 from verl.versions import refuse_holes
 
 if TYPE_CHECKING:
@@ -87,13 +88,21 @@ def _quiet() -> Iterator[None]:
 
 def _kind(config: Any, head: str, path: str | Path) -> Any:
     """The class that loads a model with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        PreTrainedModel,
+    )
     from transformers.modeling_layers import GenericForTokenClassification
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     )
 
+    if head == "lm" and sees_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
     if head == "lm":
         return AutoModelForCausalLM
     if head == "score":
@@ -224,6 +233,12 @@ def allow_training(module: PreTrainedModel, trainable: bool) -> None:
     for name, parameter in bare.named_parameters():
         if not parameter.requires_grad and name in own:
             own[name].requires_grad_(False)
+
+
+def freeze_vision_tower(module: PreTrainedModel) -> None:
+    """Keep the vision tower, its projection included, out of training. Nothing for a text model."""
+    if sees_images(module.config):
+        module.get_encoder(modality="image").requires_grad_(False)
 
 
 def _damaged(where: str) -> str:

@@ -35,11 +35,12 @@ class Limits:
 
 @dataclass(slots=True)
 class Packed:
-    """Responses for the page: `rows` refer to `prompts` and `tokens` by number."""
+    """Responses for the page: `rows` refer to `prompts`, `tokens` and `images` (data URIs) by number."""
 
     rows: list[Record] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     steps_on_disk: int = 0
     bytes: int = 0
@@ -89,6 +90,9 @@ class _Packer:
         self.packed = Packed()
         self._prompt_at: dict[str, int] = {}
         self._token_at: dict[str, int] = {}
+        self._image_at: dict[str, int] = {}
+        self._group: tuple[int, Any] = (-1, None)
+        self._seen: Record = {}  # images of the group and their tokens
 
     def add_step(self, step: int, path: Path, most: int, read_limit: int, unreadable: Counter[str]) -> int:
         """Pack up to about `most` responses of one file, whole groups; returns the bytes read."""
@@ -113,7 +117,7 @@ class _Packer:
         return min(size, read_limit)
 
     def _add(self, step: int, record: Record) -> None:
-        row = self._text(step, record)
+        row = self._text(step, record) | self._images(step, record)
         tokens = self._tokens(record)
         if tokens:
             row.update(tokens)
@@ -178,6 +182,21 @@ class _Packer:
             kept = [None if a is None else round(a, 4) for a in advantages]
             out["w"] = kept[0] if all(a == kept[0] for a in kept) else kept
         return out
+
+    def _images(self, step: int, record: Record) -> Record:
+        """The images of the response's group, which came with its first response."""
+        group = step, record.get("uid")
+        if group != self._group:
+            given = record.get("images")
+            uris = (
+                [uri for uri in given if str(uri).startswith("data:image/")]
+                if isinstance(given, list)
+                else []
+            )
+            at = [self._intern(uri, self._image_at, self.packed.images) for uri in uris]
+            self._group = group
+            self._seen = {"im": at, "it": number(record.get("image_tokens"))} if at else {}
+        return self._seen
 
     def _cut(self, value: Any) -> str:
         return text_of(value, self.limits.text, " … [more characters in the file]")

@@ -455,9 +455,12 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple
     context = np.asarray(output.prompt_ids, dtype=np.int64)
     if np.array_equal(context, prompt.ids):
         context = prompt.ids
-    media = prompt.media | output.multi_modal_data
+    if output.multi_modal_data:
+        raise ValueError(
+            f"agent loop gave multi_modal_data: images of tools are not in this release ({prompt.uid})"
+        )
     log_probs = None if log_probs is None else log_probs * mask
-    return Segment(context, ids, mask, versions=versions, media=media, rollout_log_probs=log_probs)
+    return Segment(context, ids, mask, versions=versions, media=prompt.media, rollout_log_probs=log_probs)
 
 
 def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:

@@ -53,7 +53,7 @@ class TrajectoryCalls:
         ):  # what a loop puts before it is its trajectory's alone
             options["group"] = self._group
         result = await self._requests.generate(
-            prompt_ids, sampling, media=media or self._prompt.media or None, **options
+            prompt_ids, sampling, media=media if self._prompt.media is None else self._prompt.media, **options
         )
         self.completions.append(result)
         self._contexts.append(np.asarray(prompt_ids, np.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,12 +94,17 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
     """Rows of trajectories/{step}.jsonl, with token-level columns (null where a phase did not fill them).
 
     log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
-    did not write; `advantage` is the mean over the tokens that are trained on.
+    did not write; `advantage` is the mean over the tokens that are trained on. The first row of a group has the prompt's
+    images, scaled down, as data URIs.
     """
     rows = []
     for group in by_group(trajectories):
         text = prompt_text(group[0], texts.tokenizer)
-        rows += [_report_row(step, t, text, texts) for t in group]
+        own = [_report_row(step, t, text, texts) for t in group]
+        if (media := group[0].prompt.media) is not None:
+            uris = [f"data:image/jpeg;base64,{b64encode(small).decode()}" for small in media.small]
+            own[0] |= {"images": uris, "image_tokens": media.tokens}
+        rows += own
     return rows
 
 

@@ -130,11 +130,14 @@ def reward_metrics(batch: Batch) -> dict[str, Number]:
 
 
 def length_metrics(batch: Batch, max_prompt_length: int, max_response_length: int) -> dict[str, Number]:
-    """Lengths of responses and prompts, shares at their limits, empty responses (no token of the policy), turns."""
+    """Lengths of responses and prompts, shares at their limits, empty responses (no token of the policy), turns; image tokens of
+    prompts with images."""
     lengths, prompts = batch.lengths, batch.prompt_lengths
     empty = np.array([t.policy_tokens == 0 for t in batch], bool)
     turns = [t.num_turns for t in batch]
-    return {
+    seen = [t.prompt.media.tokens for t in batch if t.prompt.media is not None]
+    images = spread("prompt_length/image_tokens", seen, ("mean", "max")) if seen else {}
+    return images | {
         **_lengths("response_length", lengths, max_response_length),
         **_lengths("response_length_non_aborted", lengths[~empty], max_response_length),
         "response/aborted_ratio": _mean(empty),

@@ -119,6 +119,7 @@ class PPOTrainer:
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
         parts, phases, roles = self.parts, self.parts.phases, self.parts.workers.roles
+        self.record.check_images(step, batch, self.colocation)
         warm = step >= self.config.trainer.critic_warmup or "critic" not in roles
         for one in self.passes if warm else with_old_log_probs(self.passes):
             with phases(one.name), self.colocation.computing(roles[one.role]):

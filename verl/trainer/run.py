@@ -205,9 +205,10 @@ def build_parts(
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
     from verl.config.weights import scores_by_model, user_scores
+    from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import load_tokenizer, save_tokenizer
     from verl.platform.host import tune_allocator
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
@@ -229,7 +230,10 @@ def build_parts(
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
-    train, validation = open_data(config, tokenizer, tracking)
+    processor = load_processor(
+        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
+    )
+    train, validation = open_data(config, tokenizer, tracking, processor)
     check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
@@ -260,7 +264,9 @@ def build_parts(
         workers=workers,
         kl_controller=kl_controller(config),
         validator=build_validator(config, validation, rollouts, rewards, tracking),
-        checkpoints=Checkpoints(config, tokenizer.save_pretrained, tracking),
+        checkpoints=Checkpoints(
+            config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
+        ),
         tracking=tracking,
         phases=phases,
         report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
@@ -287,8 +293,8 @@ def data_seed(config: Config) -> int:
     return config.data.seed if config.data.seed is not None else config.trainer.seed
 
 
-def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
-    """Training data, and validation data or None; bad rows reported, limits enforced."""
+def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
+    """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
 
     data = config.data
@@ -299,17 +305,21 @@ def open_data(config: Config, tokenizer: Any, tracking: Any) -> tuple[Any, Any]:
         return not unsupported([source])
 
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
-    train = PromptDataset(data.train_files, config, tokenizer, split="train", score_known=known, tools=tools)
+    open_split = partial(
+        PromptDataset,
+        config=config,
+        tokenizer=tokenizer,
+        score_known=known,
+        tools=tools,
+        processor=processor,
+    )
+    train = open_split(data.train_files, split="train")
     if len(train) < data.train_batch_size:
         raise UserError(
             f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
             "lower the batch size or add data"
         )
-    validation = (
-        PromptDataset(data.val_files, config, tokenizer, split="val", score_known=known, tools=tools)
-        if data.val_files
-        else None
-    )
+    validation = open_split(data.val_files, split="val") if data.val_files else None
     tracking.data_report(train, validation)
     return train, validation
 

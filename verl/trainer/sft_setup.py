@@ -38,18 +38,21 @@ def engine_settings(config: SFTConfig) -> dict[str, Any]:
     }
 
 
-def open_data(config: SFTConfig, tokenizer: Any, tracking: Any) -> tuple[SFTDataset, SFTDataset | None]:
-    """Training rows, and validation rows or None; `data.custom_cls` may replace the class."""
+def open_data(
+    config: SFTConfig, tokenizer: Any, tracking: Any, processor: Any = None
+) -> tuple[SFTDataset, SFTDataset | None]:
+    """Training rows, and validation rows or None; `data.custom_cls` may replace the class. processor: of a model that sees
+    images."""
     from verl.data.load_object import load_extern_object
     from verl.data.sft import SFTDataset
 
     data, kind = config.data, SFTDataset
     if data.custom_cls.path:
         kind = load_extern_object(data.custom_cls.path, str(data.custom_cls.name))
-    train = kind(data.train_files, tokenizer, data, max_samples=data.train_max_samples)
+    train = kind(data.train_files, tokenizer, data, processor, max_samples=data.train_max_samples)
     validation = None
     if data.val_files:
-        validation = kind(data.val_files, tokenizer, data, max_samples=data.val_max_samples)
+        validation = kind(data.val_files, tokenizer, data, processor, max_samples=data.val_max_samples)
         validation.split = "val"
     tracking.data_report(train, validation)
     return train, validation
@@ -85,7 +88,7 @@ def as_trajectory(row: SFTRow, uid: str) -> Trajectory:
     start, stop = int(learned[0]), int(learned[-1]) + 1
     response = row.ids[start:stop]
     return Trajectory(
-        prompt=Prompt(uid=uid, ids=row.ids[:start], messages=None),
+        prompt=Prompt(uid=uid, ids=row.ids[:start], messages=None, media=row.media),
         index=0,
         response_ids=response,
         response_mask=np.ones(len(response), bool),

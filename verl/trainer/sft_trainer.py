@@ -220,9 +220,12 @@ class SFTTrainer:
                 self.ranks.follow_jobs(jobs)
 
     def _save_model(self, directory: Path) -> None:
+        from verl.data.tokenizer import save_tokenizer
+
         self.engine.save_weights(directory)
         if self.ranks.lead:
-            self.tokenizer.save_pretrained(directory)
+            sees = getattr(self.train, "processor", None) is not None
+            save_tokenizer(self.tokenizer, self.config.model.path if sees else None, directory)
 
     def _resume(self) -> int:
         """Restore what `trainer.resume_mode` names; returns its step, 0 for a fresh start."""
@@ -262,6 +265,7 @@ class SFTTrainer:
 
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
+    from verl.data.media import load_processor
     from verl.data.tokenizer import load_tokenizer
     from verl.platform.host import tune_allocator
     from verl.trainer.run import quiet_libraries
@@ -276,7 +280,10 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
-    train, validation = open_data(config, tokenizer, tracking)
+    processor = load_processor(
+        model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
+    )
+    train, validation = open_data(config, tokenizer, tracking, processor)
     if trainer.save_freq != EACH_EPOCH and int(trainer.save_freq) <= 0 and not trainer.val_only:
         tracking.notice(
             "trainer.save_freq is not set: the trained model will NOT be saved (trainer.save_freq=N saves)"

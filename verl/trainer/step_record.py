@@ -17,6 +17,7 @@ from verl.algorithms.value_loss import explained_variance
 from verl.algorithms.variance import variance_proxies
 from verl.tracking.step_metrics import Counters, StepFacts, step_metrics, step_mfu
 from verl.tracking.timer import Timeline, profiled, step_times
+from verl.trainer.seeing import ImageRecord
 from verl.trajectory import COLUMNS
 from verl.weight_sync.base import SyncResult
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from verl.rollout.dynamic_sampling import DynamicSchedule
     from verl.rollout.schedule import PromptSchedule
     from verl.tracking.tracker import Tracking
+    from verl.trainer.colocation import Colocation
     from verl.trainer.run import Parts
     from verl.trajectory import Batch, Trajectory
     from verl.workers.plan import Refusal, UpdateResult
@@ -123,6 +125,8 @@ class StepRecord:
         self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
         self._timeline = Timeline(parts.tracking.run_dir / "timeline.jsonl", parts.tracking.notice)
+        seeing = getattr(parts.stream.dataset, "images", None) is not None
+        self._images = ImageRecord(parts) if seeing else None
         self._refused = RefusedSteps(config.trainer.max_refused_steps, parts.tracking, self.counters)
 
     def announce(self, step: int, total_steps: int) -> None:
@@ -149,6 +153,11 @@ class StepRecord:
             profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
         ):
             yield
+
+    def check_images(self, step: int, batch: Batch, colocation: Colocation) -> None:
+        """See `ImageRecord.check`; nothing for a model that sees none."""
+        if self._images is not None:
+            self._images.check(step, batch, colocation)
 
     def of_updates(self, step: int, batch: Batch, updates: Mapping[str, UpdateResult]) -> dict[str, Any]:
         """Metrics of the updates of a step, by role; what was refused is dumped and counted."""
@@ -198,6 +207,8 @@ class StepRecord:
     def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """The step's one record; adds to `metrics` what follows from the batch and the clock."""
         metrics |= self.facts(step, batch) | self._times(step)
+        if self._images is not None:
+            metrics |= self._images.metrics(batch, self.sampled)
         self._parts.tracking.log(step, metrics)
 
     def _times(self, step: int) -> dict[str, float]:

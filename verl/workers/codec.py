@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.trajectory import COLUMNS, Segment
+from verl.trajectory import COLUMNS, Media, Segment
 
 Payload = dict[str, Any]
 """What travels. Values are arrays of numbers, mappings of such arrays, and JSON-like values."""
@@ -26,6 +27,7 @@ Payload = dict[str, Any]
 _ALWAYS = ("response_ids", "response_mask")
 _ON_THE_WAY = {"response_ids": np.int32}
 _PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
+_MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
 
 # -- segments ----------------------------------------------------------------------------------------------------
@@ -34,21 +36,18 @@ _PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
 def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
     """Contexts, response ids, `response_mask`, and of `columns` what the rows have.
 
-    ValueError for an unknown column, for a column whose length is not the row's, and for a segment with images or
-    videos, whose arrays have no place here yet.
+    ValueError for an unknown column, and for a column whose length is not the row's. Images go once for all contexts that share
+    them.
     """
-    places: dict[tuple[str, int], int] = {}
+    places: dict[tuple[str, int, int], int] = {}
     distinct: list[Segment] = []
     place_of = np.empty(len(rows), np.int32)
     for i, row in enumerate(rows):
-        key = row.uid, id(row.context_ids)
+        key = row.uid, id(row.context_ids), id(row.media)
         if key not in places:
             places[key] = len(distinct)
             distinct.append(row)
         place_of[i] = places[key]
-    for row in distinct:
-        if row.media:
-            raise ValueError(f"prompt {row.uid} has media, which cannot be sent to another process yet")
     return {
         "uids": [row.uid for row in distinct],
         "context": place_of,
@@ -57,6 +56,7 @@ def encode(rows: Sequence[Segment], columns: Sequence[str] = ()) -> Payload:
         "index": np.fromiter((row.index for row in rows), np.int32, len(rows)),
         "lengths": np.fromiter((row.length for row in rows), np.int32, len(rows)),
         "columns": collect(rows, [*_ALWAYS, *columns]),
+        **_encode_media([row.media for row in distinct]),
     }
 
 
@@ -70,15 +70,36 @@ def decode(payload: Mapping[str, Any]) -> list[Segment]:
     lengths = payload["lengths"].tolist()
     ids = _cut(columns.pop("response_ids").astype(np.int64), lengths)
     masks = _cut(columns.pop("response_mask"), lengths)
-    uids = payload["uids"]
+    uids, media = payload["uids"], _decode_media(payload, len(contexts))
     rows = [
-        Segment(contexts[place], own_ids, mask, uid=uids[place], index=index)
+        Segment(contexts[place], own_ids, mask, media=media[place], uid=uids[place], index=index)
         for place, index, own_ids, mask in zip(
             payload["context"].tolist(), payload["index"].tolist(), ids, masks, strict=True
         )
     ]
     fill(rows, columns)
     return rows
+
+
+def _encode_media(media: Sequence[Media | None]) -> Payload:
+    """Of contexts or prompts: their images, each once, and whose each is; {} where none has any."""
+    distinct = {one.key: one for one in media if one is not None}
+    if not distinct:
+        return {}
+    facts = [{"key": one.key, "tokens": one.tokens, "inputs": one.inputs} for one in distinct.values()]
+    return {"media": facts, "media_of": [None if one is None else one.key for one in media]}
+
+
+def _decode_media(payload: Mapping[str, Any], count: int) -> list[Media | None]:
+    """Inverse of `_encode_media`: what has the same key is the same object, also as an earlier payload's that is still in use."""
+    if "media" not in payload:
+        return [None] * count
+    held = {}
+    for facts in payload["media"]:
+        known = _MEDIA.get(facts["key"])
+        held[facts["key"]] = known or Media(dict(facts["inputs"]), facts["tokens"], key=facts["key"])
+    _MEDIA.update(held)
+    return [None if key is None else held[key] for key in payload["media_of"]]
 
 
 def collect(rows: Sequence[Segment], columns: Iterable[str]) -> Payload:
@@ -132,12 +153,13 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One request. prompt_ids int64 [P]; `group` as in `RolloutEngine.generate`."""
+    """One request. prompt_ids int64 [P]; `group` and `media` as in `RolloutEngine.generate`."""
 
     id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
     group: str | None = None
+    media: Media | None = None
 
     @property
     def tokens(self) -> int:
@@ -157,22 +179,27 @@ class GenerateResult:
 def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
     """A prompt goes once for all requests that follow each other with the same ids."""
     prompts: list[np.ndarray] = []
+    media: list[Media | None] = []
     entries: list[tuple[Any, ...]] = []
     last: np.ndarray | None = None
     for request in requests:
         ids = request.prompt_ids
-        if last is None or not (ids is last or np.array_equal(ids, last)):
+        same = last is not None and (ids is last or np.array_equal(ids, last))
+        if not same or request.media is not media[-1]:
             prompts.append(ids)
+            media.append(request.media)
             last = ids
         entries.append((request.id, request.group, len(prompts) - 1, asdict(request.sampling)))
-    return {"entries": entries, "lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
+    ids_of = {"lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
+    return {"entries": entries, **ids_of, **_encode_media(media)}
 
 
 def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
     """Inverse of `encode_requests`."""
     prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
+    media = _decode_media(payload, len(prompts))
     return [
-        GenerateRequest(name, prompts[place], SamplingParams(**sampling), group)
+        GenerateRequest(name, prompts[place], SamplingParams(**sampling), group, media[place])
         for name, group, place, sampling in payload["entries"]
     ]
 

@@ -183,6 +183,11 @@ class Policy(TrainedRole):
         found = [peak for peak in self.group.call("peak_memory", doing="peak_memory") if peak is not None]
         return {"perf/max_memory_allocated_gb": max(found)} if found else {}
 
+    def images(self) -> dict[str, int]:
+        """See `TrainingEngine.images`; of all ranks together."""
+        found = self.group.by_dp_rank(self.group.call("images", doing="images"))
+        return {name: sum(one[name] for one in found) for name in found[0]}
+
     def cost(self) -> ModelCost | None:
         """What a pass takes, and the peak of all devices together; None where the peak is not known."""
         found = self.group.call("cost", doing="cost")[0]

@@ -91,8 +91,9 @@ class RolloutWorker(Profiled):
 
     async def _serve(self, request: codec.GenerateRequest) -> None:
         try:
+            more = {} if request.media is None else {"media": request.media}
             done = await self.engine.generate(
-                request.prompt_ids, request.sampling, request_id=request.id, group=request.group
+                request.prompt_ids, request.sampling, request_id=request.id, group=request.group, **more
             )
             done.text = self._text(request, done)
             self._done.append(codec.GenerateResult(request.id, done))

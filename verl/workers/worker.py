@@ -287,6 +287,10 @@ class Worker(Profiled):
         """Most device memory in use, GiB; None on a CPU."""
         return None if self.platform.on_host else self.platform.peak_memory() / 2**30
 
+    def images(self) -> dict[str, int]:
+        """`TrainingEngine.images` of the policy."""
+        return self.engine().images()
+
     def cost(self) -> dict[str, Any] | None:
         """`TrainingEngine.cost` of the policy as plain data."""
         found = self.engine().cost()

@@ -93,7 +93,10 @@ def test_model_directories(base, tmp_path):
     (tmp_path / "broken" / "config.json").write_text("{")
     only(problems(*base, path("broken")), "configuration", "cannot be read as JSON")
     write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
-    only(problems(*base, path("vl")), "machine", "vision models")
+    assert problems(*base, path("vl")) == []
+    split = f"{ARR}.actor.ulysses_sequence_parallel_size=2"
+    assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
+    assert any("not sampled by vllm" in p for p in problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"))
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
     only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")
     assert problems(*base, path("remote"), f"{ARR}.model.trust_remote_code=True") == []
@@ -158,8 +161,13 @@ def test_rows_with_images(base, tmp_path):
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
     only(problems(*base, file), "configuration", "images", "text model")
     write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
-    found = problems(*base, file, f"{ARR}.model.path={tmp_path / 'vl'}")
-    assert len(found) == 2 and all(p.startswith("machine") and "not in this release" in p for p in found)
+    vision = f"{ARR}.model.path={tmp_path / 'vl'}"
+    assert problems(*base, file, vision) == []
+    only(
+        problems(*base, file, vision, "data.video_key=images", "data.image_key=x"),
+        "machine",
+        "videos are not",
+    )
     import pyarrow as pa
 
     none = pa.array([[]] * 16, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))

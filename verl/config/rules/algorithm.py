@@ -210,5 +210,7 @@ def _notices(c: Check) -> None:
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
     if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
         c.notice(f"{ACTOR}.freeze_vision_tower=True: this model has no vision tower")
+    if c.cfg.data.mm_processor_kwargs and c.facts is not None and not c.facts.vision:
+        c.notice("no effect: data.mm_processor_kwargs: this model sees no images")
     if "hf_model" in actor.checkpoint.save_contents:
         c.notice("checkpoint.save_contents: hf_model has no effect, weights are Hugging Face files always")

@@ -96,13 +96,14 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 
 
 def _images(c: Check, key: str, file: Any) -> None:
-    """Rule 25: rows with pictures need a model that sees, and this release has none."""
+    """Rule 25: rows with images need a model that sees them; videos are not in this release."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
     column = next((k for k in named if _filled(file, k)), None)
     if column is None or c.facts is None:
         return
     if c.facts.vision:
-        c.lacks(key, f"{file.path}: rows with {column}: vision is not in this release")
+        if column == c.cfg.data.video_key:
+            c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
     else:
         c.refuse(
             f"{key}, column {column}",

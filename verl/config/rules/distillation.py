@@ -59,10 +59,12 @@ def _model(c: Check, at: str, teacher: Any) -> None:
     if not teacher.get("model_path"):
         c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
         return
+    where = f"{at}.model_path={teacher['model_path']}"
     try:
-        look(teacher["model_path"])
+        facts = look(teacher["model_path"])
+        if c.facts is not None and facts.vision != c.facts.vision:
+            c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
     except ModelTrouble as trouble:
-        where = f"{at}.model_path={teacher['model_path']}"
         if trouble.kind == "machine":
             c.lacks(where, str(trouble), download=trouble.download)
         else:

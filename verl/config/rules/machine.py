@@ -12,7 +12,7 @@ from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED
-from verl.config.rules.context import Check
+from verl.config.rules.context import ACTOR, Check
 
 
 def check(c: Check) -> None:
@@ -141,8 +141,24 @@ def _model(c: Check) -> None:
     if facts.remote_code and not c.model.trust_remote_code:
         why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
         c.refuse(f"{c.model_key}.trust_remote_code", why)
-    if facts.vision:
-        c.lacks(at, f"vision models ({facts.name}) are not in this release; use a text model")
+    if facts.vision and (why := _no_vision(c)):
+        c.lacks(at, f"vision models ({facts.name}) {why}")
+
+
+def _no_vision(c: Check) -> str:
+    """Why this run cannot have a model that sees images, "" if it can."""
+    if c.cfg.entry == "sft":
+        sizes = ("engine.ulysses_sequence_parallel_size", "engine.tensor_parallel_size")
+        split = next((key for key in sizes if (c.cfg.select(key) or 1) > 1), None)
+        return f"are not split in this release; set {split}=1" if split else ""
+    if not c.ppo:
+        return "are not in this release of generation and evaluation; use a text model"
+    if not CAPABILITIES[c.rollout.name].images:
+        return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
+    for key in ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"):
+        if (c.cfg.select(f"{ACTOR}.{key}") or 1) > 1:
+            return f"are not split in this release; set {ACTOR}.{key}=1"
+    return ""
 
 
 def _trackers(c: Check) -> None:

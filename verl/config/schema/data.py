@@ -42,6 +42,7 @@ class FilesConfig(Group):
         apply_chat_template_kwargs: Passed to the chat template (`enable_thinking`, …); same for training, validation,
             filtering.
         mm_processor_kwargs: Passed to the processor (`min_pixels`, …).
+        allow_image_urls: Fetch images that the data names by http URL.
         use_shm: Copy files to shared memory first.
         cache_dir: Where remote files are kept.
         max_bad_row_ratio: More unusable rows than this refuse the run.
@@ -57,6 +58,7 @@ class FilesConfig(Group):
     val_max_samples: int = -1
     apply_chat_template_kwargs: Map = open_map()
     mm_processor_kwargs: Map = open_map()
+    allow_image_urls: bool = key(False, ours=True)
     custom_cls: UserClassConfig = sub(UserClassConfig)
     use_shm: bool = False
     cache_dir: FilePath = "~/.cache/verl/rlhf"

@@ -13,11 +13,12 @@ from verl.errors import UserError
 NAMES = {
     "gsm8k": "grade-school problems with a number as the answer",
     "math_dataset": "competition problems with a boxed answer",
+    "geo3k": "geometry problems with a diagram each",
     "gsm8k_multiturn_sft": "GSM8K as dialogues for supervised training",
     "arithmetic": "synthetic arithmetic in the GSM8K format, no download",
 }
 LATER = (
-    *("geo3k", "gsm8k_multiturn_w_tool", "gsm8k_tool_agent_loop", "geo3k_multiturn_w_tool"),
+    *("gsm8k_multiturn_w_tool", "gsm8k_tool_agent_loop", "geo3k_multiturn_w_tool"),
     *("aime2024_multiturn_w_tool", "dapo_multiturn_w_tool", "preprocess_search_r1_dataset"),
     *("full_hh_rlhf", "hellaswag"),
 )

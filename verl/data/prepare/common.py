@@ -138,8 +138,13 @@ def finish(splits: Mapping[str, Sequence[dict[str, Any]]], where: Target) -> int
         if where.hdfs_dir:
             _copy(path, f"{where.hdfs_dir.rstrip('/')}/{path.name}")
     first = next(iter(splits.values()))[0]
-    print(json.dumps(first, ensure_ascii=False, indent=2, default=str))
+    print(json.dumps(first, ensure_ascii=False, indent=2, default=_shown))
     return 0
+
+
+def _shown(value: Any) -> str:
+    """What JSON does not know; the bytes of an image are only counted."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 def two_splits(name: str, about: str, rows: Rows, argv: Sequence[str] | None, folder: str = "") -> int:

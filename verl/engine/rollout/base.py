@@ -10,9 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+
+from verl.trajectory import Media
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class RolloutEngine(ABC):
         request_id: str,
         group: str | None = None,
         session: str | None = None,
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
         `session`: the request_id of the first call of a trajectory, whose prefix this call goes on from.

@@ -151,6 +151,10 @@ class TrainingEngine(ABC):
     def load_optimizer(self, directory: Path) -> None:
         """Inverse of `save_optimizer`, bit for bit."""
 
+    def images(self) -> dict[str, int]:
+        """Since the last call: images encoded, and how many of them were distinct within a pass over rows. Empty: not counted."""
+        return {}
+
     def cost(self) -> ModelCost | None:
         """What a forward pass takes, and the peak of all of this engine's devices together, if it is known."""
         return None

@@ -39,13 +39,21 @@ from verl.engine.training.optimizer import (
     optim_config,
     sum_of_squares,
 )
-from verl.engine.training.packing import MicroBatching, Pack, keep_routes, pack, split_rows
+from verl.engine.training.packing import (
+    MicroBatching,
+    Pack,
+    keep_routes,
+    pack,
+    split_rows,
+    with_blank_image,
+)
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, waiting
 from verl.engine.training.settings import compute_dtype, micro_batching, preferred_tokens
 from verl.engine.training.sharding import layout, local, sharded_modules, whole
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models import load as models
+from verl.models.inputs import VisionInputs
 from verl.models.layers import activation_bytes, is_recurrent, model_cost
 from verl.models.packed_attention import TokenSpan
 from verl.models.routing import Routing
@@ -135,6 +143,8 @@ class FSDPEngine(TrainingEngine):
         self._model = whole_model(settings, module) if alone else sharded_model(settings, self.layout)
         self.module, self._model.head.topk = self._model.head.module, topk
         self._sharded = sharded_modules(self._model.head)
+        self._vision = VisionInputs.of(self.module)
+        self._images = {"encoded": 0, "distinct": 0}
         self._serving_dtype = models.serving_dtype(model_path, model_cfg)
         self._read_settings(model_cfg, role_cfg, log_prob_cfg, shared)
         self._cost = model_cost(self.module, self.platform, self.compute_dtype, devices=self.layout.size)
@@ -257,13 +267,26 @@ class FSDPEngine(TrainingEngine):
         # Without its adapter this is the reference, which is nobody else's routes.
         how = replace(how, replay=self._replays and (adapter is None or adapter.is_on))
         chunks = split_rows(rows, how)
-        said = self._said_by_all([len(chunks), self.platform.room(self._index)])
-        count = max(number for number, _ in said)
+        seen = {row.media for row in rows if row.media is not None and row.length}
+        self._images["distinct"] += sum(media.images for media in seen)
+        said = self._said_by_all([len(chunks), self.platform.room(self._index), bool(seen)])
+        count = max(number for number, *_ in said)
         # The least of all ranks: with a split sequence, recomputing is collective too.
-        self._free = min(free for _, free in said)
+        self._free = min(free for _, free, _ in said)
+        # Where one rank's images go through the tower, the others gather its weights with it.
+        together = self._sharded and any(seeing for *_, seeing in said)
         for number in range(count):
             chunk = chunks[number] if number < len(chunks) else []
-            yield pack(chunk, how, self.device), number + 1 == count
+            batch = pack(chunk, how, self.device, self._vision)
+            self._images["encoded"] += batch.images
+            if together and self._vision is not None and not batch.images:
+                batch = with_blank_image(batch, self._vision)
+            yield batch, number + 1 == count
+
+    def images(self) -> dict[str, int]:
+        """See `TrainingEngine.images`."""
+        counts, self._images = self._images, dict.fromkeys(self._images, 0)
+        return counts
 
     def _said_by_all(self, value: Any) -> list[Any]:
         return all_gather_json(value) if self._sharded else [value]
@@ -278,11 +301,13 @@ class FSDPEngine(TrainingEngine):
 
     def _outputs(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Outputs of the pack's response tokens, float32 [R] or [R, k]."""
-        counts = bool(batch.targets.numel())
+        computes = bool(batch.targets.numel())
+        counted = batch.targets.numel() - batch.blank
         with self._waiting("a forward pass"):
-            found = self._computed(batch if counts else _dummy(batch), outputs, temperature)
+            found = self._computed(batch if computes else _dummy(batch), outputs, temperature)
         # None of the dummy's tokens, but still tied to its pass: the backward pass has to run.
-        return found if counts else {name: column[:0] for name, column in found.items()}
+        whole = computes and not batch.blank
+        return found if whole else {name: column[:counted] for name, column in found.items()}
 
     def _computed(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """Outputs of a pack, `ROUTES` put on its rows. Where routes are replayed also `Routing.changed` of the tokens that the

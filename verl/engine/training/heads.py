@@ -17,7 +17,7 @@ from verl.engine.training.log_prob import OUTPUTS, LogitLayer, outputs_of_logits
 from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
-from verl.models.inputs import model_inputs
+from verl.models.inputs import model_inputs, special_token_ids
 from verl.models.load import value_layer
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _T = TypeVar("_T")
+# The logit of a token that has no probability; finite, so that the entropy is.
+BARRED = -1e9
 
 
 class OutputHead(torch.nn.Module, ABC):
@@ -60,17 +62,24 @@ class LogProbHead(OutputHead):
 
     outputs = OUTPUTS
 
+    def __init__(self, module: PreTrainedModel):
+        super().__init__(module)
+        # As in the sampler: the distribution is that over the tokens that can be sampled.
+        self._barred = special_token_ids(module.config)
+
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
-        inputs = model_inputs(batch.input_ids, batch.positions)
+        inputs = batch.inputs()
         options = {"candidates": batch.candidates, "topk": self.topk}
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
+            if self._barred:
+                logits = logits.index_fill(1, torch.tensor(self._barred, device=logits.device), BARRED)
             return outputs_of_logits(logits, batch.targets, outputs, **options)
         hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
         # Sharding exchanges the weights.
         own = self.module.get_output_embeddings()
-        layer = replace(self.layer, weight=own.weight, bias=getattr(own, "bias", None))
+        layer = replace(self.layer, weight=own.weight, bias=self._bias(own))
         return token_outputs(hidden, batch.targets, layer, outputs, temperature=temperature, **options)
 
     def find_layer(self) -> LogitLayer | None:
@@ -85,6 +94,16 @@ class LogProbHead(OutputHead):
         bias = getattr(layer, "bias", None)
         found = LogitLayer(layer.weight, bias, scale, float(softcap) if softcap else None)
         return found if self._agrees(found) else None
+
+    def _bias(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """The layer's bias, with what bars special tokens."""
+        bias: torch.Tensor | None = getattr(layer, "bias", None)
+        if not self._barred:
+            return bias
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        barred = torch.zeros(weight.shape[0], device=weight.device)
+        barred[self._barred] = BARRED
+        return barred if bias is None else bias + barred
 
     @torch.no_grad()
     def _agrees(self, layer: LogitLayer) -> bool:
@@ -110,8 +129,7 @@ class ValueHead(OutputHead):
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; the temperature plays no part."""
-        inputs = model_inputs(batch.input_ids, batch.positions)
-        hidden = self.module.base_model(**inputs).last_hidden_state[0].index_select(0, batch.source)
+        hidden = self.module.base_model(**batch.inputs()).last_hidden_state[0].index_select(0, batch.source)
         layer = value_layer(self.module)
         values = (hidden.float() * layer.weight.float()).sum(-1)
         return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}

@@ -86,6 +86,8 @@ def whole_model(settings: ModelSettings, module: PreTrainedModel | None = None) 
     if lora is not None:
         adapter = inject(module, lora)
         adapter.materialise(AdapterSource(module, lora, settings.seed, None), settings.device)
+    if setting(settings.role_cfg, "freeze_vision_tower", False):
+        models.freeze_vision_tower(module)
     return EngineModel(head(module.eval()), FusedForwards(module), adapter)
 
 
@@ -105,6 +107,8 @@ def sharded_model(settings: ModelSettings, layout: Layout) -> EngineModel:
     if lora is not None:
         adapter = on_all_ranks(lambda: inject(module, lora))
         source = on_all_ranks(lambda: AdapterSource(module, lora, settings.seed, source))
+    if setting(settings.role_cfg, "freeze_vision_tower", False):
+        models.freeze_vision_tower(module)
     model = EngineModel(head_class(settings.head)(module), FusedForwards(), adapter, tensor, sequence)
     on_all_ranks(lambda: _shard(model, source, layout, settings))
     return model

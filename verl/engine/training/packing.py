@@ -9,14 +9,16 @@ response reads the prompt's last position, and a response's own last token is ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
+from verl.models.inputs import VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan, TokenSpan
-from verl.trajectory import UNKNOWN_EXPERT, Segment
+from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,16 @@ CANDIDATES = "teacher_topk_ids"
 class Pack:
     """One forward pass.
 
-    input_ids, positions   int64 [S]  tokens computed
+    input_ids, positions   int64 [S]  tokens computed, and their numbers in their own sequences
     segments               how they see each other
     source, targets        int64 [R]  for every response token, row after row: the index of the hidden state
                            that predicts it, and the token
     candidates             int64 [R, k]  other tokens in its place (column `CANDIDATES`), None where rows have none
     routes                 int64 [S, layers, k]  recorded experts of the tokens computed; None if no row has any
     runs                   the rows that have a token, those together that share their context's tokens
+    axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
+    images                 number of images
+    blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
     """
 
     rows: Sequence[Segment]
@@ -64,6 +69,14 @@ class Pack:
     candidates: torch.Tensor | None = None
     routes: torch.Tensor | None = None
     runs: Sequence[Sequence[Segment]] = ()
+    axes: torch.Tensor | None = None
+    media: dict[str, torch.Tensor] = field(default_factory=dict)
+    images: int = 0
+    blank: int = 0
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        return model_inputs(self.input_ids, self.positions if self.axes is None else self.axes, self.media)
 
     @property
     def size(self) -> int:
@@ -121,20 +134,34 @@ def _group_costs(rows: Sequence[Segment], how: MicroBatching) -> list[int]:
     return costs
 
 
-def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str = "cpu") -> Pack:
-    """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither."""
+def pack(
+    rows: Sequence[Segment],
+    how: MicroBatching,
+    device: torch.device | str = "cpu",
+    vision: VisionInputs | None = None,
+) -> Pack:
+    """Lay out one micro-batch. Rows without response tokens take no place; their prompt neither.
+
+    vision: of a vision-language model. A context's images are there as often as the context, once where it is shared.
+    """
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    axes: list[np.ndarray] = []
+    media: list[Media] = []
     segments: list[TokenSpan] = []
     source: list[np.ndarray] = []
     at = 0
+    seeing = vision is not None and any(row.media is not None and row.length for row in rows)
 
-    def put(tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
+    def put(row: Segment, tokens: np.ndarray, first: int, prefix: tuple[int, int] = (0, 0)) -> int:
         nonlocal at
         start, at = at, at + len(tokens)
         ids.append(tokens)
         positions.append(np.arange(first, first + len(tokens)))
         segments.append(TokenSpan(start, at, prefix))
+        if seeing:
+            axes.append(_axes(row, first, len(tokens), vision))
+            media.extend([row.media] if row.media is not None and not first else [])
         return start
 
     runs = _runs([r for r in rows if r.length], how.shared)
@@ -144,12 +171,12 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         if not length:
             raise ValueError(f"prompt {run[0].uid} has no token; a response needs one before it")
         if len(run) == 1:
-            start = put(np.concatenate((prompt, run[0].response_ids[:-1])), 0)
+            start = put(run[0], np.concatenate((prompt, run[0].response_ids[:-1])), 0)
             source.append(np.arange(start + length - 1, start + length - 1 + run[0].length))
             continue
-        first = put(prompt, 0)
+        first = put(run[0], prompt, 0)
         for row in run:
-            start = put(row.response_ids[:-1], length, (first, first + length))
+            start = put(row, row.response_ids[:-1], length, (first, first + length))
             own = np.arange(start - 1, start - 1 + row.length)
             own[0] = first + length - 1
             source.append(own)
@@ -159,15 +186,51 @@ def pack(rows: Sequence[Segment], how: MicroBatching, device: torch.device | str
         return torch.from_numpy(joined.astype(np.int64, copy=False)).to(device)
 
     laid = [row for run in runs for row in run]
-    targets, candidates = tensor([row.response_ids for row in laid]), None
+    targets = tensor([row.response_ids for row in laid])
+    packed = Pack(rows, tensor(ids), tensor(positions), segments, tensor(source), targets, runs=runs)
     others = [getattr(row, CANDIDATES) for row in laid]
     if others and all(own is not None for own in others):
-        candidates = tensor(others)
-    routes = _routes(runs) if how.replay else []
-    recorded = tensor(routes) if routes else None
-    return Pack(
-        rows, tensor(ids), tensor(positions), segments, tensor(source), targets, candidates, recorded, runs
+        packed.candidates = tensor(others)
+    if how.replay and (routes := _routes(runs)):
+        packed.routes = tensor(routes)
+    if seeing:
+        packed.axes = torch.from_numpy(np.concatenate(axes, axis=1)).to(device)
+        packed.media, packed.images = VisionInputs.tensors(media, device), sum(one.images for one in media)
+    return packed
+
+
+def with_blank_image(batch: Pack, vision: VisionInputs) -> Pack:
+    """The pack and an image of one token that no row sees: a rank without images runs the tower that other ranks run."""
+    size, axes = batch.size, batch.positions.expand(3, -1)
+
+    def add(values: torch.Tensor, last: int, dim: int = 0) -> torch.Tensor:
+        shape = list(values.shape)
+        shape[dim] = 1
+        return torch.cat((values, values.new_full(shape, last)), dim)
+
+    return replace(
+        batch,
+        input_ids=add(batch.input_ids, vision.image_token),
+        positions=add(batch.positions, 0),
+        segments=[*batch.segments, TokenSpan(size, size + 1)],
+        source=add(batch.source, size),
+        targets=add(batch.targets, 0),
+        candidates=None if batch.candidates is None else add(batch.candidates, 0),
+        routes=None if batch.routes is None else add(batch.routes, UNKNOWN_EXPERT),
+        axes=add(axes, 0, -1),
+        media=vision.tensors([vision.blank()], batch.input_ids.device),
+        blank=1,
     )
+
+
+def _axes(row: Segment, first: int, count: int, vision: VisionInputs | None) -> np.ndarray:
+    """Positions int64 [3, count] of the tokens of a row's sequence from number `first` on."""
+    if row.media is None or vision is None:
+        return text_axes(first, count)
+    try:
+        return vision.context(row.context_ids, row.media).axes(first, count)
+    except ValueError as error:
+        raise ValueError(f"response {row.index} of {row.uid}: {error}") from error
 
 
 def _routes(runs: Sequence[Sequence[Segment]]) -> list[np.ndarray]:
@@ -208,7 +271,7 @@ def _runs(rows: Sequence[Segment], shared: bool) -> list[list[Segment]]:
 
 def _same_context(a: Segment, b: Segment) -> bool:
     same = a.context_ids is b.context_ids or np.array_equal(a.context_ids, b.context_ids)
-    return a.uid == b.uid and same and _context_routes(a) is _context_routes(b)
+    return a.uid == b.uid and a.media is b.media and same and _context_routes(a) is _context_routes(b)
 
 
 def _context_routes(row: Segment) -> np.ndarray | None:

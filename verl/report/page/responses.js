@@ -9,6 +9,8 @@
     return row.o;
   };
   R.prompt = prompt;
+
+  R.images = (row) => (row.im || []).map((at) => R.el("img", { class: "seen", src: A.images[at], alt: "image of the prompt" }));
   R.responseLink = (row, mode) => `#a=${row.s}/${encodeURIComponent(R.plain(row.u))}/${row.i}/${mode}`;
 
   const view = Object.assign({ step: "newest", text: "", source: "", finish: "", low: "", high: "", sort: "", down: false }, R.state.responses);
@@ -70,7 +72,7 @@
     const parts = R.partsText(row);
     return R.el("tr", { class: again ? "again" : "first", onclick: open },
       R.el("td", { class: "num c-step" }, `${row.s}`),
-      R.el("td", { class: "text c-prompt" }, again ? R.el("span", { class: "muted ditto" }, "same prompt") : R.el("div", { class: "clamp" }, ...R.shown(clip(squeeze(prompt(row)), 300)))),
+      R.el("td", { class: "text c-prompt" }, ...(again ? [R.el("span", { class: "muted ditto" }, "same prompt")] : [...R.images(row), R.el("div", { class: "clamp" }, ...R.shown(clip(squeeze(prompt(row)), 300)))])),
       R.el("td", { class: "text c-response" }, R.el("div", { class: "clamp" }, response)),
       R.el("td", { class: "num c-score", "data-label": "score" }, R.scoreCell(row)),
       R.el("td", { class: "parts c-parts" }, ...parts.slice(0, 4).map((p) => R.el("span", {}, clip(p, 28)))),

@@ -23,6 +23,7 @@ from ray import exceptions as faults
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.platform.processes import Identity
+from verl.trajectory import Media
 from verl.workers import codec
 from verl.workers.codec import GenerateRequest, GenerateResult
 from verl.workers.ray import calls
@@ -156,14 +157,12 @@ class ReplicaPool(RolloutEngine):
         request_id: str,
         group: str | None = None,
         session: str | None = None,
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
-        if media:
-            raise ValueError(f"request {request_id!r}: media cannot be sent to another process yet")
         if self._ended is not None:
             raise self._ended
-        request = GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group)
+        request = GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group, media)
         replica = self._sessions.get(session or "") or self._replica_for(group)
         if session is None:
             self._remember(request_id, replica)

@@ -24,10 +24,13 @@ from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler, Stopper
+from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import positions
 from verl.models.adapters import PlainView, exported, is_adapted
+from verl.models.inputs import VisionInputs, special_token_ids
 from verl.models.names import CheckpointViews
 from verl.platform import platform_of
+from verl.trajectory import Media
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 
@@ -35,7 +38,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class NativeEngine(RolloutEngine, WeightReceiver):
-    """Samples from a Hugging Face causal language model.
+    """Samples from a Hugging Face causal language model, one that sees images too.
 
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
@@ -82,7 +85,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
-        self._runner = Runner(model, self._scheduler, compute, forbidden_token_ids)
+        vision = VisionInputs.of(model)
+        self._images = None if vision is None else ImageEncoder(model, vision)
+        forbidden = (*forbidden_token_ids, *special_token_ids(model.config))
+        self._runner = Runner(model, self._scheduler, compute, forbidden, self._images)
         self._runner.record_routes = record_routes
         if not (enforce_eager or record_routes) and (recorder := self._platform.graph_recorder()):
             self._runner.capture_with(recorder)
@@ -105,11 +111,12 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         request_id: str,
         group: str | None = None,
         session: str | None = None,
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`."""
         prompt = np.asarray(prompt_ids, np.int64)
         self._check(request_id, prompt, sampling, media)
+        images = None if self._images is None else self._images.of_prompt(prompt, media)
         request = Request(
             id=request_id,
             number=self._submitted,
@@ -119,6 +126,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             future=asyncio.get_running_loop().create_future(),
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
             stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
+            images=images,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -138,8 +146,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             raise RuntimeError(f"the sampler's weights are not whole ({self._incomplete}): load them again")
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
-        if media:
-            raise ValueError("the embedded sampler takes text only: use the vllm rollout engine for images")
+        if media is not None and self._images is None:
+            raise ValueError(f"request {request_id!r} has images, and the model sees none")
         check_request(request_id, len(prompt) if prompt.ndim == 1 else 0, sampling, self._max_model_len)
         self._stopper.check(sampling.stop)
 
@@ -224,6 +232,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def weights_updated(self, version: int) -> None:
         """The shared parameters have changed: cached prompts are dropped, running responses recompute their cache."""
         self._version = version
+        if self._images is not None:
+            self._images.forget()
         self._runner.linears.invalidate()
         self._scheduler.forget_cache()
 
@@ -313,6 +323,8 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """Drop the cache and the copies of weights, and give their memory back to the device."""
         self._scheduler.forget_cache()
         self._pool.drop()
+        if self._images is not None:
+            self._images.forget()
         self._runner.release()
         self._platform.empty_cache()
         self._asleep = True
@@ -328,8 +340,11 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted."""
+        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted; of a
+        model that sees images, how many it encoded: images."""
         out = self._counters | {"preempted": float(self._scheduler.preempted)}
+        if self._images is not None:
+            out["images"], self._images.encoded = float(self._images.encoded), 0
         self._scheduler.preempted, self._counters = 0, dict.fromkeys(self._counters, 0.0)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.routes import RecordedRoutes
 from verl.models.attention import AttentionOptions
+from verl.models.inputs import text_axes
 from verl.platform import platform_of
+
+if TYPE_CHECKING:
+    from verl.engine.rollout.native.vision import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
     """Tokens `ids` of one slot from token `start` of it. `routes`: where those of the slot's tokens are recorded. `prompt`: a
-    response's (table, slot, length) of its prompt."""
+    response's (table, slot, length) of its prompt. `images`: of the prompt."""
 
     table: KVSlotTable
     slot: int
@@ -27,12 +32,23 @@ class PrefillSpan:
     ids: list[int]
     routes: RecordedRoutes
     prompt: tuple[KVSlotTable, int, int] | None = None
+    images: PromptImages | None = None
+
+    @property
+    def first(self) -> int:
+        """Number of the first token in prompt + response."""
+        return self.start + (self.prompt[2] if self.prompt is not None else 0)
 
     @property
     def positions(self) -> np.ndarray:
         """Positions of the tokens in prompt + response."""
-        first = self.start + (self.prompt[2] if self.prompt is not None else 0)
-        return np.arange(first, first + len(self.ids))
+        return np.arange(self.first, self.first + len(self.ids))
+
+    @property
+    def axes(self) -> np.ndarray:
+        """Positions int64 [3, tokens] for a model that sees images."""
+        axes = text_axes if self.images is None else self.images.context.axes
+        return axes(self.first, len(self.ids))
 
 
 class PrefillPlan:

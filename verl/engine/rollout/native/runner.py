@@ -17,7 +17,7 @@ training.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from verl.engine.rollout.native.decode_plan import DecodePlan
 from verl.engine.rollout.native.graphs import DecodeGraphs, warn_of, why_not
 from verl.engine.rollout.native.prefill_plan import PrefillPlan
 from verl.engine.rollout.native.scheduler import Prefill, Request, Scheduler
+from verl.engine.rollout.native.vision import ImageEncoder
 from verl.models import attention
 from verl.models.adapters import adapted_layers, is_adapted, merged_weight
 from verl.models.inputs import model_inputs
@@ -162,7 +163,8 @@ class FastLinears:
 
 
 class Runner:
-    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled.
+    """The model, its fast linear layers, and the two ways to call it. forbidden: tokens that are never sampled; images: of a
+    model that sees them.
 
     `routes`, with record_routes: the experts that the tokens of the newest pass went to, int16 [tokens, layers, k].
     """
@@ -172,8 +174,14 @@ class Runner:
     routes: np.ndarray | None = None
 
     def __init__(
-        self, model: nn.Module, scheduler: Scheduler, dtype: torch.dtype, forbidden: Sequence[int] = ()
+        self,
+        model: nn.Module,
+        scheduler: Scheduler,
+        dtype: torch.dtype,
+        forbidden: Sequence[int] = (),
+        images: ImageEncoder | None = None,
     ):
+        self._images = images
         self.model = model
         # Whether the model can be told which rows' logits are wanted.
         self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -211,14 +219,19 @@ class Runner:
     def prefill(self, work: Prefill) -> Tensor:
         """Logits for `work.sampled`, float32 [len(sampled), V]."""
         ids = np.concatenate([np.array(span.ids, np.int64) for span in work.spans])
-        positions = np.concatenate([span.positions for span in work.spans])
+        seeing = self._images is not None and any(span.images is not None for span in work.spans)
+        if seeing:
+            positions = np.concatenate([span.axes for span in work.spans], axis=1)
+        else:
+            positions = np.concatenate([span.positions for span in work.spans])
         rows = np.array([row for _, row in work.sampled], np.int64)
         # several responses may start from one row, and one from an earlier row than the response before it (its prompt's
         # last): the head runs once for each row, in their order
         wanted, back = np.unique(rows, return_inverse=True)
         plan = PrefillPlan(self._pool, work.spans)
         keep = self._tensor(wanted if len(wanted) else np.zeros(1, np.int64))
-        logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep)
+        media = self._images.of_spans(work.spans) if seeing and self._images is not None else None
+        logits = self._forward(self._tensor(ids), self._tensor(positions), plan, keep, media)
         in_order = np.array_equal(wanted, rows)
         return logits[: len(rows)] if in_order else logits.index_select(0, self._tensor(back))
 
@@ -227,11 +240,15 @@ class Runner:
         slots = np.array([r.slot for r in requests], np.int64)
         filled = slots if self._graphs is None else self._filled(int(slots[-1]))
         at = np.searchsorted(filled, slots)
-        columns = np.zeros((4, len(filled)), np.int64)
-        rows = [(r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt)) for r in requests if r.group]
+        columns = np.zeros((5, len(filled)), np.int64)
+        rows = [
+            (r.tokens[-1], len(r.tokens), r.group.slot, len(r.prompt), r.group.shift)
+            for r in requests
+            if r.group
+        ]
         columns[:, at] = np.array(rows).T
-        ids, lengths, prompt_slots, prompt_lengths = columns
-        positions = np.maximum(prompt_lengths + lengths - 1, 0)
+        ids, lengths, prompt_slots, prompt_lengths, shifts = columns
+        positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)
         if self._graphs is None:
             self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
             return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
@@ -247,13 +264,18 @@ class Runner:
         return (block_rows[:, None] * rows + np.arange(rows)).reshape(-1)
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, keep: Tensor | int
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        plan: attention.AttentionPlan,
+        keep: Tensor | int,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         choice = {"logits_to_keep": keep} if self._chooses else {}
         self._pool.calls.start()
         routing = Routing(self.model) if self.record_routes else None
         with attention.use(plan), routing or nullcontext():
-            out = self.model(**model_inputs(ids, positions), **choice)
+            out = self.model(**model_inputs(ids, positions, media), **choice)
         self._pool.calls.finish()
         self.routes = None if routing is None else routing.recorded().cpu().numpy().astype(np.int16)
         rows = out.logits[0]

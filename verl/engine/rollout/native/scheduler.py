@@ -15,7 +15,7 @@ import bisect
 import functools
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from verl.engine.rollout.base import Completion, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
 from verl.engine.rollout.routes import RecordedRoutes
+
+if TYPE_CHECKING:
+    from verl.engine.rollout.native.vision import PromptImages
 
 _BYTES_PER_CHARACTER = 4
 
@@ -34,10 +37,16 @@ class Group:
     group_key: str
     prompt: np.ndarray
     slot: int = -1
+    images: PromptImages | None = None
     computed: int = 0
     users: int = 0
     last_used: int = 0
     routes: RecordedRoutes = field(default_factory=RecordedRoutes)
+    shift: int = 0  # what a response token's position is more than its number in prompt + response
+
+    def __post_init__(self) -> None:
+        if self.images is not None:
+            self.shift = self.images.context.shift
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +61,7 @@ class Request:
     future: asyncio.Future[Completion]
     max_tokens: int
     stop_ids: frozenset[int]
+    images: PromptImages | None = None
     group: Group | None = None
     slot: int = -1
     computed: int = 0  # response tokens whose keys and values are in the cache
@@ -163,7 +173,9 @@ class Scheduler:
             if prompt_slot is None:
                 return False
             # stays, idle, if the response finds no place: it is evicted like any other when space is short
-            group = self.groups[request.group_key] = Group(request.group_key, request.prompt, prompt_slot)
+            group = self.groups[request.group_key] = Group(
+                request.group_key, request.prompt, prompt_slot, request.images
+            )
         slot = self.responses.acquire(len(request.tokens) + 1)
         if slot is None:
             return False
@@ -180,7 +192,9 @@ class Scheduler:
             ids = group.prompt[group.computed :][: max(0, self._budget - work.tokens)].tolist()
             if not ids:
                 return
-            work.add(PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes))
+            work.add(
+                PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes, images=group.images)
+            )
             group.computed += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
@@ -188,7 +202,10 @@ class Scheduler:
         if not request.tokens:
             if id(group) not in last_row:  # cached earlier: its last token again gives the logits
                 last = group.prompt[-1:].tolist()
-                work.add(PrefillSpan(self.prompts, group.slot, length - 1, last, group.routes))
+                again = PrefillSpan(
+                    self.prompts, group.slot, length - 1, last, group.routes, images=group.images
+                )
+                work.add(again)
                 last_row[id(group)] = work.tokens - 1
             request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
@@ -197,7 +214,10 @@ class Scheduler:
         if not ids:
             return
         prompt = self.prompts, group.slot, length
-        work.add(PrefillSpan(self.responses, request.slot, request.computed, ids, request.routes, prompt))
+        span = PrefillSpan(
+            self.responses, request.slot, request.computed, ids, request.routes, prompt, group.images
+        )
+        work.add(span)
         request.computed += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True
@@ -283,7 +303,11 @@ class Scheduler:
 
 
 def _same_prompt(one: Group | Request, other: Request) -> bool:
-    return one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)
+    if not (one.prompt is other.prompt or np.array_equal(one.prompt, other.prompt)):
+        return False
+    if one.images is None or other.images is None:
+        return one.images is other.images
+    return one.images.media is other.images.media
 
 
 class Stopper:

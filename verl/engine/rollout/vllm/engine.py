@@ -38,6 +38,7 @@ from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerC
 from verl.engine.rollout.vllm.worker import remove_shared
 from verl.platform.host import available_memory
 from verl.platform.processes import process_start_time
+from verl.trajectory import Media
 from verl.weight_sync.receiver import WeightReceiver
 from verl.weight_sync.verify import close_stream
 
@@ -128,7 +129,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         request_id: str | None = None,
         group: str | None = None,
         session: str | None = None,
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
         sampling_params: Mapping[str, Any] | None = None,
     ) -> Coroutine[Any, Any, Completion] | list[dict[str, Any]]:
         """With SamplingParams and a request_id: the awaitable request of `RolloutEngine.generate`.
@@ -155,7 +156,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         sampling: SamplingParams,
         *,
         request_id: str,
-        media: dict[str, Any] | None = None,
+        media: Media | None = None,
     ) -> Completion:
         """See `RolloutEngine.generate`. There is no group: vLLM finds equal prompts by itself."""
         prompt = [int(i) for i in prompt_ids]
@@ -169,7 +170,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         return ended_at_seam(done, prompt[-sampling.start :], sampling.stop, self._text)
 
     def _check(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, media: dict[str, Any] | None
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, media: Media | None
     ) -> None:
         if self._asleep:
             raise RuntimeError("the sampler is asleep: call wake() before generate()")

@@ -1,0 +1,131 @@
+"""Whole runs on images through the command line: records, checkpoints that load, exact resume, images that are not seen."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageDraw
+
+from tests.runs import TinyRun, records, weights
+from tests.tiny import tiny_vision_model
+
+COLOURS = ("red", "green", "blue")
+
+
+def drawn(number: int) -> bytes:
+    """A shape of one colour on white, of a size of its own."""
+    image = Image.new("RGB", (24 + 8 * (number % 5), 32), "white")
+    draw = ImageDraw.Draw(image)
+    (draw.ellipse if number % 2 else draw.rectangle)((4, 4, 20, 20), fill=COLOURS[number % 3])
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def write_shapes(path: Path, count: int) -> Path:
+    """Questions about one or two drawn shapes, every fourth without any."""
+    rows = []
+    for i in range(count):
+        images = [] if i % 4 == 3 else [{"bytes": drawn(i), "path": None}] * (1 + i % 2)
+        rows.append(
+            {
+                "data_source": "test/shapes",
+                "prompt": [{"role": "user", "content": "<image>" * len(images) + f"Colour {i}?"}],
+                "images": images,
+                "reward_model": {"style": "rule", "ground_truth": COLOURS[i % 3]},
+                "extra_info": {"index": i},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+class VisionRun(TinyRun):
+    """A `TinyRun` of a vision-language model on drawn shapes."""
+
+    def __init__(self, root: Path, arch: str = "qwen2_5_vl"):
+        super().__init__(root, rows=1)
+        self.model = tiny_vision_model(root / "vision", arch)
+        self.train, self.val = write_shapes(root / "train.parquet", 16), write_shapes(root / "val.parquet", 4)
+
+    def overrides(self, out: Path, *more: str) -> list[str]:
+        return super().overrides(out, "data.max_prompt_length=160", *more)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> VisionRun:
+    return VisionRun(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = ["trainer.total_training_steps=3", "trainer.verify_weight_sync=True"]
+    done = fork_server.run(tiny.overrides(whole, *more))
+    assert done.status == 0, done.stderr[-3000:]
+    for steps in (2, 3):
+        done = fork_server.run(tiny.overrides(parts, *more, f"trainer.total_training_steps={steps}"))
+        assert done.status == 0, done.stderr[-3000:]
+    assert records(parts) == records(whole)
+    assert weights(parts, 3) == weights(whole, 3) != weights(whole, 1)
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "perf/images/count" in line]
+    assert len(steps) == 3
+    for step in steps:
+        assert step["training/rollout_logprob_abs_diff/max"] < 1e-4
+        for name in ("decoded_per_image", "processed_per_image", "encoded_per_image/trainer"):
+            assert step[f"perf/images/{name}"] == 1, name
+        assert step["perf/images/encoded_per_image/sampler"] == 1
+    assert "data:image/jpeg;base64," in (whole / "report.html").read_text()
+    actor = whole / "global_step_3" / "actor"
+    model = AutoModelForImageTextToText.from_pretrained(actor)
+    assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert (actor / "preprocessor_config.json").is_file()
+
+
+def test_a_model_that_does_not_see_its_images_ends_the_run(tmp_path: Path, fork_server: Any) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tiny = VisionRun(tmp_path / "tiny", "qwen2_vl")
+    file = tiny.model / "model.safetensors"
+    # A projection of nothing: every image is the same to the language model.
+    held = {name: np.zeros_like(t) if "merger" in name else t for name, t in load_file(file).items()}
+    save_file(held, file, metadata={"format": "pt"})
+    done = fork_server.run(tiny.overrides(tmp_path / "run"))
+    assert done.status == 1 and "does not see them" in done.stderr[-2000:]
+
+
+def test_supervised_rows_with_images(tiny: VisionRun, fork_server: Any, tmp_path: Path) -> None:
+    """Learned on one process and resumed on none: the loss falls, and the checkpoint starts a run of GRPO."""
+    words = [
+        f"data.train_files={tiny.train}",
+        "data.prompt_key=prompt",
+        "data.response_key=reward_model",
+        "data.response_dict_keys=[ground_truth]",
+        "data.train_batch_size=8",
+        "data.max_length=200",
+        f"model.path={tiny.model}",
+        "engine.dtype=float32",
+        "optim.lr=1e-2",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=6",
+        "trainer.save_freq=6",
+        "trainer.logger=[]",
+        f"trainer.default_local_dir={tmp_path / 'sft'}",
+    ]
+    done = fork_server.run(words, module="verl.trainer.sft_trainer")
+    assert done.status == 0, done.stderr[-3000:]
+    losses = [r["train/loss"] for r in records(tmp_path / "sft").values() if "train/loss" in r]
+    assert losses[-1] < losses[0] - 0.5
+    actor = tmp_path / "sft" / "global_step_6" / "actor"
+    more = [f"actor_rollout_ref.model.path={actor}", "trainer.total_training_steps=1"]
+    again = fork_server.run(tiny.overrides(tmp_path / "grpo", *more))
+    assert again.status == 0, again.stderr[-3000:]

@@ -1,0 +1,228 @@
+"""Images of rows: the forms of a cell, their places in the dialogue, lengths, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.tiny import SPECIAL, VISION, tiny_tokenizer, tiny_vision_model
+from verl.config import load
+from verl.data.dataset import PromptDataset
+from verl.data.files import DataError
+from verl.data.media import decoded, load_processor, open_image, save_processor, with_images
+from verl.data.rows import BadRow
+from verl.data.sft import SFTDataset
+from verl.data.tokenizer import load_tokenizer
+
+PAD = 263
+"""The image token of the tiny tokenizer."""
+
+
+def picture(size: tuple[int, int] = (40, 24), mode: str = "RGB", kind: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.new(mode, size, **options).save(out, kind)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+def open_rows(model: Path, rows: list[dict[str, Any]], folder: Path, *more: str) -> PromptDataset:
+    whole = [
+        {
+            "data_source": "x",
+            "reward_model": {"ground_truth": "1"},
+            "prompt": [{"role": "user", "content": "<image>?"}],
+        }
+        | row
+        for row in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(whole), folder / "x.parquet")
+    words = [
+        f"data.train_files={folder}/x.parquet",
+        "data.val_files=null",
+        f"actor_rollout_ref.model.path={model}",
+    ]
+    config = load([*words, "data.max_bad_row_ratio=1", *more])
+    tokenizer = load_tokenizer(model)
+    processor = load_processor(str(model), tokenizer, config.data.mm_processor_kwargs)
+    return PromptDataset(config.data.train_files, config, tokenizer, processor=processor)
+
+
+def cells(folder: Path) -> list[Any]:
+    file = folder / "a.png"
+    file.write_bytes(content := picture(color=(9, 8, 7)))
+    uri = "data:image/png;base64," + base64.b64encode(content).decode()
+    forms: list[Any] = [content, {"bytes": content, "path": None}, {"bytes": None, "path": "a.png"}, "a.png"]
+    return [*forms, str(file), f"file://{file}", uri, {"image": uri}, Image.open(io.BytesIO(content))]
+
+
+def test_every_form_of_a_cell_is_the_same_image(tmp_path: Path) -> None:
+    for cell in cells(tmp_path):
+        image = decoded(open_image(cell, tmp_path))
+        assert (image.mode, image.size, image.getpixel((3, 3))) == ("RGB", (40, 24), (9, 8, 7))
+
+
+@pytest.mark.parametrize(
+    ("made", "pixel"),
+    [
+        ({"mode": "L", "color": 5}, (5, 5, 5)),
+        ({"mode": "CMYK", "color": (0, 0, 0, 0), "kind": "TIFF"}, (255, 255, 255)),
+        ({"mode": "RGBA", "color": (0, 0, 0, 0)}, (255, 255, 255)),
+        ({"mode": "P", "color": 0, "kind": "GIF"}, (0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_any_mode_becomes_rgb_and_what_is_transparent_white(
+    made: dict[str, Any], pixel: tuple[int, ...]
+) -> None:
+    assert decoded(open_image(picture(**made), Path())).getpixel((0, 0)) == pixel
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        (b"not an image", "undecodable image"),
+        ("missing.png", "image missing"),
+        ({"bytes": None, "path": None}, "image missing"),
+        ("http://localhost/x.png", "image is remote"),
+        ("data:image/png;base64,$$$", "undecodable image"),
+        (7, "wrong column type"),
+        (picture((10_000, 10_000), "1"), "image too large"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_cell_that_is_no_image_is_named(tmp_path: Path, cell: Any, problem: str) -> None:
+    with pytest.raises(BadRow) as bad:
+        open_image(cell, tmp_path)
+    assert bad.value.problem == problem
+
+
+def test_an_image_that_ends_early_fails_when_it_is_decoded() -> None:
+    with pytest.raises(BadRow, match="undecodable"):
+        decoded(open_image(picture((200, 200), color=(1, 2, 3))[:-40], Path()))
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "expected"),
+    [
+        ("a<image>b<image>", 2, ["a", 0, "b", 1]),
+        ("a", 1, [0, "a"]),
+        (
+            [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "<image>"}],
+            2,
+            ["a", 0, 1],
+        ),
+        ([{"type": "image", "image": "own"}, {"type": "text", "text": "<image>"}], 1, ["own", 0]),
+        ("a<image>", 2, "1 places"),
+        ("<image><image>", 1, "2 places"),
+    ],
+)
+def test_images_take_their_places_in_order(content: Any, count: int, expected: Any) -> None:
+    dialogue = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    if isinstance(expected, str):
+        with pytest.raises(BadRow, match=expected):
+            with_images(dialogue, list(range(count)))
+        return
+    messages, ordered = with_images(dialogue, list(range(count)))
+    parts, images = messages[1]["content"], iter(ordered)
+    assert [part["text"] if part["type"] == "text" else next(images) for part in parts] == expected
+    assert messages[0]["content"] == "s"
+
+
+def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path) -> None:
+    two = {"images": [{"bytes": picture()}, {"bytes": picture((90, 90))}]}
+    two |= {"prompt": [{"role": "user", "content": "<image> or <image>"}]}
+    data = open_rows(model, [{"images": [{"bytes": picture()}]}, two, {"images": None}], tmp_path)
+    assert data.images is not None and not any(data.images.counts.values()), "measured without decoding"
+    prompts = [data.prompt(row) for row in range(3)]
+    assert [len(prompt.ids) for prompt in prompts] == data.lengths.tolist()
+    assert [prompt.media and prompt.media.images for prompt in prompts] == [1, 2, None]
+    for prompt in prompts[:2]:
+        assert prompt.media is not None
+        patches = prompt.media.inputs["image_grid_thw"].prod(-1).sum()
+        assert prompt.media.tokens == (prompt.ids == PAD).sum() == patches // 4
+        assert len(prompt.media.inputs["pixel_values"]) == patches
+        assert "images" not in prompt.columns
+    assert data.images.counts == {"decoded": 3, "processed": 3}
+    assert prompts[2].messages == [{"role": "user", "content": "<image>?"}], "literal text without an image"
+
+
+def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: Path) -> None:
+    row = {"images": [{"bytes": picture((200, 200))}]}
+    free, small = (
+        open_rows(model, [row], tmp_path, *more).prompt(0).media
+        for more in ((), ("+data.mm_processor_kwargs.max_pixels=1024",))
+    )
+    assert free is not None and small is not None and free.tokens == 64 and small.tokens == 16
+    with pytest.raises(DataError, match="max_pixles"):
+        open_rows(model, [row], tmp_path, "+data.mm_processor_kwargs.max_pixles=1")
+
+
+def test_bad_rows_are_left_out_and_long_ones_never_cut(model: Path, tmp_path: Path) -> None:
+    good = {"images": [{"bytes": picture()}]}
+    rows = [
+        good,
+        {"images": [{"bytes": b"junk"}]},
+        good | {"prompt": [{"role": "user", "content": "<image><image>"}]},
+        good | {"prompt": [{"role": "user", "content": "<image><|image_pad|>"}]},
+        {"images": [{"bytes": picture((4000, 10))}]},
+        {"images": [{"bytes": picture((200, 200))}]},
+        {"images": [{"bytes": picture((1, 1))}]},
+        {"images": [{"bytes": picture()}] * 3, "prompt": [{"role": "user", "content": "?"}]},
+    ]
+    limits = ("data.max_prompt_length=80", "actor_rollout_ref.rollout.limit_images=2")
+    data = open_rows(model, rows, tmp_path, "data.truncation=left", *limits)
+    found = {record["row"]: record["problem"] for record in data.bad_rows}
+    named = ("undecodable image", "image count", "image tokens", "image size", "prompt too long")
+    assert found == dict(enumerate(named, 1)) | {7: "too many images"}
+    assert [data.prompt(row).row for row in range(len(data))] == [0, 6]
+
+
+def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) -> None:
+    from tests.tiny import tiny_model
+
+    assert load_processor(str(tiny_model(tmp_path / "text")), tiny_tokenizer(), {}) is None
+    save_processor(str(model), tmp_path)
+    assert (tmp_path / "preprocessor_config.json").read_bytes() == (
+        model / "preprocessor_config.json"
+    ).read_bytes()
+    tokenizer = tiny_tokenizer(template=None, special=SPECIAL + VISION)
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "T"}')
+    processor = load_processor(str(tmp_path), tokenizer, {})
+    assert tokenizer.chat_template == "T" and type(pickle.loads(pickle.dumps(processor))) is type(processor)
+
+
+def test_supervised_rows_hold_their_images_before_what_is_learned(model: Path, tmp_path: Path) -> None:
+    one = {"bytes": picture(), "path": None}
+    ask, say = {"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}
+    rows = [
+        {"messages": [ask, say], "images": [one]},
+        {"messages": [ask, say], "images": None},
+        {"messages": [ask | {"content": "b"}, say, ask, say], "images": [one]},
+        {"messages": [ask, say], "images": [{"bytes": picture((200, 200)), "path": None}]},
+        {"messages": [ask, say], "images": [one, one]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet")
+    words = [f"data.train_files={tmp_path}/s.parquet", f"model.path={model}", "data.max_length=70"]
+    config = load([*words, "data.max_bad_row_ratio=1", "data.truncation=left"], entry="sft").data
+    tokenizer = load_tokenizer(model)
+    data = SFTDataset(config.train_files, tokenizer, config, load_processor(str(model), tokenizer, {}))
+    assert {record["row"]: record["problem"] for record in data.bad_rows} == dict(
+        enumerate(("image after an answer", "too long", "image count"), 2)
+    )
+    seen, blind = data[0], data[1]
+    assert seen.media is not None and (seen.ids == PAD).sum() == seen.media.tokens and blind.media is None
+    learned = tokenizer.decode(seen.ids[seen.mask])
+    assert learned == tokenizer.decode(blind.ids[blind.mask]) and learned.startswith("a<|im_end|>")

@@ -1,0 +1,322 @@
+"""Images of a row: found in its columns, put in their places in the dialogue, decoded, and processed once for sampler and trainer.
+
+    cell ─ open_image ─▶ header (size, number of tokens) ─ at the draw ─▶ RGB ─ the model's processor ─▶ ids, pixels, grid
+
+The processor is the model's own class around its image processor for Pillow and the run's tokenizer. It has no video processor,
+which would want torchvision. Specification: data.md §4, §5.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.data.files import DataError
+from verl.data.rows import BadRow
+from verl.trajectory import Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PLACEHOLDER = "<image>"
+MOST_PIXELS = 89_478_485
+"""Pillow's own limit, from which on it warns of a decompression bomb; more is a bad row here."""
+_URL_BYTES, _URL_SECONDS = 64 << 20, 30
+# Longest side of an image in the report, in pixels.
+_SMALL = 192
+_PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ one image
+
+
+def folder_of(path: str) -> Path:
+    """Where the paths in a data file begin."""
+    return Path(path).expanduser().parent
+
+
+def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
+    """An image of the data, its header read and its pixels not. Raises BadRow.
+
+    cell: encoded bytes, {bytes, path} (bytes win), {image: …}, a path (relative to `folder`), a data URI, an http URL where
+    `urls` allows it, or a Pillow image.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    while isinstance(cell, Mapping):
+        held = [cell[key] for key in ("bytes", "image", "path", "url") if cell.get(key)]
+        if not held:
+            raise BadRow("image missing", "neither bytes nor a path")
+        cell = held[0]
+    if isinstance(cell, Image.Image):
+        return cell
+    source = _source(cell, folder, urls) if isinstance(cell, str) else cell
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = io.BytesIO(source)
+    elif not isinstance(source, Path):
+        raise BadRow(
+            "wrong column type", f"an image is a {type(cell).__name__}; bytes, a path or a URI is needed"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name
+            image = Image.open(source)
+    except FileNotFoundError as error:
+        raise BadRow("image missing", f"{source}: no such file") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadRow("undecodable image", f"{type(error).__name__}: {error}") from error
+    if image.width * image.height > MOST_PIXELS:
+        size = f"{image.width} × {image.height} pixels"
+        raise BadRow("image too large", f"{size}, the most is {MOST_PIXELS}: scale it down")
+    return image
+
+
+def _source(text: str, folder: Path, urls: bool) -> Path | bytes:
+    """What a string names: a file, or the bytes of a data URI or URL."""
+    if text.startswith("data:"):
+        try:
+            return base64.b64decode(text.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise BadRow("undecodable image", f"data URI: {error}") from error
+    if text.startswith(("http://", "https://")):
+        if not urls:
+            raise BadRow("image is remote", f"{text[:200]}: data.allow_image_urls=True would fetch it")
+        return _fetched(text)
+    return folder / Path(text.removeprefix("file://")).expanduser()
+
+
+def _fetched(url: str) -> bytes:
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(url, timeout=_URL_SECONDS) as answer:
+            content = answer.read(_URL_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise BadRow("image missing", f"{url[:200]}: {error}") from error
+    if len(content) > _URL_BYTES:
+        raise BadRow("image too large", f"{url[:200]}: more than {_URL_BYTES} bytes")
+    return bytes(content)
+
+
+def decoded(image: Image) -> Image:
+    """The pixels in RGB, what is transparent on white; of an animation the first frame. Raises BadRow."""
+    from PIL import Image
+
+    try:
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, MemoryError) as error:
+        raise BadRow("undecodable image", f"{type(error).__name__}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------- in the dialogue
+
+
+def with_images(
+    messages: Sequence[dict[str, Any]], cells: Sequence[Any]
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages, of which those with images have parts as content, and the images in the order of the dialogue. Raises BadRow
+    where counts differ.
+
+    `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself. Where there is no place
+    at all, images go before the text of the first user message.
+    """
+    waiting, ordered = list(cells), []
+    placed = [dict(message) for message in messages]
+    for message in placed:
+        message["content"] = _parts(message["content"])
+    parts = [part for message in placed for part in _images(message)]
+    if not parts and waiting:
+        first = next((message for message in placed if message["role"] == "user"), placed[0])
+        parts = [{"type": "image"} for _ in waiting]
+        first["content"] = [*parts, *first["content"]]
+    for message, before in zip(placed, messages, strict=True):
+        if not _images(message):
+            message["content"] = before["content"]
+    wanted = sum(part.get("image") is None for part in parts)
+    if wanted != len(waiting):
+        raise BadRow(
+            "image count", f"the prompt has {wanted} places ({PLACEHOLDER}) for {len(waiting)} images"
+        )
+    for part in parts:
+        own = part.pop("image", None)
+        ordered.append(waiting.pop(0) if own is None else own)
+    return placed, ordered
+
+
+def _scaled_down(image: Image) -> bytes:
+    """A file of a few kilobytes."""
+    out, small = io.BytesIO(), image.copy()
+    small.thumbnail((_SMALL, _SMALL))
+    small.save(out, "JPEG", quality=80)
+    return out.getvalue()
+
+
+def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in message["content"] if part["type"] == "image"]
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Content as parts of type text and image."""
+    out: list[dict[str, Any]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] == "image":
+            own = next((part[key] for key in ("image", "bytes", "path", "url") if part.get(key)), None)
+            out.append({"type": "image"} | ({} if own is None else {"image": own}))
+            continue
+        for number, text in enumerate(re.split(PLACEHOLDER, part["text"])):
+            out += [{"type": "image"}] * bool(number)
+            out += [{"type": "text", "text": text}] * bool(text)
+    return [dict(part) for part in out]
+
+
+# ------------------------------------------------------------------------------------------- the processor
+
+
+@dataclass
+class ImageProcessor:
+    """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded and processed since the
+    start."""
+
+    processor: Any
+    urls: bool = False
+    limit: int | None = None
+    counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
+
+    def tokens(self, cells: Sequence[Any], folder: Path) -> list[int]:
+        """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
+        if self.limit is not None and len(cells) > self.limit:
+            raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
+        sizes = [
+            (image.height, image.width) for image in (open_image(c, folder, urls=self.urls) for c in cells)
+        ]
+        try:
+            numbers = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        except ValueError as error:
+            raise BadRow("image size", str(error)) from error
+        return [int(number) for number in numbers]
+
+    def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
+        """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
+        is_image, counts = np.isin(ids, self.processor.image_token_ids), self.tokens(cells, folder)
+        if wrong := self.wrong_tokens(ids, len(counts)):
+            raise BadRow("image tokens", wrong)
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_image] = counts
+        return repeats
+
+    def __call__(self, text: str, cells: Sequence[Any], folder: Path) -> tuple[np.ndarray, Media]:
+        """Token ids int64 [P] of a rendered prompt with its image tokens, and what the model sees. Raises BadRow."""
+        images = [decoded(open_image(cell, folder, urls=self.urls)) for cell in cells]
+        self.counts["decoded"] += len(images)
+        try:
+            made = dict(
+                self.processor(text=[text], images=images, return_tensors="np", add_special_tokens=False)
+            )
+        except (ValueError, OverflowError, StopIteration) as error:
+            raise BadRow("processing failed", f"{type(error).__name__}: {error}") from error
+        self.counts["processed"] += len(images)
+        ids = np.asarray(made.pop("input_ids")[0], np.int64)
+        for name in ("attention_mask", "mm_token_type_ids"):
+            made.pop(name, None)
+        inputs = {name: np.ascontiguousarray(value) for name, value in made.items()}
+        tokens = (
+            int(inputs["image_grid_thw"].prod(-1).sum())
+            // int(self.processor.image_processor.merge_size) ** 2
+        )
+        if wrong := self.wrong_tokens(ids, tokens):
+            raise BadRow("image tokens", wrong)
+        return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)))
+
+    def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
+        """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""
+        found = int(np.isin(ids, self.processor.image_token_ids).sum())
+        why = f"{found} image tokens in the prompt where its images take {expected}: does the text hold "
+        return (
+            "" if found == expected else f"{why}{self.processor.image_token}, or the chat template no images?"
+        )
+
+
+def load_processor(
+    path: str | None, tokenizer: Any, kwargs: Mapping[str, Any], *, trust_remote_code: bool = False
+) -> Any:
+    """The processor of a model directory or hub id without its video processor; None for a model that sees no images, or none.
+
+    kwargs: of its image processor (`data.mm_processor_kwargs`). A tokenizer without a chat template gets the processor's.
+    DataError where the model has none that works here.
+    """
+    from transformers import AutoImageProcessor, PretrainedConfig, ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    if path is None:
+        return None
+    config, _ = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)
+    if "vision_config" not in config:
+        return None
+    name = PROCESSOR_MAPPING_NAMES.get(config.get("model_type", ""))
+    try:
+        images = AutoImageProcessor.from_pretrained(
+            path, backend="pil", trust_remote_code=trust_remote_code, **kwargs
+        )
+        own = processor_class_from_name(name) if name else None
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise DataError(
+            f"{path}: its image processor cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
+    if own is None or not issubclass(own, ProcessorMixin) or not hasattr(images, "merge_size"):
+        kind = config.get("model_type", "unknown")
+        raise DataError(
+            f"{path}: images of {kind} models are not in this release (Qwen2-VL, 2.5-VL and 3-VL are)"
+        )
+    unknown = sorted(
+        key for key in kwargs if key not in images.valid_kwargs.__annotations__ and not hasattr(images, key)
+    )
+    if unknown:
+        raise DataError(
+            f"data.mm_processor_kwargs: {', '.join(unknown)} is nothing that {type(images).__name__} takes"
+        )
+    if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
+        tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
+    parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
+    made = own.__new__(own)
+    # A part that is left out is None, which the class would refuse; it stays the class itself, for other processes.
+    made.check_argument_for_proper_class = lambda *_: None
+    own.__init__(made, **parts)
+    del made.check_argument_for_proper_class
+    return made
+
+
+def _file(path: str, name: str) -> str | None:
+    """The local file of that name of a model directory or hub id, None where it has none."""
+    from transformers.utils import cached_file
+
+    options = dict.fromkeys(("missing_entries", "connection_errors"), False)
+    return cached_file(
+        path, name, **{f"_raise_exceptions_for_{key}": value for key, value in options.items()}
+    )
+
+
+def save_processor(path: str, directory: Path) -> None:
+    """Copy a model's processor files, as they are, to a checkpoint, which `AutoProcessor` then loads."""
+    import shutil
+
+    for name in _PROCESSOR_FILES:
+        found = _file(path, name)
+        if found is not None and not (directory / name).exists():
+            shutil.copyfile(found, directory / name)

@@ -1,0 +1,98 @@
+"""Geometry3K: geometry problems with a diagram each (data.md §14)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.data.files import DataError
+from verl.data.prepare import common
+
+REPO = "hiyouga/geometry3k"
+INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The reasoning "
+    "process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
+_DATA, _DIAGRAM = "data.json", "img_diagram.png"
+
+
+def row(problem: str, answer: str, images: list[dict[str, Any]], split: str, index: int) -> dict[str, Any]:
+    """One row of the chat format. images: {bytes, path} for each `<image>` of the problem."""
+    return {
+        "data_source": REPO,
+        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": problem},
+    }
+
+
+def rows(local: str | None, split: str) -> list[dict[str, Any]]:
+    """All rows of a split: of the original folders, of a directory in the hub's layout, or of the hub."""
+    folders = _folders(local) if local else []
+    if folders:
+        found = [each for each in map(_original, folders) if each[0] == split]
+        return [row(*parts, split, index) for index, (_, *parts) in enumerate(found)]
+    files = common.find_split(local, split) if local else common.from_hub(REPO, split)
+    out = []
+    for where, raw in common.raw_rows(files):
+        problem, answer, images = (raw.get(name) for name in ("problem", "answer", "images"))
+        if not isinstance(problem, str) or not isinstance(answer, str) or not images:
+            raise DataError(f"{where}: images, problem and answer are needed; it has {', '.join(raw)}")
+        out.append(
+            row(problem, answer, [_image(image, files[0].parent, where) for image in images], split, len(out))
+        )
+    return out
+
+
+def _folders(local: str) -> list[Path]:
+    """The folders of single problems, in the order of their numbers."""
+    base = Path(os.path.expandvars(local)).expanduser()
+    found = [file.parent for file in base.glob(f"**/{_DATA}")]
+    return sorted(found, key=lambda folder: (not folder.name.isdigit(), folder.name.zfill(8)))
+
+
+def _original(folder: Path) -> tuple[str, str, str, list[dict[str, Any]]]:
+    """(split, problem, answer, images) of a folder: the answer is the value of the choice that its letter names."""
+    try:
+        facts = json.loads((folder / _DATA).read_text(encoding="utf-8"))
+        text = facts.get("annotat_text") or facts["problem_text"]
+        answer = str(facts["choices"]["ABCD".index(facts["answer"])])
+        content = (folder / _DIAGRAM).read_bytes()
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise DataError(f"{folder}: no problem of Geometry3K: {type(error).__name__}: {error}") from error
+    images = [{"bytes": content, "path": f"{folder.name}/{_DIAGRAM}"}]
+    return str(facts.get("data_type", "train")), f"<image>{text}", answer, images
+
+
+def _image(cell: Any, folder: Path, where: str) -> dict[str, Any]:
+    """{bytes, path} of a cell that holds the bytes or names a file."""
+    known = dict(cell) if isinstance(cell, Mapping) else {"path": cell}
+    if not known.get("bytes"):
+        try:
+            known["bytes"] = (folder / str(known.get("path"))).read_bytes()
+        except OSError as error:
+            raise DataError(f"{where}: image {known.get('path')!r}: {error.strerror}") from error
+    return {"bytes": known["bytes"], "path": known.get("path")}
+
+
+def _splits(local: str | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for split in ("train", "test"):
+        found = rows(local, split)
+        if found or split == "train":
+            yield split, found
+        else:
+            print(f"{local}: no problem of split {split!r}, so no {split}.parquet", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The script."""
+    args = common.parser("geo3k", "Geometry3K with its diagrams: train.parquet, test.parquet").parse_args(
+        argv
+    )
+    return common.finish(dict(_splits(args.local_dataset_path)), common.target(args))

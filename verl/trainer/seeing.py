@@ -1,0 +1,83 @@
+"""Proof that a run with images sees them: one check at its first step, and counts of what was done to each image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl.tracking.names import Number
+from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
+
+if TYPE_CHECKING:
+    from verl.trainer.colocation import Colocation
+    from verl.trainer.run import Parts
+
+
+class ImagesUnseen(RuntimeError):
+    """What the policy says of a response does not depend on the images in front of it."""
+
+    explained = True
+
+
+class ImageRecord:
+    """Of one run of a model that sees images."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self._checked = False
+        self._before = self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        return dict(self._parts.stream.dataset.images.counts)
+
+    def check(self, step: int, batch: Batch, colocation: Colocation) -> None:
+        """At the first step with images: blank those of one response, and its log-probs must change. ImagesUnseen if not."""
+        rows = (s for s in batch.segments if s.media is not None and s.length) if not self._checked else ()
+        row = next(iter(rows), None)
+        if row is None or row.media is None:
+            return
+        self._checked = True
+        policy, probes = (
+            self._parts.workers.policy,
+            [_probe(row, media) for media in (row.media, row.media.blanked())],
+        )
+        with colocation.computing(policy):
+            policy.forward(Batch(probes), "images", {"log_probs": "old_log_probs"})
+        seen, blank = (probe.old_log_probs for probe in probes)
+        difference = float(np.abs(seen - blank).max())
+        self._parts.tracking.event("images_seen", step=step, uid=row.uid, log_prob_diff=difference)
+        if difference == 0:
+            raise ImagesUnseen(
+                f"step {step}: the log-probs of the response to {row.uid} are the same with its images blanked: the model does "
+                "not see them. Is its vision tower in the checkpoint, and its processor the model's own?"
+            )
+        self._parts.tracking.notice(
+            f"images are seen: blanked, they change a token's log-prob by up to {difference:.3g}"
+        )
+
+    def metrics(self, batch: Batch, sampler: dict[str, float]) -> dict[str, Number]:
+        """perf/images/* of a step; {} without images. sampler: its `stats()`."""
+        prompts = {id(t.prompt): t.prompt for t in batch if t.prompt.media is not None}
+        media = [prompt.media for prompt in prompts.values() if prompt.media is not None]
+        if not media:
+            return {}
+        count = sum(one.images for one in media)
+        now = self._counts()
+        since, self._before = {name: total - self._before[name] for name, total in now.items()}, now
+        out: dict[str, Number] = {
+            f"perf/images/{name}_per_image": total / count for name, total in since.items()
+        }
+        out["perf/images/count"] = count
+        if "images" in sampler:
+            out["perf/images/encoded_per_image/sampler"] = sampler["images"] / count
+        trained = self._parts.workers.policy.images()
+        if trained.get("distinct"):
+            out["perf/images/encoded_per_image/trainer"] = trained["encoded"] / trained["distinct"]
+        return out
+
+
+def _probe(row: Segment, media: Media) -> Trajectory:
+    """The response again, alone, in front of these images."""
+    bare = Segment(row.context_ids, row.response_ids, row.response_mask, media=media)
+    return Trajectory(Prompt(row.uid, row.context_ids, None, media=media), row.index, segments=[bare])
