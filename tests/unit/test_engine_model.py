@@ -52,7 +52,7 @@ def test_same_numbers_as_a_padded_forward(tmp_path, arch):
     torch.testing.assert_close(torch.from_numpy(stats["entropy"]), entropy.detach(), rtol=1e-5, atol=2e-5)
 
     class Whole:
-        pass
+        candidate_log_probs = None
 
     whole = Whole()
     whole.rows, whole.log_probs, whole.entropy = rows, logp, entropy
