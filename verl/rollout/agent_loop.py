@@ -220,12 +220,20 @@ _LOOPS: dict[str, type[AgentLoopBase]] = {}
 _ELSEWHERE = {"tool_agent": "verl.rollout.tool_agent", "environment_agent": "verl.rollout.environments"}
 
 
+def _source(cls: type[AgentLoopBase]) -> tuple[Any, str]:
+    """The file of its `run`, and its name."""
+    code = getattr(cls.run, "__code__", None)
+    return cls if code is None else code.co_filename, cls.__qualname__
+
+
 def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
-    """Class decorator: make a loop known under a name. ValueError if another class has the name."""
+    """Class decorator: make a loop known under a name. ValueError if another class has the name; the same class of the same file,
+    imported under another module name (by path, say), takes the earlier one's place."""
 
     def add(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
-        if _LOOPS.get(name, cls) is not cls:
-            raise ValueError(f"agent loop {name!r} is already registered by {_LOOPS[name].__qualname__}")
+        taken = _LOOPS.get(name, cls)
+        if taken is not cls and _source(taken) != _source(cls):
+            raise ValueError(f"agent loop {name!r} is already registered by {taken.__qualname__}")
         _LOOPS[name] = cls
         return cls
 
