@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from verl.engine.rollout.base import SamplingParams
 from verl.rollout.agent_loop import AgentLoopOutput, SingleTurnAgent, register
 
 
@@ -13,7 +11,8 @@ from verl.rollout.agent_loop import AgentLoopOutput, SingleTurnAgent, register
 class ExactLength(SingleTurnAgent):
     """One response of `extra_info["lengths"][sample_index]` tokens."""
 
-    async def run(self, sampling_params: SamplingParams, **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Any, **row: Any) -> AgentLoopOutput:
         """See `AgentLoopBase.run`."""
         length = row["extra_info"]["lengths"][row["sample_index"]]
-        return await super().run(replace(sampling_params, max_tokens=int(length), ignore_eos=True), **row)
+        exact = {**sampling_params, "max_tokens": int(length), "ignore_eos": True}
+        return await super().run(exact, **row)
