@@ -49,7 +49,7 @@ quickstart-vision: $(VENV)/.installed
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer
+	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout
 	$(BIN)/lint-imports
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
