@@ -204,19 +204,16 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
-    from verl.config.weights import scores_by_model, user_scores
+    from verl.config.weights import user_scores
     from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
     from verl.data.tokenizer import load_tokenizer, save_tokenizer
     from verl.platform.host import tune_allocator
-    from verl.reward.model import RewardModel
-    from verl.reward.runner import RewardRunner
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
     from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
-    from verl.workers import build
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
 
@@ -237,15 +234,13 @@ def build_parts(
     check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    scorer = RewardModel(config) if scores_by_model(config) else None
-    judge = build.judge(config) if config.reward_model.enable and scorer is None else None
-    rewards = RewardRunner(config, events=tracking.event, model=scorer, judge=judge)
+    rewards = open_rewards(config, tracking)
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
     workers = start_workers(config, tokenizer, total_steps, hooks)
     classifier = workers.roles.get("reward_model")
-    if scorer is not None and isinstance(classifier, Classifier):
-        scorer.scores = classifier.scores
+    if rewards.model is not None and isinstance(classifier, Classifier):
+        rewards.model.scores = classifier.scores
     loops = config.actor_rollout_ref.rollout.agent
     rollouts = RolloutManager(
         workers.sampler,
@@ -276,6 +271,18 @@ def build_parts(
         f"Size of train dataloader: {stream.steps_per_epoch}, Size of val dataloader: {int(validation is not None)}"
     )
     return parts, total_steps
+
+
+def open_rewards(config: Config, tracking: Any) -> RewardRunner:
+    """What scores responses: the function, and a model or a judge where the configuration names one."""
+    from verl.config.weights import scores_by_model
+    from verl.reward.model import RewardModel
+    from verl.reward.runner import RewardRunner
+    from verl.workers import build
+
+    model = RewardModel(config) if scores_by_model(config) else None
+    judge = build.judge(config) if config.reward_model.enable and model is None else None
+    return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
 def quiet_libraries() -> None:

@@ -93,8 +93,12 @@ class Check:
             example = f"{key}=Qwen/Qwen3-0.6B"
             self.refuse(key, f"is required: a Hugging Face id or a directory, for example {example}")
             return None
+        return self.look(key, self.model.path, self.model.override_config, self.model.hf_config_path)
+
+    def look(self, key: str, *what: Any) -> ModelFacts | None:
+        """The facts of a model that `key` names (arguments of `model_facts.look`); None, and reported, if they are not to be had."""
         try:
-            return look(self.model.path, self.model.override_config, self.model.hf_config_path)
+            return look(*what)
         except ModelTrouble as trouble:
             if trouble.kind == "machine":
                 self.lacks(key, str(trouble), download=trouble.download)

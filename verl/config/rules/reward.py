@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from verl.config.model_facts import ModelTrouble, look
 from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 
@@ -43,13 +42,9 @@ def check(c: Check) -> None:
 def _classifier(c: Check) -> bool | None:
     """Whether the reward model is a sequence classifier; None where that cannot be seen here."""
     key, path = f"{_KEY}.model.path", c.cfg.reward_model.model.path
-    try:
-        config = look(path).config
-    except ModelTrouble as trouble:
-        if trouble.kind == "machine":
-            c.lacks(key, str(trouble), download=trouble.download)
-        else:
-            c.refuse(key, str(trouble))
+    facts = c.look(key, path)
+    if facts is None:
         return None
+    config = facts.config
     named = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
     return named and len(config.get("id2label") or (0, 1)) == 1
