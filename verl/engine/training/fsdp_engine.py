@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,15 @@ import torch
 
 from verl.config.settings import setting
 from verl.engine.training import lora, weight_files
-from verl.engine.training.base import LOG_PROBS, ROUTES, MicroBatch, MicroLoss, StepResult, TrainingEngine
+from verl.engine.training.base import (
+    LOG_PROBS,
+    ROUTES,
+    MicroBatch,
+    MicroLoss,
+    StepAccumulator,
+    StepResult,
+    TrainingEngine,
+)
 from verl.engine.training.model import ModelSettings, sharded_model, whole_model
 from verl.engine.training.optimizer import (
     Schedule,
@@ -65,40 +73,12 @@ if TYPE_CHECKING:
     from verl.models.layers import ModelCost
     from verl.trajectory import Segment
 
-# Endings of metrics of which the least or the largest of all micro-batches counts.
-_EXTREMES: dict[str, Any] = {"_min": min, "_max": max}
-
 # Share of free memory that the activations of one micro-batch may take before layers are recomputed instead.
 _ACTIVATION_SHARE = 0.4
 
 # What the loss is multiplied with before the backward pass of float16, whose smallest numbers are far above the parts of a
 # loss over 10⁵ tokens; the next one is tried where the gradients overflow. Powers of two change no other bit.
 _LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-
-
-@dataclass(slots=True)
-class StepAccumulator:
-    """What the micro-batches of a step came to: metrics as name → [sum, weight], tokens computed, and why the step
-    must be refused ("" if it need not be)."""
-
-    sums: dict[str, list[float]] = field(default_factory=dict)
-    tokens: int = 0
-    refused: str = ""
-
-    def add(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        for name, (total, weight) in metrics.items():
-            if extreme := _EXTREMES.get(name[-4:]):
-                if weight:
-                    kept = self.sums.setdefault(name, [total / weight, 1.0])
-                    kept[0] = extreme(kept[0], total / weight)
-                continue
-            entry = self.sums.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
-
-    def metrics(self) -> dict[str, float]:
-        """Σsum / Σweight; the sum where there is no weight."""
-        return {n: total / weight if weight else total for n, (total, weight) in self.sums.items()}
 
 
 class FSDPEngine(TrainingEngine):
