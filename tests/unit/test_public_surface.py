@@ -18,6 +18,7 @@ from verl.compat import ENTRY_POINTS
 @pytest.mark.parametrize("path", sorted(ENTRY_POINTS))
 def test_entry_points_run_as_modules(path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["program", "--cfg", "job"])
+    monkeypatch.delitem(sys.modules, path, raising=False)  # as in the new process of `python3 -m`
     with pytest.raises(SystemExit) as left:
         runpy.run_module(path, run_name="__main__", alter_sys=True)
     out = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -139,13 +138,6 @@ def test_row_as_trajectory() -> None:
     one = as_trajectory(SFTRow(np.arange(7), mask), "u")
     assert one.prompt.ids.tolist() == [0, 1, 2] and one.response_ids.tolist() == [3, 4, 5]
     assert one.loss_mask is not None and one.loss_mask.tolist() == [True, False, True]
-
-
-def test_older_module_name_answers_help(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["fsdp_sft_trainer", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("verl.trainer.fsdp_sft_trainer", run_name="__main__")
-    assert not ended.value.code and "data" in capsys.readouterr().out
 
 
 def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, tmp_path) -> None:
