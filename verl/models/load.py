@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.errors import UserError
 from verl.models import attention, overrides
 from verl.models.inputs import sees_images

@@ -57,6 +57,7 @@ class RewardRunner:
     ):
         self.settings = settings or RewardSettings.from_config(config, judge and judge.offered)
         self.model, self.judge = model, judge
+        self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._events = events or (lambda kind, **fields: None)
         self._pool: Pool | None = None
         self._shown: Counter[str] = Counter()
@@ -113,7 +114,7 @@ class RewardRunner:
 
     def _asks_function(self, trajectory: Trajectory) -> bool:
         """True if there is a function to score it, and it has not."""
-        return self.settings.asks_function and _open(trajectory) and FUNCTION not in trajectory.score_parts
+        return self.asks_function and _open(trajectory) and FUNCTION not in trajectory.score_parts
 
     async def _run(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """One call for all of them."""

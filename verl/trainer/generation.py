@@ -106,16 +106,11 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     from verl.data.dataset import PromptDataset
     from verl.data.files import DataError
     from verl.data.rows import RowRules
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
 
     model = run.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model)
     rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
     try:
         kwargs = config.data.apply_chat_template_kwargs

@@ -208,7 +208,7 @@ def build_parts(
     from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer, save_tokenizer
+    from verl.data.tokenizer import save_tokenizer, tokenizer_of
     from verl.platform.host import tune_allocator
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
@@ -221,12 +221,7 @@ def build_parts(
     tune_allocator()
     quiet_libraries()
     model = config.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
     processor = load_processor(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )
@@ -295,18 +290,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
 
 
-def data_seed(config: Config) -> int:
-    """data.seed, or the run's."""
-    return config.data.seed if config.data.seed is not None else config.trainer.seed
-
-
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
     """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
-
-    data = config.data
     from verl.reward.rules import unsupported
     from verl.rollout.tool_agent import checked_tools
+
+    data = config.data
 
     def known(source: str) -> bool:
         return not unsupported([source])
@@ -321,11 +311,6 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
         processor=processor,
     )
     train = open_split(data.train_files, split="train")
-    if len(train) < data.train_batch_size:
-        raise UserError(
-            f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
-            "lower the batch size or add data"
-        )
     validation = open_split(data.val_files, split="val") if data.val_files else None
     tracking.data_report(train, validation)
     return train, validation
@@ -360,7 +345,7 @@ def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     prompts = [train.prompt(row) for row in range(min(rows, len(train)))]
     for prompt in prompts if rewards.model is not None else ():
         rewards.model.check(prompt)
-    if rewards.settings.asks_function:
+    if rewards.asks_function:
         loop.run(precheck(rewards, prompts))
 
 
@@ -374,19 +359,13 @@ def rollout_settings(config: Config) -> Any:
     sampling = SamplingParams(
         max_tokens=min(rollout.response_length, config.data.max_response_length),
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
+        **_restrictions(rollout),
     )
-    seed = rollout.seed if rollout.seed is not None else config.trainer.seed
     return RolloutSettings(
         sampling=sampling,
         n=rollout.n,
-        seed=seed,
+        seed=rollout.seed,
         default_loop=rollout.agent.default_agent_loop,
         greedy_baseline=GREEDY_BASELINE in needed_columns(config),
         on_status=dict(rollout.agent.on_status),
@@ -401,13 +380,14 @@ def validation_sampling(config: Config) -> SamplingParams:
     return replace(
         rollout_settings(config).sampling,
         temperature=0.0 if greedy else val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        min_p=val.min_p,
-        repetition_penalty=val.repetition_penalty,
-        stop=tuple(val.stop),
-        stop_token_ids=tuple(val.stop_token_ids),
+        **_restrictions(val),
     )
+
+
+def _restrictions(group: Any) -> dict[str, Any]:
+    """What cuts the distribution or ends a response, the same in training and validation."""
+    cut = {name: group[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
 
 
 def kl_controller(config: Config) -> Any:
@@ -423,7 +403,7 @@ def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, trac
 
     if data is None:
         return None
-    order = data.order(seed=data_seed(config), shuffle=config.data.validation_shuffle)
+    order = data.order(seed=config.data.seed, shuffle=config.data.validation_shuffle)
     prompts = [data.prompt(row, epoch=0) for row in order]
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     return Validator(prompts, validation_sampling(config), n, rollouts, rewards.score_batch, tracking)

@@ -266,7 +266,7 @@ class SFTTrainer:
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
     from verl.data.media import load_processor
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.platform.host import tune_allocator
     from verl.trainer.run import quiet_libraries
 
@@ -274,12 +274,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     tune_allocator()
     quiet_libraries()
     model, trainer = config.model, config.trainer
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
     processor = load_processor(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training import lora, weight_files
 from verl.engine.training.base import (
     LOG_PROBS,

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl.config import model_facts
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.process_group import on_all_ranks, this_rank
 from verl.engine.training.sharding import take_share, whole
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, RecordedRoutes, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
-from verl.engine.rollout.routes import RecordedRoutes
 
 if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
