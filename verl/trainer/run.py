@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
-    from verl.tracking.run_folder import LiveReport
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.resume import Checkpoints
@@ -151,25 +150,16 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def train_ppo(config: Config, tracking: Any) -> None:
     """Build the parts and train by reinforcement."""
     from verl.rollout.event_loop import BackgroundLoop
-    from verl.tracking.hooks import RunHooks
     from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
     phases = Phases()
-    who: list[Callable[[], str]] = [str]
-    watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
+    watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event)
     ahead = config.trainer.max_staleness or config.trainer.weight_sync_every > 1
     with BackgroundLoop() if ahead else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
-            hooks = RunHooks(
-                tracking.event_of_step,
-                tracking.notice,
-                phases.beat,
-                lambda: getattr(phases.current, "name", ""),
-                who.append,
-            )
-            parts, total_steps = build_parts(config, tracking, loop, phases, hooks)
+            parts, total_steps = build_parts(config, tracking, loop, phases, watchdog.hooks(tracking))
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
@@ -195,7 +185,6 @@ class Parts:
     checkpoints: Checkpoints
     tracking: Tracking
     phases: Phases
-    report: LiveReport
     loop: Loop
 
 
@@ -212,7 +201,6 @@ def build_parts(
     from verl.platform.host import tune_allocator
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
-    from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
@@ -259,7 +247,6 @@ def build_parts(
         ),
         tracking=tracking,
         phases=phases,
-        report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
     )
     print(

@@ -79,7 +79,6 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.tracking.run_folder import LiveReport
         from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.step_record import RefusedSteps
 
@@ -92,7 +91,6 @@ class SFTTrainer:
         self.phases = Phases()
         kind = RefusedSteps if self.ranks.lead else CountedRefusals
         refused = kind(trainer.max_refused_steps, tracking, self.counters)
-        report = LiveReport(tracking.run_dir, tracking.flush, tracking.event) if self.ranks.lead else None
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
@@ -106,13 +104,11 @@ class SFTTrainer:
                     if self._due(trainer.save_freq):
                         self._save(metrics)
                 tracking.log(self.step, metrics)
-                if report is not None:
-                    report.write()
+                tracking.write_page()
                 refused.check()
         self.storage.finish()
         tracking.finish("finished")
-        if report is not None:
-            report.write(last=True)
+        tracking.write_page(last=True)
 
     def rows(self, step: int) -> list[Trajectory]:
         """The batch of a step (counted from 1): a function of data, seed and step alone."""
@@ -242,12 +238,7 @@ class SFTTrainer:
             rng.load(found.part("state/rng"))
         self.counters.load(found.loop_state.get("counters", {}))
         self.total_tokens = int(found.loop_state["total_tokens"])
-        self.tracking.resumed(found.step, found.loop_state.get("record"))
-        self.tracking.event("resumed", step=found.step, path=str(found.path))
-        self.tracking.notice(f"resuming from {found.path}, step {found.step}")
-        if self.ranks.lead:
-            self.storage.loaded(found)
-        return found.step
+        return self.storage.loaded(found, lead=self.ranks.lead)
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""

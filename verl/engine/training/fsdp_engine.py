@@ -477,15 +477,6 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.onload`."""
         self._move(self.device, optimizer=optimizer)
 
-    @contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """See `TrainingEngine.on_device`."""
-        self.onload(optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self.offload()
-
     def _move(self, device: torch.device, *, optimizer: bool) -> None:
         # Parameters stay the same objects, so that the optimizer and what names them hold on to them.
         if self._weights_leave:
