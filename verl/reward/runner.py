@@ -55,7 +55,9 @@ class RewardRunner:
         model: RewardModel | None = None,
         judge: ServedJudge | None = None,
     ):
-        self.settings = settings or RewardSettings.from_config(config, judge and judge.offered)
+        self.settings = settings or RewardSettings.from_config(
+            config, None if judge is None else judge.offered
+        )
         self.model, self.judge = model, judge
         self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._events = events or (lambda kind, **fields: None)
@@ -76,7 +78,7 @@ class RewardRunner:
         the batch manager (see `score_batch`). The response needs its `text`.
         """
         if self.per_response and self._asks_function(trajectory):
-            self._apply(trajectory, *await self._run([trajectory]))
+            self._apply(trajectory, (await self._run([trajectory]))[0])
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
         """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,

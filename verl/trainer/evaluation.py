@@ -27,11 +27,10 @@ from verl.reward.rules import unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say
-from verl.tracking.evaluation_metrics import source_metrics
+from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import by_group, dump_rows
-from verl.tracking.text_metrics import text_metrics
 from verl.tracking.validation_metrics import valid, validation_metrics
 from verl.trajectory import Trajectory
 

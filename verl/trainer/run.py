@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform import processes
 from verl.platform.host import prepare_process
 from verl.plugins import import_modules
+from verl.tracking.console import spare
 
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
@@ -58,7 +58,7 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     could not be written (said last), 130 interrupted.
     """
     prepare_process()
-    processes.spare()
+    spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)

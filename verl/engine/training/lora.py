@@ -37,7 +37,14 @@ _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may
 
 # Settings of an adapter by which it is more than A and B, those that are no more than a record, and starts that write into
 # the base.
-_MORE = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "modules_to_save")
+_MORE: tuple[str, ...] = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "modules_to_save",
+)
 _MORE += ("bias", "layer_replication", "trainable_token_indices")
 _NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
