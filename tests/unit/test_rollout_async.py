@@ -117,7 +117,6 @@ class Run:
             self.quiet,
             self.quiet,
             Phases(),
-            self.quiet,
             self.runner,
         )
         self.trainer = PPOTrainer(self.config, parts, steps)

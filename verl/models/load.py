@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.errors import UserError
 from verl.models import attention, overrides
 from verl.models.inputs import sees_images
@@ -111,7 +111,7 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
     config.num_labels = 1
     if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
         return found
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None:
         raise UserError(
             f"model.path={path}: {type(config).__name__} has no value head here; choose another model"

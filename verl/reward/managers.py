@@ -102,17 +102,12 @@ class Manager:
 
     def __init__(self, path: str, name: str, settings: Mapping[str, Any]):
         from verl.config import Map
-        from verl.data.tokenizer import load_tokenizer
+        from verl.data.tokenizer import tokenizer_of
 
         kind = load_class(path, name)
         config = Map.of(settings)
         model = config.actor_rollout_ref.model
-        self._tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        self._tokenizer = tokenizer_of(model, config.data.tokenizer)
         offered = {
             "config": config,
             "tokenizer": self._tokenizer,

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from verl import interrupt
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.engine.rollout.routes import first_routes
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
 from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.tracking import console, responses
 from verl.tracking.names import NOT_ON_CONSOLE, Number, finite, in_order, plain_metrics, with_aliases
-from verl.tracking.run_folder import TRAJECTORIES, RunFolder, mask_secrets
+from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Session, Tracker, Unavailable, open_tracker
 from verl.trajectory import Trajectory
 
@@ -47,6 +47,7 @@ class Tracking:
         self._validations: list[tuple[int, dict[str, Number]]] = []
         self._status: str | None = None
         self._closed = False
+        self._page = LiveReport(self.run_dir, self.flush, self.event)
         self.unsaved = ""
         """What the run says last, before it ends with status 4: its last checkpoint could not be written."""
         self.tokenizer = tokenizer
@@ -224,6 +225,10 @@ class Tracking:
         if status == "finished" and self._validations and self._validations[-1][0] >= self._step:
             console.say(f"Final validation metrics: {_shown(self._validations[-1][1])}")
         self._write_event("run_end", {"status": status, "step": self._step, "text": message})
+
+    def write_page(self, *, last: bool = False) -> None:
+        """Rewrite `report.html` if it is time; see `LiveReport.write`."""
+        self._page.write(last=last)
 
     def flush(self) -> None:
         """Wait until the dumps submitted so far are on disk."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import setting
 from verl.data.dataset import by_problem
 from verl.data.files import DataError, RowFile, absent_column, open_file
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
@@ -26,11 +27,10 @@ from verl.reward.rules import unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say
-from verl.tracking.evaluation_metrics import source_metrics
+from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import by_group, dump_rows
-from verl.tracking.text_metrics import text_metrics
 from verl.tracking.validation_metrics import valid, validation_metrics
 from verl.trajectory import Trajectory
 
@@ -47,8 +47,6 @@ _CHUNK = 512
 
 def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     """Score, and write metrics, scores, sampled responses and the page to the run folder; see `run_guarded` for how it ends."""
-    from verl.tracking.run_folder import LiveReport
-
     table = read_table(config)
     tracking.data_report(table)
     rewards = RewardRunner(None, events=tracking.event, settings=_reward_settings(config))
@@ -65,7 +63,7 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     write_lines(tracking.run_dir / SCORES, dump_rows(0, table.responses))
     _show(metrics, table)
     tracking.finish("finished")
-    LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+    tracking.write_page(last=True)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -155,11 +153,7 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
 
 def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str]:
     """Texts that this row's responses are compared with; [] if it has none."""
-    found = truth
-    if path:
-        found = row
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
+    found = setting(row, path) if path else truth
     found = found.get("target") if isinstance(found, Mapping) else found
     texts = found if isinstance(found, list) else [found]
     return [str(text) for text in texts if text is not None and str(text).strip()]

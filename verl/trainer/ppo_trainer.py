@@ -64,7 +64,7 @@ class PPOTrainer:
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
-            parts.report.write(last=trainer.val_only)
+            parts.tracking.write_page(last=trainer.val_only)
         if not trainer.val_only:
             for step in self.steps():
                 self._train_step(step)
@@ -92,7 +92,7 @@ class PPOTrainer:
                     parts.tracking.flush()  # a step that is never computed again has its responses on disk
                     parts.checkpoints.save(self, batch, metrics | record.facts(step, batch))
         record.log(step, batch, metrics)
-        parts.report.write(last=step == self.total_steps)
+        parts.tracking.write_page(last=step == self.total_steps)
         record.check_limits(step, metrics)
 
     def _sample(self, step: int) -> Batch:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
 from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
@@ -227,7 +226,7 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
 
     arr = config.actor_rollout_ref
     platform.prepare()
-    module = load_model(arr.model.path, arr.model).to(platform.device())
+    module = load_model(arr.model.path, arr.model).to(platform.device())  # type: ignore[arg-type]
     module.requires_grad_(False)
     if adapter_moves(config):
         from verl.engine.training.lora import AdapterSource, LoraSettings, inject

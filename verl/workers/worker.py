@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
@@ -154,7 +155,6 @@ class Worker(Profiled):
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
         from verl.algorithms.distillation import Distillation
-        from verl.algorithms.needs import teacher_roles
         from verl.algorithms.objective import ActorObjective, LossDenominators
         from verl.algorithms.value_loss import ValueObjective
 
@@ -166,8 +166,8 @@ class Worker(Profiled):
             values = ValueObjective(self.config.critic, denominators, tokens_of)
             return engine.step(rows, values, ("values",), temperature=self._temperature)
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        taught = teacher_roles(self.config)
-        distilled = Distillation(self.config.distillation.distillation_loss) if taught else None
+        distillation = setting(self.config, "distillation")
+        distilled = Distillation(distillation.distillation_loss) if setting(distillation, "enabled") else None
         objective = ActorObjective(actor, denominators, correction, tokens_of, distilled)
         recording = RecordOldLogProbs(objective)
         outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))

@@ -45,12 +45,12 @@ def test_devices(base, monkeypatch):
             "the cluster's nodes are looked at later"
         )
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["nvidia0"] if name == "nvidia" else [])
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cuda 13.0")
     assert problems(*base, "trainer.device=cuda") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: False)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cpu")
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, look
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.sizes import sizes_of
@@ -60,15 +59,9 @@ def _model(c: Check, at: str, teacher: Any) -> None:
         c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
         return
     where = f"{at}.model_path={teacher['model_path']}"
-    try:
-        facts = look(teacher["model_path"])
-        if c.facts is not None and facts.vision != c.facts.vision:
-            c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
-    except ModelTrouble as trouble:
-        if trouble.kind == "machine":
-            c.lacks(where, str(trouble), download=trouble.download)
-        else:
-            c.refuse(where, str(trouble))
+    facts = c.look(where, teacher["model_path"])
+    if facts is not None and c.facts is not None and facts.vision != c.facts.vision:
+        c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
 
 
 def _loss(c: Check) -> None:

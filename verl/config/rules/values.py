@@ -6,10 +6,9 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, nearest
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import Check
 from verl.errors import UserError
 

@@ -37,5 +37,7 @@ class RayWorker(Worker):
         threading.Event().wait()
 
 
-WorkerActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
-RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RolloutWorker)
+# Ray's annotations know neither `concurrency_groups` nor `max_concurrency`.
+_remote: Any = ray.remote
+WorkerActor = _remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
+RolloutActor = _remote(max_restarts=0, max_concurrency=64)(RolloutWorker)
