@@ -60,6 +60,7 @@ ppo rollout.nnodes=2 → ARR.rollout.nnodes=2
 ppo rollout.n_gpus_per_node=2 → ARR.rollout.n_gpus_per_node=2
 ppo rollout.n=6 → ARR.rollout.n=6
 ppo async_training.concurrent_samples_per_replica=9 → ARR.rollout.max_num_seqs=9
+ppo async_training.partial_rollout=False → trainer.partial_rollout=False
 ppo ARR.actor.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
 ppo ARR.actor.veomni.param_offload=True → ARR.actor.fsdp_config.param_offload=True
 ppo ARR.actor.veomni.enable_full_shard=False → ARR.actor.fsdp_config.reshard_after_forward=False
@@ -177,7 +178,6 @@ def test_asynchronous_entry_points_are_the_one_loop(argv, expected):
     [
         ("async_training.staleness_threshold=-1", "no number of at least 0"),
         ("async_training.trigger_parameter_sync_step=0", "no whole number of at least 1"),
-        ("async_training.partial_rollout=False", "leave it True"),
         ("async_training.use_dynamic_resource_scheduling=True", "not in this release"),
         (
             "trainer.v1={trainer_mode:separate_async,separate_async:{parameter_sync_step:0.5}}",

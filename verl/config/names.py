@@ -64,6 +64,7 @@ RENAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.skip_dump_dir": "skip.rollout.dump_dir",
         "rollout.{nnodes, n_gpus_per_node, n}": r"actor_rollout_ref.rollout.\1",
         "rollout.total_epochs": "trainer.total_epochs",
+        "async_training.partial_rollout": "trainer.partial_rollout",
         "{rollout, async_training}.{concurrent_samples_per_replica, max_concurrent_samples_per_replica}": (
             "actor_rollout_ref.rollout.max_num_seqs"
         ),
@@ -276,15 +277,12 @@ FEATURES: dict[str, Absent] = {
     "actor_rollout_ref.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "actor_rollout_ref.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "reward_model.enable_resource_pool": Absent(
-        "a pool for the reward model", "set it to False: it shares the policy's devices"
-    ),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
-CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")
+CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)
 """Lists that take no names of one's own yet."""
 
 _BACKENDS = ("dp", "megatron", "mlite", *FSDP2_NAMES)

@@ -206,6 +206,8 @@ def _notices(c: Check) -> None:
     actor = c.cfg.actor_rollout_ref.actor
     if c.trainer.critic_warmup > 0 and not c.cfg.critic.enable:
         c.notice(f"no effect: {c.at('trainer.critic_warmup')}: there is no critic to warm up")
+    if c.cfg.critic.nnodes and not c.cfg.critic.enable:
+        c.notice(f"no effect: {c.at('critic.nnodes')}: there is no critic (critic.enable)")
     if not c.model.use_remove_padding:
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
     if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:
