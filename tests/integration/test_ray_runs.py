@@ -182,7 +182,9 @@ def test_roles_on_devices_of_their_own_compute_as_beside_the_policy(train, tmp_p
     assert (apart / "global_step_2/critic/config.json").is_file()
     (plan,), (workers,) = events(apart, "plan"), events(apart, "workers")
     assert "1 rank of the critic; 1 rank of the teacher; 1 rank of the reward_model" in plan["device"]
-    assert len({one["node"] for one in workers["workers"]}) == 4
+    names = {one["name"] for one in workers["workers"]}
+    ranks = {f"{what} worker 0" for what in ("training", "critic", "teacher", "reward model")}
+    assert names == {*ranks, "sampler 0"} and len({one["pid"] for one in workers["workers"]}) == 5
 
 
 def test_a_judge_on_a_device_of_its_own_is_asked(train, tmp_path) -> None:
