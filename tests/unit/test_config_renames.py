@@ -28,6 +28,10 @@ ppo reward.reward_model.enable_resource_pool=True → reward_model.enable_resour
 ppo reward.reward_model.nnodes=2 → reward_model.nnodes=2
 ppo reward.reward_model.rollout.n=2 → reward_model.rollout.n=2
 ppo reward.reward_model.model_path=/m → reward_model.model.path=/m
+ppo reward_model.model_path=/m → reward_model.model.path=/m
+ppo reward_model.inference.prompt_length=9 → reward_model.rollout.prompt_length=9
+ppo async_training.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
+ppo ARR.actor.policy_loss.loss_mode=bypass_mode → algorithm.rollout_correction.bypass_mode=True
 ppo reward.sandbox_fusion.url=http://x → reward_model.sandbox_fusion.url=http://x
 ppo sandbox_fusion.max_concurrent=2 → reward_model.sandbox_fusion.max_concurrent=2
 ppo critic.fsdp.param_offload=True → critic.model.fsdp_config.param_offload=True

@@ -112,6 +112,8 @@ REFUSED = [
     ([f"{BUFFER}={{enable:True,len:513}}"], ["513"]),
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
+    (["algorithm.adv_estimator=gae", "critic.model.path=/no/such"], ["critic.model.path=/no/such"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
     (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=0", "set its size"]),
     (
         [*CRITIC, "critic.ulysses_sequence_parallel_size=2"],

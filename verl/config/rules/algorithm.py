@@ -53,6 +53,8 @@ def _estimator(c: Check) -> None:
     name = algorithm.adv_estimator
     if name == "gae" and c.cfg.critic.enable is False:
         c.refuse("critic.enable", "algorithm.adv_estimator=gae needs values; enable the critic or use grpo")
+    if c.cfg.critic.enable:
+        _critic(c)
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
@@ -76,6 +78,19 @@ def _estimator(c: Check) -> None:
     if name == "gdpo" and algorithm.use_kl_in_reward:
         c.notice(
             "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
+        )
+
+
+def _critic(c: Check) -> None:
+    """A model of its own has the policy's tokens."""
+    key, path = "critic.model.path", c.cfg.critic.model.path
+    facts = c.look(key, path) if path and path != c.model.path else None
+    if facts is None or c.facts is None:
+        return
+    own, theirs = (one.text.get("vocab_size") for one in (facts, c.facts))
+    if own and theirs and own != theirs:
+        c.refuse(
+            key, f"its vocabulary has {own} tokens, the policy's {theirs}; use a model of the same family"
         )
 
 
