@@ -29,6 +29,7 @@ ppo reward.reward_model.nnodes=2 → reward_model.nnodes=2
 ppo reward.reward_model.rollout.n=2 → reward_model.rollout.n=2
 ppo reward.reward_model.model_path=/m → reward_model.model.path=/m
 ppo reward_model.model_path=/m → reward_model.model.path=/m
+ppo critic.model.ulysses_sequence_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
 ppo reward_model.inference.prompt_length=9 → reward_model.rollout.prompt_length=9
 ppo async_training.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
 ppo ARR.actor.policy_loss.loss_mode=bypass_mode → algorithm.rollout_correction.bypass_mode=True

@@ -182,7 +182,8 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
     if mode == "bypass_mode":
         mode = actor.policy_loss.loss_mode = "vanilla"
         root.algorithm.rollout_correction.bypass_mode = True
-        say("policy_loss.loss_mode=bypass_mode means algorithm.rollout_correction.bypass_mode=True")
+        key = "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"
+        say(f"{key} is now called algorithm.rollout_correction.bypass_mode=True")
     if mode in ("gspo", "sapo") and not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
         actor.loss_agg_mode = "seq-mean-token-mean"
         if not root.was_set("critic.loss_agg_mode"):

@@ -56,7 +56,7 @@ RENAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.{actor, ref}.fsdp_config.{ulysses_sequence_parallel_size, ulysses_parallel_size}": (
             r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
         ),
-        "critic.model.fsdp_config.ulysses_parallel_size": "critic.ulysses_sequence_parallel_size",
+        "critic.model.{fsdp_config.ulysses_parallel_size, ulysses_sequence_parallel_size}": "critic.ulysses_sequence_parallel_size",
         "actor_rollout_ref.{actor, ref}.model_engine": r"actor_rollout_ref.\1.strategy",
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
         "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
@@ -123,7 +123,7 @@ MEGATRON_MODULES = {
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
     "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, async_training.dynamic_schedule_*, "
-    "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
+    "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),

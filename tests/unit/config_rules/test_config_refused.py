@@ -112,7 +112,7 @@ REFUSED = [
     ([f"{BUFFER}={{enable:True,len:513}}"], ["513"]),
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
-    (["algorithm.adv_estimator=gae", "critic.model.path=/no/such"], ["critic.model.path=/no/such"]),
+    (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
     ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
     (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=0", "set its size"]),
     (
