@@ -268,6 +268,12 @@ def test_a_checkpoint_holds_the_first_draw_not_trained(tmp_path, staleness) -> N
     assert [r["training/epoch"] for r in run.quiet.records.values()] == [0] * 5 + [1] * 4
 
 
+def test_without_partial_rollout_no_answer_has_two_versions(tmp_path) -> None:
+    run = Run(tmp_path, 1, TimedEngine(lengths), "trainer.partial_rollout=False").go()
+    assert all(len(t.versions) == 1 for batch in run.batches for t in batch)
+    assert {step - 1 - t.versions[0] for step, batch in enumerate(run.batches, 1) for t in batch} == {0, 1}
+
+
 def test_continued_and_evicted_answers_are_counted(tmp_path) -> None:
     class Forgetful(TimedEngine):
         """Keeps its first weights and says so: what a pool would do whose host missed every transfer."""

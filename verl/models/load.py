@@ -31,13 +31,23 @@ _UNSET = -(2**31) + 7
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
+class NotPacked(UserError):
+    """A model that works by itself, but not on packed tokens."""
+
+
 def load_model(
-    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32, *, head: str = "lm"
+    path: str | Path,
+    model_cfg: Any = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    head: str = "lm",
+    packed: bool = True,
 ) -> PreTrainedModel:
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
     head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
     (transformers' token classifier with one label); "score" for a sequence classifier with one label.
+    packed: False for a model that is used as transformers has it, with its own attention.
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
@@ -46,10 +56,13 @@ def load_model(
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
+    options = _options(model_cfg, dtype)
+    if not packed:
+        del options["attn_implementation"]
     try:
         with _quiet():
             loaded: Any = _kind(config, head, path).from_pretrained(
-                where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
+                where, config=config, output_loading_info=True, **options
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
@@ -69,7 +82,8 @@ def load_model(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
             "the files are incomplete or belong to another architecture"
         )
-    check_supported(module, path)
+    if packed:
+        check_supported(module, path)
     return module.eval()
 
 
@@ -294,17 +308,17 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
 
 
 def check_supported(module: PreTrainedModel, path: str | Path) -> None:
-    """UserError for architectures whose attention we cannot stand in for."""
+    """NotPacked for architectures whose attention we cannot stand in for."""
     name = type(module).__name__
     if not getattr(module, "_supports_attention_backend", False):
-        raise UserError(
+        raise NotPacked(
             f"model.path={path}: {name} has its own attention that cannot be replaced; choose another model"
         )
     config = module.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"model.path={path}: {name} attends in chunks, which this release does not have")
+        raise NotPacked(f"model.path={path}: {name} attends in chunks, which this release does not have")
     if why := _differs(module, config):
-        raise UserError(
+        raise NotPacked(
             f"model.path={path}: {name} {why}, which this release does not do; choose another model"
         )
 

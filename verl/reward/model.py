@@ -1,4 +1,5 @@
-"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes.
+"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes, or in padded
+batches where the model cannot be packed (an encoder).
 
 trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the head's value at the last token
 """
@@ -33,7 +34,10 @@ class RewardModel:
         self.scores: Callable[[Batch], Awaitable[None]] | None = None
         text = load_config(check_directory(own.model.path), own.model).get_text_config()
         tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
-        self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
+        self._renderer, self._limit = ChatRenderer(tokenizer), int(own.rollout.max_model_len)
+        if getattr(text, "rope_parameters", None) is None:  # positions are a table of so many
+            most = getattr(text, "max_position_embeddings", None) or self._limit
+            self._limit = min(self._limit, most, tokenizer.model_max_length)
         self._padding = -1 if text.pad_token_id is None else text.pad_token_id
         if not self._renderer.has_template:
             raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")
@@ -79,7 +83,10 @@ class RewardModel:
         ids = ids[: used[-1] + 1] if len(used) else ids[:0]
         if 0 < len(ids) <= self._limit:
             return ids
-        return failed("value", f"{len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}")
+        return failed(
+            "value",
+            f"{len(ids)} tokens; the limit is {self._limit} (reward_model.rollout.max_model_len, the model's)",
+        )
 
 
 def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:

@@ -221,6 +221,14 @@ class RolloutManager:
         rows += [t.baseline for t in rows if t.baseline is not None]
         await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
 
+    async def drain(self) -> None:
+        """Wait until every response that is under way is back."""
+        pending = {task for begun in self._responses.values() for task in begun}
+        while pending:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if interrupt.noted():
+                raise asyncio.CancelledError
+
     async def pause(self) -> int:
         """Before new weights: stop every request, partial output kept; returns how many there were."""
         return await self.requests.pause()

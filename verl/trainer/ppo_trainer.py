@@ -143,6 +143,9 @@ class PPOTrainer:
         parts, trainer = self.parts, self.config.trainer
         if not self.versions.pushed(step, self.total_steps):
             return SyncResult(0, 0.0)
+        if not trainer.partial_rollout:
+            with parts.phases("gen", waits_for="responses in flight, before new weights"):
+                parts.loop.run(parts.rollouts.drain())
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.

@@ -193,6 +193,7 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.config.layout import own_pools
     from verl.config.weights import user_scores
     from verl.data.media import load_processor
     from verl.data.rows import text_of
@@ -217,10 +218,12 @@ def build_parts(
     check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = open_rewards(config, tracking)
+    # Rewards are checked before a model loads, unless it is workers that serve the judge.
+    judged = start_workers(config, tokenizer, total_steps, hooks) if "judge" in own_pools(config) else None
+    rewards = open_rewards(config, tracking, judged and judged.judge)
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
-    workers = start_workers(config, tokenizer, total_steps, hooks)
+    workers = judged or start_workers(config, tokenizer, total_steps, hooks)
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
         rewards.model.scores = classifier.scores
@@ -255,15 +258,16 @@ def build_parts(
     return parts, total_steps
 
 
-def open_rewards(config: Config, tracking: Any) -> RewardRunner:
-    """What scores responses: the function, and a model or a judge where the configuration names one."""
+def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:
+    """What scores responses: the function, and a model or a judge where the configuration names one. judging: the judge's sampler,
+    if it is not to be one of this process."""
     from verl.config.weights import scores_by_model
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
     from verl.workers import build
 
     model = RewardModel(config) if scores_by_model(config) else None
-    judge = build.judge(config) if config.reward_model.enable and model is None else None
+    judge = build.judge(config, judging) if config.reward_model.enable and model is None else None
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 

@@ -39,6 +39,9 @@ def test_devices(base, monkeypatch):
     pool = (f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
     assert problems(*base, *pool) == [], "two pools of one machine"
     only(problems(*base, *pool, "trainer.n_gpus_per_node=3"), "machine", "5 devices asked for")
+    apart = ("algorithm.adv_estimator=gae", "critic.nnodes=1", "critic.n_gpus_per_node=2")
+    assert problems(*base, *apart) == []
+    only(problems(*base, *pool, *apart), "machine", "6 devices asked for", "critic.n_gpus_per_node=2")
     with monkeypatch.context() as joined:
         joined.setenv("RAY_ADDRESS", "127.0.0.1:1")
         assert problems(*base, "trainer.nnodes=2", "trainer.device=npu") == [], (

@@ -19,9 +19,9 @@ class RayWorker(Worker):
     def __init__(self, config: dict[str, Any], rank: int, world: int):
         super().__init__(Map.of(config), rank, world)
 
-    def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
+    def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
         """See `Worker.build`; opens this process's profiler."""
-        facts = super().build(total_steps, shared)
+        facts = super().build(total_steps, shared, pool)
         roles = tuple(self.engines)
         self.profiler = open_profiler(self.config, roles=roles, rank=self.rank, device=self.platform.name)
         return facts
