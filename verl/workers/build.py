@@ -11,6 +11,7 @@ from typing import Any
 from verl.config.dtypes import sampler_dtype
 from verl.config.layout import samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES
+from verl.data.media import load_processor
 from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
@@ -195,8 +196,9 @@ def judge(config: Any) -> ServedJudge:
     model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
     run.actor_rollout_ref.rollout = own.rollout
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    processor = load_processor(model.path, tokenizer, {}, trust_remote_code=model.trust_remote_code)
     sampler = own_sampler(run, tokenizer, detect(run.trainer.device))
-    return ServedJudge(sampler, tokenizer, own)
+    return ServedJudge(sampler, tokenizer, own, processor)
 
 
 def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.errors import UserError
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
+_LOOKED_AT = 256
 
 
 def check(c: Check) -> None:
@@ -35,6 +37,9 @@ def check(c: Check) -> None:
                 c.rows[key] = sum(len(file) for file in opened)
         if c.ppo:
             _sources(c, sources)
+            blind = c.facts is not None and not c.facts.vision
+            if blind and any(c.was_set(f"data.augmentation.{name}") for name in c.cfg.data.augmentation):
+                c.notice("data.augmentation: this model sees no images; nothing is changed")
         _enough_rows(c)
 
 
@@ -104,12 +109,70 @@ def _images(c: Check, key: str, file: Any) -> None:
     if c.facts.vision:
         if column == c.cfg.data.video_key:
             c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
+        elif c.ppo:
+            _template(c)
+            _first_images(c, key, file)
     else:
         c.refuse(
             f"{key}, column {column}",
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+
+
+def _template(c: Check) -> None:
+    """A prompt with images is messages, which a chat template makes text of."""
+    if c.model.custom_chat_template or c.model.tokenizer_path or c.cfg.data.tokenizer or c.facts is None:
+        return
+    folder = c.facts.folder
+    with contextlib.suppress(OSError):
+        if "chat_template" in (folder / "tokenizer_config.json").read_text(encoding="utf-8"):
+            return
+    if next(folder.glob("chat_template.*"), None) is None:
+        c.refuse(
+            f"{c.model_key}.path",
+            "has no chat template, and prompts with images need one; set "
+            f"{c.model_key}.custom_chat_template (Jinja text or a file)",
+        )
+
+
+def _first_images(c: Check, key: str, file: Any) -> None:
+    """The places and headers of the images of the first rows: what is certain to refuse the run is refused here."""
+    from verl.data.dataset import by_problem
+    from verl.data.media import folder_of, open_image, with_images
+    from verl.data.rows import BadRow, RowRules, as_messages, fields_of, is_plain
+
+    data, rules = c.cfg.data, replace(RowRules.of(c.cfg), images=True)
+    if data.allow_image_urls:
+        return  # nothing is fetched here
+    plain, bad = is_plain(file, rules), []
+    for number, row in enumerate(rows := _first(file, _LOOKED_AT)):
+        try:
+            fields = fields_of(row, number, plain, rules)
+            if len(fields.images):
+                _, cells = with_images(as_messages(fields.cell, data.prompt_key, images=True), fields.images)
+                for cell in cells:
+                    open_image(cell, folder_of(file.path))
+        except BadRow as wrong:
+            found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
+            bad.append(found)
+    if not bad:
+        return
+    told = f"{len(bad)} of the first {len(rows)} rows cannot be used: {'; '.join(by_problem(bad))}"
+    if len(bad) > data.max_bad_row_ratio * len(file):
+        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(data.max_bad_row_ratio * len(file))}"
+        c.refuse(key, f"{told}. Repair the rows, or raise data.max_bad_row_ratio ({most})")
+    else:
+        c.notice(f"{key}: {told}; they are left out", run_says=True)
+
+
+def _first(file: Any, count: int) -> list[dict[str, Any]]:
+    """The first rows; of parquet no more is read."""
+    if file.local.suffix != ".parquet":
+        return list(file.rows(0, min(count, len(file))))
+    import pyarrow.parquet as pq
+
+    return list(next(pq.ParquetFile(file.local).iter_batches(batch_size=count)).to_pylist())
 
 
 def _filled(file: Any, column: str) -> bool:
@@ -212,6 +275,7 @@ def _user_code(c: Check) -> None:
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
         ("data.datagen.path", "data.datagen.name"),
+        ("data.augmentation.path", "data.augmentation.name"),
     ):
         if c.cfg.select(path):
             _object(c, path, name)
