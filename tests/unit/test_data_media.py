@@ -22,6 +22,7 @@ from verl.data.media import decoded, load_processor, open_image, save_processor,
 from verl.data.rows import BadRow
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
+from verl.trajectory import Trajectory
 
 PAD = 263
 """The image token of the tiny tokenizer."""
@@ -166,7 +167,7 @@ def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: P
 
 def gif() -> bytes:
     out = io.BytesIO()
-    frames = [Image.new("P", (40, 24), number) for number in range(3)]
+    frames = [Image.new("RGB", (40, 24), colour) for colour in ("red", "green", "blue")]
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
     return out.getvalue()
 
@@ -217,7 +218,8 @@ def test_a_bad_row_says_what_to_change_and_long_ones_are_never_cut(model: Path, 
         assert found["problem"] == problem and words in found["detail"], found
     assert [data.prompt(row).row for row in range(len(data))] == [11, 12, 13]
     told = "\n".join(data.describe())
-    assert "2 × image count (e.g." in told and f"1 rows have animations, of which the first frame is used (e.g. {tmp_path}" in told
+    assert "2 × image count (e.g." in told
+    assert f"animations in 1 of the rows, of which the first frame is used (e.g. {tmp_path}" in told
     dear = "filter_overlong_prompts=True (drops them), lower data.mm_processor_kwargs.max_pixels"
     with pytest.raises(DataError, match=re.escape(dear)):
         open_rows(model, [ROWS[6][0]], tmp_path, *limits)
@@ -267,7 +269,11 @@ def test_training_images_are_changed_by_row_and_epoch(
     seeded = open_rows(model, rows, tmp_path, *settings, "data.seed=7")
     assert pixels(seeded) != drawn[0]
     held_out = PromptDataset(
-        one.paths, one.config, load_tokenizer(model), split="val", processor=one.images and one.images.processor
+        one.paths,
+        one.config,
+        load_tokenizer(model),
+        split="val",
+        processor=one.images and one.images.processor,
     )
     assert pixels(held_out) == pixels(plain)
 
@@ -336,3 +342,12 @@ def test_supervised_rows_hold_their_images_before_what_is_learned(model: Path, t
     assert seen.media is not None and (seen.ids == PAD).sum() == seen.media.tokens and blind.media is None
     learned = tokenizer.decode(seen.ids[seen.mask])
     assert learned == tokenizer.decode(blind.ids[blind.mask]) and learned.startswith("a<|im_end|>")
+
+
+def test_what_scores_gets_the_images_where_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    from verl.reward.runner import _extra_info
+
+    for word, expected in (("False", None), ("True", (40, 24))):
+        prompt = open_rows(model, [GOOD], tmp_path, f"reward_model.images={word}").prompt(0)
+        uris = _extra_info(Trajectory(prompt, 0, segments=[])).get("images")
+        assert expected == (uris and open_image(uris[0], tmp_path).size)

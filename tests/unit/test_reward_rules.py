@@ -290,6 +290,7 @@ def test_the_answers_of_mathverse_are_right_and_those_of_another_question_are_no
         said = row["answer"]
         assert default_compute_score(source, f"<answer>{said}</answer>", truth)["score"] == 1, row
     wrong = [
-        default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i]) for i in range(20)
+        default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i])
+        for i in range(20)
     ]
     assert sum(one["score"] for one in wrong) <= 2

@@ -355,8 +355,8 @@ class PromptDataset(CheckedRows):
             how = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
             lines.append(f"{facts['cut']} prompts are cut to {how}; {self.longest()}")
         if frames := self._scanned.frames:
-            first = self.where(frames[0])
-            lines.append(f"{len(frames)} rows have animations, of which the first frame is used (e.g. {first})")
+            used = f"of which the first frame is used (e.g. {self.where(frames[0])})"
+            lines.append(f"animations in {len(frames)} of the rows, {used}")
         if any(self._scanner.plain) and GSM8K in self._scanned.sources:
             lines.append(f"plain format: ground truth from `#### n`, scored as {GSM8K}, flexible")
         if not self._scanner.renderer.has_template:

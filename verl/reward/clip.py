@@ -1,8 +1,8 @@
 """A reward by how close a response is to the prompt's image, as any CLIP model directory says (CLIPScore, arXiv 2104.08718).
 
-    reward_model.images=True
-    custom_reward_function.path=pkg://verl.reward.clip
-    custom_reward_function.reward_kwargs.model=DIRECTORY
+reward_model.images=True
+custom_reward_function.path=pkg://verl.reward.clip
+custom_reward_function.reward_kwargs.model=DIRECTORY
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def compute_score(
     """
     images = (extra_info or {}).get("images")
     if not images:
-        raise ValueError("CLIP compares with the prompt's image: the row has none, or reward_model.images is not set")
+        raise ValueError(
+            "CLIP compares with the prompt's image: the row has none, or reward_model.images is not set"
+        )
     text = _text_features(model, solution_str)
     similarity = float(sum(text @ _image_features(model, uri) for uri in images) / len(images))
     return {"score": weight * max(0.0, similarity), "clip_similarity": similarity}
@@ -45,7 +47,9 @@ def _load(path: str) -> tuple[Any, Any, Any]:
 
     model = AutoModel.from_pretrained(path).eval()
     if not hasattr(model, "get_image_features") or not hasattr(model, "get_text_features"):
-        raise ValueError(f"reward_kwargs.model={path}: {type(model).__name__} does not compare texts with images")
+        raise ValueError(
+            f"reward_kwargs.model={path}: {type(model).__name__} does not compare texts with images"
+        )
     return model, AutoTokenizer.from_pretrained(path), AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
@@ -62,7 +66,9 @@ def _image_features(path: str, uri: str) -> Any:
 
     model, _, processor = _load(path)
     image = decoded(open_image(uri, Path()))
-    return _unit(model.get_image_features, pixel_values=processor(images=[image], return_tensors="pt")["pixel_values"])
+    return _unit(
+        model.get_image_features, pixel_values=processor(images=[image], return_tensors="pt")["pixel_values"]
+    )
 
 
 def _unit(features: Any, **inputs: Any) -> Any:

@@ -37,7 +37,9 @@ class RewardModel:
         text = load_config(check_directory(own.model.path), own.model).get_text_config()
         tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
         self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
-        processor = load_processor(own.model.path, tokenizer, {}, trust_remote_code=own.model.trust_remote_code)
+        processor = load_processor(
+            own.model.path, tokenizer, {}, trust_remote_code=own.model.trust_remote_code
+        )
         self._images = None if processor is None else ImageProcessor(processor)
         self._seen: WeakKeyDictionary[Media, Media] = WeakKeyDictionary()
         if self._images is not None and not config.reward_model.images:

@@ -73,12 +73,13 @@ class ServedJudge:
     def _prompt(self, messages: list[dict[str, Any]]) -> tuple[np.ndarray, Media | None]:
         """Token ids int64 [P] of a request, and its images."""
         cells: list[str] = []
-        text = self._renderer.text([message | _content(message, cells) for message in messages])
-        if not cells:
-            return self._renderer.ids(text), None
-        if self._images is None:
+        messages = [message | _content(message, cells) for message in messages]
+        if cells and self._images is None:
             raise ValueError("this judge sees no images (reward_model.images=True sends them)")
-        return self._images(text, cells, Path())
+        text = self._renderer.text(messages)
+        return (
+            self._images(text, cells, Path()) if cells and self._images else (self._renderer.ids(text), None)
+        )
 
     def sleep(self) -> None:
         """The trainer needs the device's memory: between two steps nothing is asked."""

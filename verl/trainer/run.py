@@ -254,13 +254,15 @@ def build_parts(
         event=tracking.event,
         processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
     )
+    validator = build_validator(config, validation, rollouts, rewards, tracking)
+    tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     parts = Parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
         kl_controller=kl_controller(config),
-        validator=build_validator(config, validation, rollouts, rewards, tracking),
+        validator=validator,
         checkpoints=Checkpoints(
             config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
         ),

@@ -122,7 +122,8 @@ def _images(c: Check, key: str, file: Any) -> None:
 
 def _template(c: Check) -> None:
     """A prompt with images is messages, which a chat template makes text of."""
-    if c.model.custom_chat_template or c.model.tokenizer_path or c.cfg.data.tokenizer or c.facts is None:
+    other = {c.cfg.data.tokenizer, c.model.tokenizer_path} - {None, c.model.path}
+    if c.model.custom_chat_template or other or c.facts is None:
         return
     folder = c.facts.folder
     with contextlib.suppress(OSError):

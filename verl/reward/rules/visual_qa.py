@@ -62,7 +62,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     letter = _LETTER.match(said)
     right = False
     for truth in accepted:
-        by_letter = bool(letter) and len(truth) == 1 and truth.isalpha() and letter[1].upper() == truth.upper()
+        by_letter = (
+            bool(letter) and len(truth) == 1 and truth.isalpha() and letter[1].upper() == truth.upper()
+        )
         texts = [truth, *([choices[truth]] if truth in choices else [])]
         right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
     return {"score": float(right), "acc": float(right), "pred": said}

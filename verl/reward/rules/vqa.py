@@ -10,7 +10,7 @@ from verl.reward.rules.visual_qa import final_text
 
 ENOUGH = 3
 """A response is right if so many people say the same."""
-_NUMBERS = "zero one two three four five six seven eight nine ten".split()
+_NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _WORDS: dict[str, str | None] = {word: str(n) for n, word in enumerate(_NUMBERS)} | {"none": "0"}
 _WORDS |= dict.fromkeys(("a", "an", "the"))
 _IN_NUMBER = re.compile(r"(?<=\d),(?=\d)|['’`]")
