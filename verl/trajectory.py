@@ -113,6 +113,12 @@ class Media:
         """Number of images."""
         return len(self.inputs["image_grid_thw"])
 
+    @property
+    def tokens_of_images(self) -> list[int]:
+        """`tokens`, image by image."""
+        patches = self.inputs["image_grid_thw"].prod(-1)
+        return list((patches * self.tokens // max(1, patches.sum())).tolist())
+
     def uris(self) -> list[str]:
         """`files` as data URIs."""
         return data_uris(self.files)

@@ -94,14 +94,14 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
 
     log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
     did not write; `advantage` is the mean over the tokens that are trained on. The first row of a group has the prompt's
-    images, scaled down, as data URIs.
+    images, scaled down, as data URIs, and the tokens of each.
     """
     rows = []
     for group in by_group(trajectories):
         text = prompt_text(group[0], texts.tokenizer)
         own = [_report_row(step, t, text, texts) for t in group]
         if (media := group[0].prompt.media) is not None:
-            own[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens}
+            own[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens_of_images}
         rows += own
     return rows
 
