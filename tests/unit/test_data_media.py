@@ -148,6 +148,7 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert prompt.media is not None
         patches = prompt.media.inputs["image_grid_thw"].prod(-1).sum()
         assert prompt.media.tokens == (prompt.ids == PAD).sum() == patches // 4
+        assert sum(prompt.media.tokens_of_images) == prompt.media.tokens
         assert len(prompt.media.inputs["pixel_values"]) == patches
         assert "images" not in prompt.columns
     assert data.images.counts == {"decoded": 3, "processed": 3}

@@ -304,7 +304,9 @@ class PromptDataset(CheckedRows):
         if seen is not None:
             assert self.images is not None
             messages, cells = seen
-            change = self._augment and partial(self._augment, epoch=epoch, file=file, row=number)
+            change = None
+            if self._augment is not None:
+                change = partial(self._augment, epoch=epoch, file=file, row=number)
             text = renderer.text(messages, **self._scanner.tools_of(fields))
             ids, media = self.images(text, cells, folder_of(self.paths[file]), change)
         else:
