@@ -18,10 +18,11 @@ _PUNCTUATION = re.compile(r"(?!(?<=\d)[.:](?=\d))[^\w\s]|_")
 
 
 def normalise(text: str) -> str:
-    """Lower case, number words as digits, without articles, apostrophes and punctuation; 3.5 and 10:30 stay."""
+    """Lower case, number words as digits, without articles, apostrophes and punctuation; 3.5 and 10:30 stay. Text that is nothing
+    else stays itself."""
     plain = _PUNCTUATION.sub(" ", _IN_NUMBER.sub("", text.lower()))
     words = (_WORDS.get(word, word) for word in plain.split())
-    return " ".join(word for word in words if word is not None)
+    return " ".join(word for word in words if word is not None) or text.strip().lower()
 
 
 def accepted(ground_truth: Any) -> list[str]:
