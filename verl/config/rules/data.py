@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import io
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,7 @@ def check(c: Check) -> None:
                 c.rows[key] = sum(len(file) for file in opened)
         if c.ppo:
             _sources(c, sources)
-            blind = c.facts is not None and not c.facts.vision
-            if blind and any(c.was_set(f"data.augmentation.{name}") for name in c.cfg.data.augmentation):
-                c.notice("data.augmentation: this model sees no images; nothing is changed")
+            _without_images(c)
         _enough_rows(c)
 
 
@@ -109,7 +108,7 @@ def _images(c: Check, key: str, file: Any) -> None:
     if c.facts.vision:
         if column == c.cfg.data.video_key:
             c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
-        elif c.ppo:
+        else:
             _template(c)
             _first_images(c, key, file)
     else:
@@ -118,6 +117,15 @@ def _images(c: Check, key: str, file: Any) -> None:
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+
+
+def _without_images(c: Check) -> None:
+    """What has no effect on a text model."""
+    if c.facts is None or c.facts.vision:
+        return
+    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
+    for key in [key for key in (*names, "reward_model.images") if c.was_set(key)]:
+        c.notice(f"{c.at(key)}: this model sees no images; it has no effect")
 
 
 def _template(c: Check) -> None:
@@ -141,19 +149,17 @@ def _first_images(c: Check, key: str, file: Any) -> None:
     """The places and headers of the images of the first rows: what is certain to refuse the run is refused here."""
     from verl.data.dataset import by_problem
     from verl.data.media import folder_of, open_image, with_images
-    from verl.data.rows import BadRow, RowRules, as_messages, fields_of, is_plain
+    from verl.data.rows import BadRow
 
-    data, rules = c.cfg.data, replace(RowRules.of(c.cfg), images=True)
-    if data.allow_image_urls:
-        return  # nothing is fetched here
-    plain, bad = is_plain(file, rules), []
+    data, bad = c.cfg.data, []
+    if data.allow_image_urls or data.get("prompt_dict_keys"):
+        return  # nothing is fetched here, nor found inside structs
+    dialogue = _dialogues(c, file)
     for number, row in enumerate(rows := _first(file, _LOOKED_AT)):
         try:
-            fields = fields_of(row, number, plain, rules)
-            if len(fields.images):
-                _, cells = with_images(as_messages(fields.cell, data.prompt_key, images=True), fields.images)
-                for cell in cells:
-                    open_image(cell, folder_of(file.path))
+            messages, images = dialogue(row, number)
+            for cell in with_images(messages, images)[1] if images else ():
+                open_image(cell, folder_of(file.path))
         except BadRow as wrong:
             found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
             bad.append(found)
@@ -165,6 +171,27 @@ def _first_images(c: Check, key: str, file: Any) -> None:
         c.refuse(key, f"{told}. Repair the rows, or raise data.max_bad_row_ratio ({most})")
     else:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
+
+
+def _dialogues(c: Check, file: Any) -> Callable[[dict[str, Any], int], tuple[list[Any], Sequence[Any]]]:
+    """A function that gives the messages of a row and its images. It raises BadRow."""
+    from verl.data.rows import RowRules, as_messages, cells_of, fields_of, is_plain
+
+    data = c.cfg.data
+    if not c.ppo:
+        column = data.prompt_key or data.messages_key
+        return lambda row, _: (
+            as_messages(row.get(column), column, images=True),
+            cells_of(row.get(data.image_key)),
+        )
+    rules = replace(RowRules.of(c.cfg), images=True)
+    plain = is_plain(file, rules)
+
+    def of_prompt(row: dict[str, Any], number: int) -> tuple[list[Any], Sequence[Any]]:
+        fields = fields_of(row, number, plain, rules)
+        return as_messages(fields.cell, data.prompt_key, images=True), fields.images
+
+    return of_prompt
 
 
 def _first(file: Any, count: int) -> list[dict[str, Any]]:
@@ -204,12 +231,13 @@ def _enough_rows(c: Check) -> None:
 def _sft_file(c: Check, key: str, file: Any) -> set[str]:
     """Check the columns of a file of dialogues; they have no data sources."""
     data = c.cfg.data
-    for column in [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]:
-        if column not in file.columns:
-            absent = (
-                f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
-            )
-            c.refuse(key, f"{file.path}: no column {column!r}{absent}")
+    needed = [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]
+    missing = [column for column in needed if column not in file.columns]
+    for column in missing:
+        absent = f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
+        c.refuse(key, f"{file.path}: no column {column!r}{absent}")
+    if not missing:
+        _images(c, key, file)
     return set()
 
 
