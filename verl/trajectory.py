@@ -116,6 +116,8 @@ class Media:
     @property
     def tokens_of_images(self) -> list[int]:
         """`tokens`, image by image."""
+        if not self.inputs:
+            return []
         patches = self.inputs["image_grid_thw"].prod(-1)
         return list((patches * self.tokens // max(1, patches.sum())).tolist())
 

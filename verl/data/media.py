@@ -179,6 +179,16 @@ def _scaled_down(image: Image, side: int = _SMALL, quality: int = 80) -> bytes:
     return out.getvalue()
 
 
+def shown(cells: Sequence[Any], folder: Path) -> Media:
+    """Images for what scores and for the report, without what a model sees of them. Raises BadRow."""
+    images = [decoded(open_image(cell, folder)) for cell in cells]
+    return Media({}, 0, tuple(map(_scaled_down, images)), _for_scoring(images))
+
+
+def _for_scoring(images: Sequence[Image]) -> tuple[bytes, ...]:
+    return tuple(_scaled_down(image, _SCORED, 95) for image in images)
+
+
 def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in message["content"] if part["type"] == "image"]
 
@@ -265,7 +275,7 @@ class ImageProcessor:
         )
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
-        files = tuple(_scaled_down(image, _SCORED, 95) for image in images) if self.scored else ()
+        files = _for_scoring(images) if self.scored else ()
         return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)), files)
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:

@@ -124,10 +124,12 @@ class EvalRewardConfig(Group):
     Attributes:
         num_workers: Scoring processes.
         timeout: Seconds per response.
+        images: The judge sees the row's images, another function has them as data URIs in `extra_info.images`.
     """
 
     num_workers: int = key(8, low=1)
     timeout: float = key(300.0, above=0, inf=True)
+    images: bool = False
 
 
 class RewardManagerModuleConfig(Group):
