@@ -106,12 +106,12 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
-        PreTrainedModel,
     )
-    from transformers.modeling_layers import GenericForTokenClassification
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     )
 
@@ -121,6 +121,10 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         return AutoModelForCausalLM
     if head == "score":
         _check_classifier(config, path)
+        if sees_images(config) and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return _headed(
+                MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], GenericForSequenceClassification
+            )
         return AutoModelForSequenceClassification
     config.num_labels = 1
     if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
@@ -130,9 +134,15 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         raise UserError(
             f"model.path={path}: {type(config).__name__} has no value head here; choose another model"
         )
-    base = next(kind for kind in causal.__mro__[1:] if issubclass(kind, PreTrainedModel))
-    name = causal.__name__.replace("ForCausalLM", "") + "ForTokenClassification"
-    return type(name, (GenericForTokenClassification, base), {})
+    return _headed(causal, GenericForTokenClassification)
+
+
+def _headed(kind: type, head: type) -> Any:
+    """The class of an architecture under another head, where transformers has none. kind: its class for language."""
+    from transformers import PreTrainedModel
+
+    base = next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
+    return type(kind.__name__.partition("For")[0] + head.__name__.removeprefix("Generic"), (head, base), {})
 
 
 def _check_classifier(config: Any, path: str | Path) -> None:
@@ -167,8 +177,8 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
     where = check_directory(path)
     config = load_config(where, model_cfg)
     kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
-    build = kind._from_config if head == "value" else kind.from_config
-    if head == "value":
+    build = getattr(kind, "_from_config", None) or kind.from_config
+    if hasattr(kind, "_from_config"):
         del options["trust_remote_code"]  # only the automatic class takes it
     try:
         with torch.device("meta"):

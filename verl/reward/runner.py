@@ -281,11 +281,14 @@ def _shape(reason: str) -> str:
 
 
 def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
+    media = trajectory.prompt.media
+    seen = {"images": media.uris()} if media is not None and media.files else {}
     return {
         **(trajectory.prompt.extra_info or {}),
         **trajectory.fields,
         "num_turns": trajectory.num_turns,
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
+        **seen,
     }
 
 

@@ -153,11 +153,15 @@ class Tracking:
         A dataset offers `bad_rows` (records), `report` (counts) and `describe()` (lines); None is passed over.
         """
         found = [dataset for dataset in datasets if dataset is not None]
-        self._folder.data_report(row for dataset in found for row in dataset.bad_rows)
+        self.bad_rows(row for dataset in found for row in dataset.bad_rows)
         for dataset in found:
             self.event("data", **dataset.report)
             for text in dataset.describe():
                 console.notice(text)
+
+    def bad_rows(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Rows that cannot be used into data_report.jsonl, in place of what it says."""
+        self._folder.data_report(records)
 
     def dump_trajectories(self, step: int, batch: Iterable[Trajectory]) -> None:
         """Up to 64 responses in whole groups to trajectories/{step}.jsonl; all to `trainer.rollout_data_dir`.

@@ -19,6 +19,7 @@ import numpy as np
 from verl.config.schema.base import setting
 from verl.data.dataset import by_problem
 from verl.data.files import DataError, RowFile, absent_column, open_file
+from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
@@ -101,7 +102,11 @@ def read_table(config: EvalConfig) -> Table:
     """
     data, file = config.data, open_file(str(config.data.path))
     rules = RowRules(
-        data.prompt_key, data.data_source_key, (), needs_truth=not config.custom_reward_function.path
+        data.prompt_key,
+        data.data_source_key,
+        (data.image_key,) if config.reward_model.images else (),
+        needs_truth=not config.custom_reward_function.path,
+        images=True,
     )
     plain_format = is_plain(file, rules)
     for key in ("response_key",) if plain_format else ("response_key", "data_source_key", "reward_model_key"):
@@ -140,7 +145,8 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
     if not isinstance(texts, list) or not all(text is None or isinstance(text, str) for text in texts):
         raise BadRow("wrong column type", "responses must be a list of strings, or one string")
     nothing = np.zeros(0, np.int64)
-    prompt = fields.prompt(f"0:{row}@0", nothing, fields.cell, file=path, row=row)
+    media = shown(fields.images, folder_of(path)) if fields.images else None
+    prompt = fields.prompt(f"0:{row}@0", nothing, fields.cell, file=path, row=row, media=media)
     state: dict[str, Any] = {"finish_reason": ""}
     lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [

@@ -78,6 +78,8 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
             train(config, tracking)
             return 0
         except UserError as error:
+            if records := getattr(error, "records", ()):
+                tracking.bad_rows(records)
             return _stopped(tracking, "refused", str(error), EXIT_USER)
         except Exception as error:
             import traceback
@@ -238,13 +240,15 @@ def build_parts(
         event=tracking.event,
         processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
     )
+    validator = build_validator(config, validation, rollouts, rewards, tracking)
+    tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     parts = Parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
         kl_controller=kl_controller(config),
-        validator=build_validator(config, validation, rollouts, rewards, tracking),
+        validator=validator,
         checkpoints=Checkpoints(
             config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
         ),
@@ -325,15 +329,15 @@ def check_teachers(config: Config, tokenizer: Any, train: Any) -> None:
                 f"and {theirs.get(token, 'absent')} there; use a teacher of the same family"
             )
     choose = teacher_of(config)
-    for row in range(len(train) if len(teachers) > 1 else 0):
-        choose(train.prompt(row))
+    for prompt in train.prompts(range(len(train) if len(teachers) > 1 else 0)):
+        choose(prompt)
 
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 
-    prompts = [train.prompt(row) for row in range(min(rows, len(train)))]
+    prompts = train.prompts(range(len(train)), most=rows)
     for prompt in prompts if rewards.model is not None else ():
         rewards.model.check(prompt)
     if rewards.asks_function:
@@ -395,6 +399,6 @@ def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, trac
     if data is None:
         return None
     order = data.order(seed=config.data.seed, shuffle=config.data.validation_shuffle)
-    prompts = [data.prompt(row, epoch=0) for row in order]
+    prompts = data.prompts(order)
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     return Validator(prompts, validation_sampling(config), n, rollouts, rewards.score_batch, tracking)

@@ -13,6 +13,7 @@ from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
 from verl.config.layout import own_pools, samplers_per_node
 from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
 from verl.config.weights import scores_by_model
+from verl.data.media import load_processor
 from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
@@ -244,7 +245,8 @@ def judge(config: Any, sampler: RolloutEngine | None = None) -> ServedJudge:
     model = run.actor_rollout_ref.model
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     engine = own_sampler(run, tokenizer, detect(run.trainer.device)) if sampler is None else sampler
-    return ServedJudge(engine, tokenizer, config.reward_model)
+    processor = load_processor(model.path, tokenizer, {}, trust_remote_code=model.trust_remote_code)
+    return ServedJudge(engine, tokenizer, config.reward_model, processor)
 
 
 def judge_config(config: Any) -> Any:

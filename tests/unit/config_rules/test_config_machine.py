@@ -160,12 +160,23 @@ def test_json_lines(base, tmp_path):
 
 
 def test_rows_with_images(base, tmp_path):
-    images = [[{"bytes": b"x", "path": "a"}]] * 16
+    from PIL import Image
+
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    images = [[{"bytes": None, "path": "a.png"}]] * 16
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
     only(problems(*base, file), "configuration", "images", "text model")
     write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
     vision = f"{ARR}.model.path={tmp_path / 'vl'}"
+    only(problems(*base, file, vision), "configuration", "no chat template", "custom_chat_template")
+    (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     assert problems(*base, file, vision) == []
+    images[3] = [{"bytes": None, "path": "b.png"}]
+    bad = f"data.train_files={write_rows(tmp_path / 'c.parquet', images=images)}"
+    told = ("1 × image missing", "c.parquet row 3", "b.png: no such file", "data.max_bad_row_ratio")
+    only(problems(*base, bad, vision), "configuration", *told)
+    enough = (*base, bad, vision, "data.max_bad_row_ratio=0.1")
+    assert problems(*enough) == [] and any("row 3" in note for note in check(load(enough)).check_only)
     only(
         problems(*base, file, vision, "data.video_key=images", "data.image_key=x"),
         "machine",
