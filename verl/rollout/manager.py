@@ -23,7 +23,7 @@ from verl.engine.rollout.routes import first_routes
 from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.requests import ResumableGeneration, TrajectoryCalls
+from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 SINGLE_TURN = "single_turn_agent"
@@ -323,7 +323,10 @@ class RolloutManager:
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str, attempt: int
     ) -> Trajectory:
         settings = self.settings
-        calls = TrajectoryCalls(self.requests, prompt, index, prefix, attempt)
+        name = prompt.agent_name or settings.default_loop
+        calls = TrajectoryCalls(
+            self.requests, prompt, index, prefix, attempt, more_follow=name != SINGLE_TURN
+        )
         number = f"{index}r{attempt}" if attempt else index
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
         own = {
@@ -334,7 +337,6 @@ class RolloutManager:
             "uid": prompt.uid,
             "sample_index": index,
         }
-        name = prompt.agent_name or settings.default_loop
         started = time.monotonic()
         try:
             if self._open_processes is not None and agent_loop.runs_apart(name):
@@ -346,9 +348,13 @@ class RolloutManager:
             if getattr(error, "ends_the_run", False):
                 raise
             return self._lost(prompt, index, error)
+        finally:
+            calls.end()
         trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
+        if calls.prefill[1]:
+            trajectory.extra["prefill"] = calls.prefill.tolist()
         return trajectory
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
@@ -478,7 +484,7 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
         at = 0
         while at < len(ids):
             run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]  # empty where others wrote
-            sizes = [_common(run, known) for known in left] or [0]
+            sizes = [common_prefix(run, known) for known in left] or [0]
             best = int(np.argmax(sizes))
             if sizes[best]:
                 del left[best]
@@ -489,12 +495,6 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
         if segment.rollout_log_probs is not None:
             segment.rollout_log_probs = segment.rollout_log_probs * mask
     return count
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning of two arrays of ids."""
-    size = min(len(a), len(b))
-    return int(np.argmin(np.append(a[:size] == b[:size], False)))
 
 
 def _add_routes(segment: Segment, given: Any, calls: TrajectoryCalls) -> None:

@@ -8,6 +8,7 @@ put in between is not the policy's), any other opens a new segment. A token samp
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -82,7 +83,9 @@ class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
     trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model writes calls.
 
-    latest: the segment that was written last. full: a turn was refused because it had no room.
+    latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
+    latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
+    what a loop notes of it (`reward`).
     """
 
     def __init__(
@@ -106,6 +109,9 @@ class Session:
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
+        self.messages: list[dict[str, Any]] = []
+        self.turns: list[dict[str, float]] = []
+        self._began = time.monotonic()
 
     async def generate(
         self, prompt_ids: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, media: Any = None
@@ -145,13 +151,17 @@ class Session:
             raise ValueError(
                 f"session.chat takes {', '.join(_OWN)}, not {', '.join(wrong)}: the run sets them"
             )
-        messages = [_normal(message) for message in messages]
-        ids = self._prompt(messages, tools)
+        asked = time.monotonic()
+        said = [_normal(message) for message in messages]
+        ids = self._prompt(said, tools)
         completion = await self.generate(ids, self.fitting(ids, sampling))
         reply = self._reply(completion, tools)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         full = np.concatenate([ids, completion.token_ids])
-        self._dialogues.append(_Dialogue(_keys([*messages, reply.message]), reply.message, full, last))
+        self.messages = [*said, reply.message]
+        self._dialogues.append(_Dialogue(_keys(self.messages), reply.message, full, last))
+        taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
+        self.turns.append({name: round(value, 4) for name, value in taken.items()})
         return reply
 
     def fitting(self, ids: np.ndarray, given: Mapping[str, Any]) -> SamplingParams:

@@ -89,6 +89,7 @@ class ToolAgent(AgentLoopBase):
             if status := self._limit(answered, invalid, len(reply.calls)):
                 return status
             following = await self._following(reply)
+            self._note_rewards()
             if not following:
                 return "completed"
             self.messages += following
@@ -107,6 +108,13 @@ class ToolAgent(AgentLoopBase):
     async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> str:
         async with room:
             return await self.tools.call(call)
+
+    def _note_rewards(self) -> None:
+        """What the calls and the answer to the last turn earned, for the report."""
+        rewards = self.tools.rewards + (self.partner.rewards if self.partner is not None else [])
+        earned = sum(rewards) - sum(turn.get("reward", 0.0) for turn in self.session.turns)
+        if rewards:
+            self.session.turns[-1]["reward"] = round(earned, 6)
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
         """The status of a trajectory that may not go on: what the last turn asks for is not done."""

@@ -24,6 +24,11 @@ class RecordedRoutes:
             self.parts.append(new)
             self.count += len(new)
 
+    def cut(self, count: int) -> None:
+        """Forget those of all tokens but the first `count`."""
+        if count < self.count:
+            self.parts, self.count = [np.concatenate(self.parts)[:count]], count
+
 
 def first_routes(parts: Iterable[np.ndarray], length: int) -> np.ndarray | None:
     """Of each of the first `length` tokens of a sequence the routes of the first part that has it, UNKNOWN_EXPERT where none
