@@ -119,18 +119,17 @@
 
   // Turn by turn: who said what, tool calls and their results folded, seconds and step rewards of the policy's turns.
   const folded = (title, text) => R.el("details", {}, R.el("summary", {}, ...R.shown(title)), R.el("pre", {}, ...R.shown(text)));
-  const seconds = (x) => x < 0.01 ? `${R.num(x * 1000)} ms` : `${R.num(x)} s`;
   const dialogue = (row) => {
     const turns = row.dl.filter((m) => m.v);
     const waited = (m) => { const next = turns[turns.indexOf(m) + 1]; return next ? next.v[0] - m.v[0] - m.v[1] : null; };
     const figures = (m) => {
       if (!m.v) return [];
       const [, took, reward] = m.v, after = waited(m);
-      return [took !== null && seconds(took), after !== null && `then ${seconds(after)}`, reward !== null && R.el("b", { class: reward < 0 ? "minus" : "plus" }, `reward ${R.signed(reward)}`)];
+      return [took !== null && R.duration(took), after !== null && `then ${R.duration(after)}`, reward !== null && R.el("strong", { class: reward < 0 ? "minus" : "plus" }, `reward ${R.signed(reward)}`)];
     };
     const said = (m) => (m.r === "tool" ? folded(`result of ${m.n || "a tool"}`, m.c) : m.c.trim() ? R.el("div", {}, ...R.shown(m.c)) : "");
     const turn = (m) => R.el("li", { class: m.v ? "said own" : "said" },
-      R.el("header", {}, R.el("b", {}, R.plain(m.r)), ...figures(m).map((f) => f && R.el("span", {}, f))),
+      R.el("header", {}, R.el("strong", {}, R.plain(m.r)), ...figures(m).map((f) => f && R.el("span", {}, f))),
       said(m), ...m.k.map(([name, args]) => folded(`calls ${name}`, args)));
     return R.el("section", { class: "block" }, R.el("h3", {}, "Dialogue"), R.el("ol", { class: "dialogue" }, ...row.dl.map(turn)));
   };
