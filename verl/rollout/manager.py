@@ -21,7 +21,7 @@ from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.engine.rollout.routes import first_routes
 from verl.rollout import agent_loop
-from verl.rollout.loop_processes import LoopFailed, LoopProcesses
+from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
@@ -305,11 +305,11 @@ class RolloutManager:
             if attempt:
                 trajectory.extra["resamples"] = attempt
             policy = self.settings.on_status.get(trajectory.status, "score")
-            if policy != "resample" or trajectory.finish_reason == "lost":
+            if policy != "resample" or (trajectory.finish_reason == "lost" and trajectory.status == "completed"):
                 break
             self._event(
                 "trajectory_failed", uid=prompt.uid, index=index, status=trajectory.status,
-                attempt=attempt, error=trajectory.fields.get("failure"),
+                attempt=attempt, error=trajectory.fields.get("failure") or trajectory.score_error,
             )  # fmt: skip
         if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
@@ -347,7 +347,10 @@ class RolloutManager:
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
-            return self._lost(prompt, index, error)
+            lost = self._lost(prompt, index, error)
+            if isinstance(error, LoopEnded) and settings.on_status.get("environment_error") == "resample":
+                lost.status = "environment_error"
+            return lost
         finally:
             calls.end()
         trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
