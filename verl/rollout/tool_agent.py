@@ -113,7 +113,7 @@ class ToolAgent(AgentLoopBase):
         """What the calls and the answer to the last turn earned, for the report."""
         rewards = self.tools.rewards + (self.partner.rewards if self.partner is not None else [])
         earned = sum(rewards) - sum(turn.get("reward", 0.0) for turn in self.session.turns)
-        if rewards:
+        if any(rewards):
             self.session.turns[-1]["reward"] = round(earned, 6)
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
