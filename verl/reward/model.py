@@ -50,7 +50,7 @@ class RewardModel:
         """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
         assert self.scores is not None
         started = time.monotonic()
-        found = [self._ids(t.prompt, t.text or "") for t in trajectories]
+        found = [self._ids(t.prompt, t.text or "", t.fields.get("messages")) for t in trajectories]
         groups: dict[str, dict[int, np.ndarray]] = {}
         for i, ids in enumerate(found):
             if not isinstance(ids, Outcome):
@@ -65,13 +65,14 @@ class RewardModel:
         scored = {i: outcome_of(float(row.scores[-1]), seconds) for i, row in rows.items()}
         return [one if isinstance(one, Outcome) else scored[i] for i, one in enumerate(found)]
 
-    def _ids(self, prompt: Prompt, response: str) -> np.ndarray | Outcome:
-        """The dialogue as the model's template writes it, or why it cannot be scored.
+    def _ids(self, prompt: Prompt, response: str, dialogue: Any = None) -> np.ndarray | Outcome:
+        """The dialogue as the model's template writes it, or why it cannot be scored. dialogue: its messages, of an agent loop.
 
         transformers takes the score at the last token that is not padding, and padding may be an end token.
         """
         try:
-            messages = [*as_messages(prompt.messages), {"role": "assistant", "content": response}]
+            said = [*as_messages(prompt.messages), {"role": "assistant", "content": response}]
+            messages = dialogue if isinstance(dialogue, list) and dialogue else said
             ids = self._renderer.ids(self._renderer.text(messages, generation=False))
         except BadRow as error:
             return failed("exception", str(error))

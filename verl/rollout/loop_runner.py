@@ -56,6 +56,7 @@ class LoopRunner:
             tokenizer=self.tokenizer,
             longest=self._key("max_model_len"),
             tool_format=self._key("multi_turn.format", "hermes"),
+            as_inference=self._key("multi_turn.use_inference_chat_template", False),
         )
 
     async def run(

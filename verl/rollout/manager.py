@@ -305,7 +305,9 @@ class RolloutManager:
             if attempt:
                 trajectory.extra["resamples"] = attempt
             policy = self.settings.on_status.get(trajectory.status, "score")
-            if policy != "resample" or (trajectory.finish_reason == "lost" and trajectory.status == "completed"):
+            if policy != "resample" or (
+                trajectory.finish_reason == "lost" and trajectory.status == "completed"
+            ):
                 break
             self._event(
                 "trajectory_failed", uid=prompt.uid, index=index, status=trajectory.status,

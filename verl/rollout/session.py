@@ -81,7 +81,9 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model writes calls.
+    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model
+    writes calls; as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not what was
+    written so far.
 
     latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
     latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
@@ -97,12 +99,13 @@ class Session:
         tokenizer: Any = None,
         longest: int | None = None,
         tool_format: str = "hermes",
+        as_inference: bool = False,
     ):
         self.sampling = sampling
         self.tokenizer = tokenizer
         self.longest = longest
         self.boundaries: Boundaries = boundaries
-        self._send, self._format = send, tool_format
+        self._send, self._format, self._as_inference = send, tool_format, as_inference
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
         self._opening: tuple[Any, Any, np.ndarray] | None = None
@@ -226,8 +229,11 @@ class Session:
         if earlier is not None:
             following = messages[len(earlier.messages) :]
             between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
-            if between is not None:
-                return np.concatenate([earlier.ids, between])
+            ids = None if between is None else np.concatenate([earlier.ids, between])
+            if ids is not None and not (
+                self._as_inference and not self.boundaries.keeps(ids, messages, tools)
+            ):
+                return ids
         if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
             return self._opening[2]
         return self.boundaries.whole(messages, tools)
