@@ -70,7 +70,7 @@ def reinforce(out: Path, warm_steps: int, steps: int, seed: int, extra: list[str
         "data.max_prompt_length=32",
         "data.max_response_length=48",
         f"actor_rollout_ref.model.path={out / f'warm_up/global_step_{warm_steps}/actor'}",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         f"{rollout}n=8",
         f"{rollout}name=native",
@@ -95,8 +95,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("quickstart_guess"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-steps", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=50)
     args, extra = parser.parse_known_args()
     out, started = args.out, time.monotonic()
     if not (out / "data/warm_up.parquet").exists():

@@ -486,16 +486,17 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
     left, count = [c.token_ids for c in completions], 0
     for segment in segments:
         ids, mask = segment.columns["response_ids"], segment.columns["response_mask"].copy()
-        at = 0
+        at = int(np.argmax(np.append(mask, True)))  # what others wrote is passed over
         while at < len(ids):
-            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]  # empty where others wrote
+            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
             sizes = [common_prefix(run, known) for known in left] or [0]
             best = int(np.argmax(sizes))
             if sizes[best]:
                 del left[best]
             else:
-                count, mask[at] = count + int(mask[at]), False
+                count, mask[at] = count + 1, False
             at += max(1, sizes[best])
+            at += int(np.argmax(np.append(mask[at:], True)))
         segment.columns["response_mask"] = mask
         if segment.rollout_log_probs is not None:
             segment.rollout_log_probs = segment.rollout_log_probs * mask
