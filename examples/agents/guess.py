@@ -71,7 +71,7 @@ def reinforce(out: Path, warm_steps: int, steps: int, seed: int, extra: list[str
         "data.max_response_length=48",
         f"actor_rollout_ref.model.path={out / f'warm_up/global_step_{warm_steps}/actor'}",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         f"{rollout}n=8",
         f"{rollout}name=native",
         f"{rollout}multi_turn.max_assistant_turns={TURNS}",
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quickstart_guess"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-steps", type=int, default=120)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=45)
     args, extra = parser.parse_known_args()
     out, started = args.out, time.monotonic()
     if not (out / "data/warm_up.parquet").exists():
