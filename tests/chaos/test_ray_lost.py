@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.chaos.ray_runs import (
@@ -26,7 +25,7 @@ from tests.chaos.ray_runs import (
     steps_logged,
     until,
 )
-from tests.ray_cluster import STORE, cluster_of
+from tests.ray_cluster import cluster_of, node_options
 from verl.config import load
 
 ray = pytest.importorskip("ray")
@@ -37,10 +36,16 @@ ALONE = "trainer.nnodes=1"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(fork_server) -> Iterator[Any]:
     """A head without work and three nodes of one core. The last tests take the head away."""
-    with cluster_of(4, head={"num_cpus": 0}) as running:
+    with cluster_of(4, fork_server, head={"num_cpus": 0}) as running:
         yield running
+
+
+def node_of(cluster: Any, pid: int) -> str:
+    """Id of the node that an actor's process is on."""
+    actors = cluster.global_state.actor_table(None).values()
+    return next(actor["Address"]["NodeID"] for actor in actors if actor["Pid"] == pid)
 
 
 def remove(cluster: Any, node_id: str) -> None:
@@ -82,19 +87,17 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         ray.shutdown()
 
 
-def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tiny, tmp_path) -> None:
+def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_server, tiny, tmp_path) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
-    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.add_node(**node_options(fork_server))
     slow = slow_sampling(tmp_path, mark, 0.3)
     with started(tiny, cluster.address, out, ALONE, *own, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         mark.unlink()
         until(mark.exists, run, out)
         time.sleep(0.5)  # step 2 is being sampled
-        raylet = psutil.Process(pid_of(out, "sampler 0")).ppid()
-        node = next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == raylet)
-        cluster.remove_node(node, allow_graceful=False)
+        remove(cluster, node_of(cluster, pid_of(out, "sampler 0")))
         assert run.wait(200) == 0, log_of(out)[-3000:]
     assert replaced_once(out)["unfinished"] == 12
     nothing_lost(out, [2])
