@@ -170,6 +170,9 @@ def become(order: dict[str, Any]) -> None:
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
     if "path" in order:
+        from verl.plugins import import_modules
+
+        import_modules(None)  # Ray holds on to an actor's methods before the actor imports what changes them
         sys.argv = [order["path"], *order["argv"]]
         runpy.run_path(order["path"], run_name="__main__")
         sys.exit()
@@ -265,11 +268,21 @@ class ForkServer:
             else:
                 self._runs[message["id"]].heard(message)
 
-    def start(self, argv: list[str], *, module: str = ENTRY, cwd: Path = ROOT, **more: str | None) -> Run:
-        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset)."""
+    def start(
+        self,
+        argv: list[str],
+        *,
+        module: str = ENTRY,
+        cwd: Path = ROOT,
+        streams: Path | None = None,
+        **more: str | None,
+    ) -> Run:
+        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to the file
+        `streams`, if one is given."""
         assert self._ready.wait(120), "the fork_server did not come up"
         number = len(self._runs)
-        run = Run(number, self._folder / f"{number}.out", self._folder / f"{number}.err")
+        out, err = (streams or self._folder / f"{number}.{name}" for name in ("out", "err"))
+        run = Run(number, out, err)
         self._runs[number] = run
         order = {
             "id": number,

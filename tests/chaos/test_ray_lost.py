@@ -92,7 +92,7 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_serve
     own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
     cluster.add_node(**node_options(fork_server))
     slow = slow_sampling(tmp_path, mark, 0.3)
-    with started(tiny, cluster.address, out, ALONE, *own, **slow) as run:
+    with started(fork_server, tiny, cluster.address, out, ALONE, *own, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         mark.unlink()
         until(mark.exists, run, out)
@@ -103,10 +103,12 @@ def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_serve
     nothing_lost(out, [2])
 
 
-def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, tiny, tmp_path) -> None:
+def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
+    cluster, fork_server, tiny, tmp_path
+) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     slow = slow_sampling(tmp_path, mark)
-    with started(tiny, cluster.address, out, **slow) as run:
+    with started(fork_server, tiny, cluster.address, out, **slow) as run:
         until(mark.exists, run, out)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         assert run.wait(LIMIT_S) == 1
@@ -125,11 +127,11 @@ def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, tiny, 
     ],
     ids=["daemon", "head"],
 )
-def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tiny, tmp_path, kill, words) -> None:
+def test_a_run_that_is_cut_off_ends_with_that_said(cluster, fork_server, tiny, tmp_path, kill, words) -> None:
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
     out, mark, address = tmp_path / "out", tmp_path / "sampling", cluster.address
     slow = slow_sampling(tmp_path, mark, 0.6)
-    with started(tiny, address, out, ALONE, "trainer.total_training_steps=9", **slow) as run:
+    with started(fork_server, tiny, address, out, ALONE, "trainer.total_training_steps=9", **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         getattr(cluster.head_node, kill)(check_alive=False)
         assert run.wait(LIMIT_S) == 1
