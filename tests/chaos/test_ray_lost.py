@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos import ray_plans
 from tests.chaos.ray_runs import (
     LIMIT_S,
     events,
@@ -117,25 +118,29 @@ def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
 
 
 @pytest.mark.parametrize(
-    ("kill", "words"),
+    ("kill", "said"),
     [
         (
             "kill_raylet",
             r"the Ray daemon of the driver's node \(.*; head {address}\) was lost in gen: its process ended",
         ),
-        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 30 s"),
+        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 10 s"),
     ],
     ids=["daemon", "head"],
 )
-def test_a_run_that_is_cut_off_ends_with_that_said(cluster, fork_server, tiny, tmp_path, kill, words) -> None:
+def test_a_run_that_is_cut_off_ends_with_that_said(cluster, fork_server, tiny, tmp_path, kill, said) -> None:
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
     out, mark, address = tmp_path / "out", tmp_path / "sampling", cluster.address
     slow = slow_sampling(tmp_path, mark, 0.6)
-    with started(fork_server, tiny, address, out, ALONE, "trainer.total_training_steps=9", **slow) as run:
+    patience = ray_plans.plan(tmp_path / "plug", "short_patience", ray_plans.SHORT_PATIENCE, seconds=10.0)
+    plugins = ",".join(one["VERL_USE_EXTERNAL_MODULES"] for one in (slow, patience))
+    words = (ALONE, "trainer.total_training_steps=9")
+    more = slow | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    with started(fork_server, tiny, address, out, *words, **more) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         getattr(cluster.head_node, kill)(check_alive=False)
         assert run.wait(LIMIT_S) == 1
     last = last_word(out)
-    assert re.search(words.format(address=re.escape(address)), last), log_of(out)[-3000:]
+    assert re.search(said.format(address=re.escape(address)), last), log_of(out)[-3000:]
     assert "the same command goes on from the newest checkpoint" in last
     assert events(out, "cluster_lost")[0]["error"] in last

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import TinyRun, records
 from tests.vllm_cases import require_vllm, vllm_model
 
 require_vllm()
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> TinyRun:
     return tiny
 
 
-def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
+def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = (
         "actor_rollout_ref.rollout.name=vllm",
@@ -32,8 +32,8 @@ def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         'actor_rollout_ref.rollout.stop=["zq"]',
     )
-    done = main_ppo(run.overrides(out, *words))
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = fork_server.run(run.overrides(out, *words), timeout=400)
+    assert done.status == 0, done.stderr[-4000:]
     assert "Exception ignored" not in done.stderr, "vLLM is let go of before the interpreter ends"
     found = records(out)
     assert sorted(found) == [0, 1, 2]
@@ -44,13 +44,13 @@ def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
     assert (out / "global_step_2/actor/model.safetensors").is_file()
 
 
-def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, tmp_path: Path) -> None:
+def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, fork_server, tmp_path: Path) -> None:
     words = run.overrides(
         tmp_path / "out",
         "actor_rollout_ref.rollout.name=vllm",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seq=4",
         "--check",
     )
-    done = main_ppo(words)
-    assert done.returncode == 2
+    done = fork_server.run(words)
+    assert done.status == 2
     assert "the installed vLLM has no such argument; nearest: max_num_seqs" in done.stdout + done.stderr
