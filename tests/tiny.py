@@ -175,6 +175,8 @@ def tiny_vision_model(
     quarter = shape["head_dim"] // 8
     sections = [2 * quarter, quarter, quarter]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    if arch.startswith("qwen3"):  # as published; transformers does it in any case, vLLM looks
+        rope["mrope_interleaved"] = True
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

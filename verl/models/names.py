@@ -32,10 +32,10 @@ def checkpoint_parts(
     from transformers.core_model_loading import revert_weight_conversion
 
     found = revert_weight_conversion(model, dict(tensors))
-    for name in found if model.config.model_type in _TURNED else ():
-        tensor, own = found[name], tensors.get(name)
-        as_it_was = own is not None and tensor.shape == own.shape and tensor.shape[-1] != tensor.shape[-2]
-        if name.endswith(_TURNED[model.config.model_type]) and as_it_was:
+    turned = _TURNED.get(model.config.model_type, ())
+    for name in [name for name in found if turned and name.endswith(turned) and name in tensors]:
+        tensor = found[name]
+        if tensor.shape == tensors[name].shape and tensor.shape[1] != tensor.shape[2]:
             found[name] = tensor.transpose(1, 2)
     return found
 
