@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
-from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
+from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED
 from verl.config.rules.context import ACTOR, Check
@@ -116,6 +116,8 @@ def _vllm(c: Check) -> None:
     try:
         check_vllm()
         known = vllm_arguments()
+        if c.facts is not None and c.facts.vision:
+            check_vllm_images()
     except EnginePackageError as error:
         c.lacks(f"{key}.name=vllm", str(error))
     values = {name: c.rollout.get(name) for name in OURS.values()}

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.engine_packages import vllm_arguments
+from verl.config.engine_packages import check_vllm_images, vllm_arguments
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
@@ -81,6 +81,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         model_config, self._config_folder = launch.model_config(s)
         options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
         arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
+        if options["vision"]:
+            check_vllm_images()
         if self._config_folder is not None:
             arguments["hf_config_path"] = self._config_folder.name
         launch.check_model(model_config, s.tensor_parallel_size, cpu=cpu)
