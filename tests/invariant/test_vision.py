@@ -241,6 +241,22 @@ def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(done.routed_experts[: len(theirs)], theirs)
 
 
+def test_experts_are_written_as_published(tmp_path: Path) -> None:
+    """[experts, in, out], as vLLM wants them; transformers writes them the other way round, which is read as well."""
+    from safetensors.torch import load_file
+
+    own, saved = tiny_vision_model(tmp_path / "m", "qwen3_vl_moe"), tmp_path / "saved"
+    actor = FSDPEngine(own, role_cfg=trained(), device="cpu")
+    actor.save_weights(saved)
+    given, written = (load_file(folder / "model.safetensors") for folder in (own, saved))
+    turned = [name for name in given if not torch.equal(given[name], written[name])]
+    assert turned and all(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in turned)
+    assert all(torch.equal(given[name].transpose(1, 2), written[name]) for name in turned)
+    again = FSDPEngine(saved, role_cfg=trained(), device="cpu").module.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in actor.module.state_dict().items())
+    actor.load_weights(saved)
+
+
 def test_what_is_in_the_image_changes_the_response(path25: Path) -> None:
     actor, prompts = FSDPEngine(path25, role_cfg=trained(), device="cpu"), make_prompts(path25)[:1]
     media = prompts[0].media
