@@ -42,9 +42,12 @@ def test_sampler_and_trainer_agree_after_three_syncs(tmp_path: Path, arch: str) 
             loss = simple_loss(sum(row.length for row in rows))
             assert not actor.step(segments(rows), loss, temperature=1.0).refused
         swapped = Prompt("0:0@0", prompts[0].ids, None, media=prompts[2].media)
-        for wrong, why in ((swapped, "image tokens for images"), (Prompt("0:0@0", prompts[0].ids, None), "holds")):
+        for wrong, why in (
+            (swapped, "image tokens for images"),
+            (Prompt("0:0@0", prompts[0].ids, None), "holds"),
+        ):
             with pytest.raises(ValueError, match=why):
-                sample(sampler, [wrong])
+                sample(sampler, [wrong], 1)
     finally:
         sampler.close()
     actor.save_weights(tmp_path / "saved")

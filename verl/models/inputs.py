@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from verl.config.rollout_engines import VISION_MODELS
 from verl.errors import UserError
 from verl.models.layers import is_recurrent
 from verl.trajectory import Media
@@ -130,6 +131,11 @@ class VisionInputs:
         if is_recurrent(model):
             raise UserError(
                 f"images of {name} are not in this release: it carries a state along the row; choose another model"
+            )
+        if model.config.model_type not in VISION_MODELS:
+            known = ", ".join(VISION_MODELS)
+            raise UserError(
+                f"images of {name} are not in this release, where nobody looked whether they are right; take one of {known}"
             )
         self._base = base
         self.image_token = int(model.config.image_token_id)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 _TURNED = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
 
 
-def checkpoint_parts(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of these tensors of the model, by its own names: views or new tensors, not contiguous all.
 
     Square experts stay as they are: transformers could not see that they were turned.

@@ -73,8 +73,9 @@ def test_a_teacher_that_is_not_here(base):
 
 
 def test_a_teacher_sees_what_the_policy_sees(base, tmp_path):
-    policy, other = write_model(tmp_path / "vl", vision_config={"patch_size": 14}, text_config=MODEL), {}
-    other["other patches"] = write_model(tmp_path / "b", vision_config={"patch_size": 16}, text_config=MODEL)
+    facts, other = {"model_type": "qwen2_5_vl", "text_config": MODEL}, {}
+    policy = write_model(tmp_path / "vl", vision_config={"patch_size": 14}, **facts)
+    other["other patches"] = write_model(tmp_path / "b", vision_config={"patch_size": 16}, **facts)
     other["sees images if the policy does"] = write_model(tmp_path / "c")
     run = [*base, f"{ARR}.model.path={policy}", "distillation.enabled=True"]
     teacher = "distillation.teacher_models.teacher_model.model_path"
@@ -103,8 +104,10 @@ def test_model_directories(base, tmp_path, monkeypatch):
     write_model(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
     only(problems(*base, path("broken")), "configuration", "cannot be read as JSON")
-    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     assert problems(*base, path("vl")) == []
+    write_model(tmp_path / "other", model_type="gemma3", vision_config={}, text_config=MODEL)
+    only(problems(*base, path("other")), "machine", "gemma3", "not seen to be right")
     split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
     with monkeypatch.context() as patched:
@@ -175,7 +178,7 @@ def test_rows_with_images(base, tmp_path):
     images = [[{"bytes": b"x", "path": "a"}]] * 16
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
     only(problems(*base, file), "configuration", "images", "text model")
-    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     vision = f"{ARR}.model.path={tmp_path / 'vl'}"
     assert problems(*base, file, vision) == []
     only(

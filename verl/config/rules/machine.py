@@ -11,7 +11,7 @@ from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
 from verl.config.names import LOGGERS
-from verl.config.rollout_engines import CAPABILITIES, RELEASED
+from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
 
 
@@ -152,7 +152,10 @@ def _no_vision(c: Check) -> str:
     size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
     if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
         return f"are not split so in this release; set {key}=1"
-    if c.rollout is not None and not CAPABILITIES[c.rollout.name].images:
+    name, known = c.facts.name, ", ".join(VISION_MODELS)
+    if name not in VISION_MODELS:
+        return f"are not in this release, where its images were not seen to be right; take one of {known}"
+    if c.rollout is not None and name not in CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
     return ""
 

@@ -219,14 +219,17 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     async def _final_output(self, live: Live, arguments: dict[str, Any]) -> Any:
         """vLLM's last word on a request, None if it was aborted before the first."""
         output = None
-        stream = self._engine.generate(
-            self._prompt(live),
-            launch.request_parameters(arguments),
-            request_id=live.id,
-            lora_request=self._adapter_request,
-        )
-        async for final in stream:
-            output = final
+        for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
+            stream = self._engine.generate(
+                self._prompt(live),
+                launch.request_parameters(arguments),
+                request_id=live.id,
+                lora_request=self._adapter_request,
+            )
+            async for final in stream:
+                output = final
+            if output is None or output.outputs[0].finish_reason != "error":
+                break
         return output
 
     def _prompt(self, live: Live) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.models.inputs import special_token_ids
 from verl.trajectory import Media
@@ -24,16 +25,16 @@ _PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
 class ImageInputs:
     """The images of requests to one engine. config: the model's; processor: vLLM's `input_processor`.
 
-    `forbidden`: tokens that are never sampled. UserError for a model whose images are laid out differently.
+    `forbidden`: tokens that are never sampled. UserError for a model that was not seen to be right.
     """
 
     def __init__(self, config: Any, processor: Any):
-        merge = getattr(config.vision_config, "spatial_merge_size", None)
-        if not isinstance(getattr(config, "image_token_id", None), int) or merge is None:
-            name = config.model_type
-            raise UserError(f"images of {name} are not in this release: they are not laid out as Qwen-VL's")
+        if config.model_type not in CAPABILITIES["vllm"].images:
+            raise UserError(
+                f"images of {config.model_type} are not sampled by vllm in this release; set rollout.name=native"
+            )
         self.forbidden = special_token_ids(config)
-        self._token, self._patches = int(config.image_token_id), int(merge) ** 2
+        self._token, self._patches = config.image_token_id, config.vision_config.spatial_merge_size**2
         self._processor = processor
 
     def prompt(self, ids: Sequence[int], media: Media | None) -> dict[str, Any]:
