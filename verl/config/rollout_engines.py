@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v")
 """Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""

@@ -12,10 +12,10 @@ from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Batch
 
 if TYPE_CHECKING:
+    from verl.data.dataset import PromptDataset
     from verl.engine.rollout.base import SamplingParams
     from verl.rollout.manager import RolloutManager
     from verl.tracking.tracker import Tracking
-    from verl.data.dataset import PromptDataset
     from verl.trajectory import Prompt, Trajectory
 
 

@@ -143,17 +143,17 @@ def _model(c: Check) -> None:
     if facts.remote_code and not c.model.trust_remote_code:
         why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
         c.refuse(f"{c.model_key}.trust_remote_code", why)
-    if facts.vision and (why := _no_vision(c)):
+    if facts.vision and (why := _no_vision(c, facts.name)):
         c.lacks(at, f"vision models ({facts.name}) {why}")
 
 
-def _no_vision(c: Check) -> str:
-    """Why this run cannot have a model that sees images, "" if it can."""
+def _no_vision(c: Check, name: str) -> str:
+    """Why this run cannot have a model of that type, which sees images, "" if it can."""
     size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
     if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
         return f"are not split so in this release; set {key}=1"
-    name, known = c.facts.name, ", ".join(VISION_MODELS)
     if name not in VISION_MODELS:
+        known = ", ".join(VISION_MODELS)
         return f"are not in this release, where its images were not seen to be right; take one of {known}"
     if c.rollout is not None and name not in CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
