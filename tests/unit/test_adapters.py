@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,11 @@ def server_words(python: str, **kwargs: str) -> list[str]:
     ]  # fmt: skip
 
 
+def problems(words: list[str]) -> str:
+    """What `--check` says."""
+    return "\n".join(map(str, check(load([f"actor_rollout_ref.rollout.{word}" for word in words])).problems))
+
+
 @pytest.mark.parametrize(
     ("task", "message"), [("", ""), ("raise", "TaskError: no game"), ("die", "ended with status 3")]
 )
@@ -78,9 +85,8 @@ def test_the_server_of_an_environment_is_started_watched_and_started_again(
     with pytest.raises(RolloutError, match=message):
         play(["12"], *server_words(str(fake), taskset="a"), row=row, events=events)
     assert len(events) == 2
-    words = [f"actor_rollout_ref.rollout.{word}" for word in server_words(str(fake))]
-    problems = "\n".join(map(str, check(load(words)).problems))
-    assert "cannot serve the verifiers environment of environment.kwargs: no taskset" in problems
+    refused = problems(server_words(str(fake)))
+    assert "cannot serve the verifiers environment of environment.kwargs: no taskset" in refused
 
 
 @pytest.mark.skipif(not VERIFIERS, reason="VERL_VERIFIERS_PYTHON names no Python that has verifiers")
@@ -103,3 +109,67 @@ def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch, fail: str, mes
     assert (t.status, t.score, t.fields["environment_metrics"]["turns"]) == ("completed", 2.0, 2.0)
     assert [m["content"] for m in t.fields["messages"]] == ["4*4?", "16", "Sure?", "Yes, 16."]
     assert len(t.segments) == 1
+
+
+@contextmanager
+def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
+    """A server on a free port (the last word of its command) until the block ends; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd)
+    try:
+        late = time.monotonic() + 60
+        while time.monotonic() < late:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def openenv_words(url: str, **kwargs: str) -> list[str]:
+    return [w.replace("name=verifiers", "name=openenv") for w in server_words(url, **kwargs)]
+
+
+def test_the_example_of_openenv(tmp_path: Path) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    made = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(tmp_path)]
+    subprocess.run(made, check=True, capture_output=True)
+    with serving("-m", "uvicorn", "server.app:app", "--port", cwd=tmp_path / "echo_env") as url:
+        words = openenv_words(url, observation="echoed_message")
+        (t, u), _ = play(
+            ["Hi", "Hello."], *words, "multi_turn.max_assistant_turns=2", n=2
+        )  # the server takes one at a time
+        assert (t.status, u.status) == ("max_turns", "max_turns") and t.score == pytest.approx(0.8)
+        said = [m["content"] for m in t.fields["messages"]]
+        assert said == ["3*4?\n\nEcho Env environment ready!", "Hi", "Hi", "Hello."]
+        assert "OpenEnv" not in problems(words)
+    assert f"no OpenEnv server answers at {url}" in problems(words) and "start it there" in problems(words)
+
+
+def call(name: str, **arguments: int | str) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+@pytest.mark.parametrize("kind", ["act", "tools"])
+def test_actions_of_openenv_as_calls(kind: str) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    with serving(str(HERE / "openenv_server_of_a_user.py"), kind) as url:
+        if kind == "act":
+            turns = [call("act", a=1, b="x"), call("act", a=2, b=2), call("act", a=3, b=4)]
+            row = {"extra_info": {"reset_kwargs": {"hint": "Two factors."}}}
+            (t,), _ = play(turns, *openenv_words(url), row=row)
+            said = [m["content"] for m in t.fields["messages"] if m["role"] != "assistant"]
+            assert (t.status, t.score, said[0], said[2]) == (
+                "completed",
+                1.0,
+                "3*4?\n\nMake 12. Two factors.",
+                "4",
+            )
+            assert said[1] == "Error: the action does not fit its schema"
+        else:
+            (t,), _ = play([call("multiply", a=3, b=4), "It is 12."], *openenv_words(url))
+            assert (t.status, t.fields["messages"][2]["content"]) == ("completed", "12")

@@ -30,6 +30,7 @@ def check(url: str) -> None:
         raise UserError(
             "environment.name=openenv needs the package openenv: pip install 'verl[openenv]'"
         ) from error
+    _action_schema.cache_clear()
     try:
         _action_schema(url)
     except (OSError, ValueError, KeyError) as error:
@@ -122,7 +123,7 @@ class OpenEnv:
         except RuntimeError as error:
             if "VALIDATION_ERROR" not in str(error):
                 raise
-            return f"Error: {error}", 0.0, False
+            return "Error: the action does not fit its schema", 0.0, False
         if (
             self._client._ws is not self._socket
         ):  # the client connects again by itself: to an environment that was never reset
@@ -132,10 +133,10 @@ class OpenEnv:
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._shown:
             return str(observation[self._shown])
-        seen = {k: v for k, v in observation.items() if k != "metadata" and v is not None}
-        if "tool_name" in seen:
-            seen = {k: v for k, v in seen.items() if k != "tool_name"}
+        seen = {k: v for k, v in observation.items() if k not in ("metadata", "tool_name") and v is not None}
         only = next(iter(seen.values())) if len(seen) == 1 else seen
+        if isinstance(only, Mapping) and isinstance(only.get("content"), list):  # the result of a tool
+            return "\n".join(part.get("text") or f"({part.get('type')} left out)" for part in only["content"])
         return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
 
     async def close(self) -> None:

@@ -166,9 +166,11 @@ async def _open(spec: Mapping[str, Any]) -> AsyncIterator[Any]:
     headers = dict(spec.get("headers") or {})
     if token := spec.get("auth_token"):
         headers["Authorization"] = f"Bearer {token}"
-    async with httpx2.AsyncClient(headers=headers, timeout=None) as http:
-        async with Client(streamable_http_client(spec["url"], http_client=http)) as client:
-            yield client
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=None) as http,
+        Client(streamable_http_client(spec["url"], http_client=http)) as client,
+    ):
+        yield client
 
 
 def reason(error: BaseException) -> str:
