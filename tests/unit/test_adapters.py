@@ -111,6 +111,45 @@ def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch, fail: str, mes
     assert len(t.segments) == 1
 
 
+def call(name: str, **arguments: int | str) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+OPENAI = """
+import json, os
+import openai
+client, row = openai.OpenAI(), json.loads(os.environ["VERL_ROW"])
+model = client.models.list().data[0].id
+tools = [{"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}}}]
+messages = row["messages"]
+while True:
+    choice = client.chat.completions.create(model=model, messages=messages, tools=tools, temperature=0.1).choices[0]
+    messages.append(choice.message)
+    if choice.finish_reason != "tool_calls":
+        break
+    for call in choice.message.tool_calls:
+        arguments = json.loads(call.function.arguments)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": arguments["expression"]})
+try:
+    client.chat.completions.create(model=model, messages=messages, stream=True)
+except openai.BadRequestError as error:
+    print(json.dumps({"reward": 0.5, "metrics": {"refused": str(error)}}))
+"""
+
+
+def test_the_client_of_openai(tmp_path: Path) -> None:
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    (tmp_path / "agent.py").write_text(OPENAI)
+    words = [
+        w.replace("name=verifiers", "name=command")
+        for w in server_words(f"'{sys.executable} {tmp_path}/agent.py'")
+    ]
+    (t,), _ = play([call("calculate", expression="3*4"), "It is 12."], *words)
+    assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
+    assert "<tool_response>\n3*4\n</tool_response>" in t.text and t.text.endswith("It is 12.<|im_end|>")
+    assert "stream is not supported" in t.fields["environment_metrics"]["refused"]
+
+
 @contextmanager
 def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
     """A server on a free port (the last word of its command) until the block ends; its URL."""
@@ -148,10 +187,6 @@ def test_the_example_of_openenv(tmp_path: Path) -> None:
         assert said == ["3*4?\n\nEcho Env environment ready!", "Hi", "Hi", "Hello."]
         assert "OpenEnv" not in problems(words)
     assert f"no OpenEnv server answers at {url}" in problems(words) and "start it there" in problems(words)
-
-
-def call(name: str, **arguments: int | str) -> str:
-    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
 
 
 @pytest.mark.parametrize("kind", ["act", "tools"])

@@ -43,6 +43,19 @@ class Env(Protocol):
         """Give up what it holds."""
 
 
+class AsyncEnv(Protocol):
+    """The same with methods that are async."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        """See `Env`."""
+
+    async def step(self, message: Mapping[str, Any]) -> StepResult:
+        """See `Env`."""
+
+    async def close(self) -> None:
+        """See `Env`."""
+
+
 def seed_of(row: Mapping[str, Any]) -> int:
     """A seed that the members of a group share."""
     return int.from_bytes(hashlib.blake2b(str(row["uid"]).encode(), digest_size=4).digest(), "little")

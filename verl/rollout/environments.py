@@ -28,7 +28,7 @@ from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
-from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
+from verl.rollout.environment_base import AsyncEnv, Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.base import in_thread
 from verl.rollout.tools.toolbox import load_class
@@ -70,7 +70,7 @@ class GymEnv:
         return str(seen)
 
     def _action(self, text: str) -> Any:
-        space = getattr(self._env, "action_space", None)
+        space: Any = getattr(self._env, "action_space", None)
         if type(space).__name__ != "Discrete":
             return text
         numbers = re.findall(r"-?\d+", text)
@@ -83,12 +83,12 @@ class GymEnv:
         self._env.close()
 
 
-def make(spec: Mapping[str, Any]) -> Env:
+def make(spec: Mapping[str, Any]) -> Env | AsyncEnv:
     """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
     if spec["name"] == "openenv":
         return openenv.OpenEnv(path, **kwargs)
-    env: Any = load_class(path, _PATH_KEY)(**kwargs)
+    env = load_class(path, _PATH_KEY)(**kwargs)
     return env if spec["name"] == "custom" else GymEnv(env)
 
 
@@ -149,7 +149,7 @@ class EnvironmentAgent(AgentLoopBase):
             with suppress(Exception):
                 await self._ask(env.close)
 
-    async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    async def _turns(self, env: Env | AsyncEnv, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
         while True:
             try:

@@ -7,12 +7,15 @@ First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id",
 Answers: {"ready": true} or {"refused": text}, {"id", "reward", …} or {"id", "error": text}. Ends when stdin closes.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
 import sys
 import tempfile
 import threading
+from typing import Any, TextIO
 
 SHUTDOWN_SECONDS = 5.0
 
@@ -20,7 +23,7 @@ SHUTDOWN_SECONDS = 5.0
 class Episodes:
     """The environment server, and a client of it, in one process."""
 
-    def __init__(self, first, out, folder):
+    def __init__(self, first: dict[str, Any], out: TextIO, folder: str):
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.serve import EnvClient, EnvServer
         from verifiers.v1.utils.loaders import resolve_env_config
@@ -29,15 +32,15 @@ class Episodes:
         self._client_config, self._renderer = TrainClientConfig, first.get("renderer")
         self.server = EnvServer(resolve_env_config(first["environment"]), address=f"ipc://{folder}/server")
         self._client = EnvClient(self.server.address)
-        self._running = {}
-        self._tasks = None
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._tasks: list[Any] = []
 
-    def say(self, message):
+    def say(self, message: dict[str, Any]) -> None:
         """One line to the run."""
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
-    def take(self, message):
+    def take(self, message: dict[str, Any]) -> None:
         """Start or cancel an episode."""
         if "cancel" in message:
             if (running := self._running.get(message["cancel"])) is not None:
@@ -45,7 +48,7 @@ class Episodes:
             return
         self._running[message["id"]] = asyncio.ensure_future(self._run(message))
 
-    async def _run(self, message):
+    async def _run(self, message: dict[str, Any]) -> None:
         try:
             answer = await self._episode(message)
         except Exception as error:
@@ -54,7 +57,7 @@ class Episodes:
             self._running.pop(message["id"], None)
         self.say({"id": message["id"], **answer})
 
-    async def _episode(self, message):
+    async def _episode(self, message: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.types import SamplingConfig
 
         config = {"type": "train", "base_url": message["url"], "renderer_model_name": self._tokenizer}
@@ -70,16 +73,17 @@ class Episodes:
             return {"error": f"{failed[-1].type}: {failed[-1].message}" if failed else "the episode failed"}
         return _summary(traces)
 
-    def _task(self, index):
-        if self._tasks is None:
+    def _task(self, index: int) -> dict[str, Any]:
+        if not self._tasks:
             self._tasks = list(self.server.env.taskset)
-        return self._tasks[index].data.model_dump(mode="json")
+        data: dict[str, Any] = self._tasks[index].data.model_dump(mode="json")
+        return data
 
 
-def _summary(traces):
+def _summary(traces: list[Any]) -> dict[str, Any]:
     from verifiers.v1.dialects.chat import message_to_wire
 
-    metrics = {}
+    metrics: dict[str, Any] = {}
     for trace in traces:
         metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
         metrics |= {
@@ -93,12 +97,12 @@ def _summary(traces):
     }
 
 
-async def serve(episodes, lines):
+async def serve(episodes: Episodes, lines: TextIO) -> None:
     """Handle lines until they end."""
     server = asyncio.ensure_future(episodes.server.run())
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-    def read():
+    def read() -> None:
         for line in lines:
             loop.call_soon_threadsafe(episodes.take, json.loads(line))
         loop.call_soon_threadsafe(ended.set)
@@ -113,7 +117,7 @@ async def serve(episodes, lines):
     await asyncio.gather(server, return_exceptions=True)
 
 
-def main():
+def main() -> None:
     """What the environment prints goes to stderr: stdout is the run's."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
