@@ -11,8 +11,9 @@ tokens. A context goes once for all segments that share it. Which columns there 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,6 +27,7 @@ Payload = dict[str, Any]
 
 _ALWAYS = ("response_ids", "response_mask")
 _ON_THE_WAY = {"response_ids": np.int32}
+_SAMPLING = attrgetter(*(field.name for field in fields(SamplingParams)))
 _PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
 _MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
@@ -189,7 +191,7 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
             prompts.append(ids)
             media.append(request.media)
             last = ids
-        entries.append((request.id, request.group, len(prompts) - 1, asdict(request.sampling)))
+        entries.append((request.id, request.group, len(prompts) - 1, _SAMPLING(request.sampling)))
     ids_of = {"lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
     return {"entries": entries, **ids_of, **_encode_media(media)}
 
@@ -199,7 +201,7 @@ def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
     prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
     media = _decode_media(payload, len(prompts))
     return [
-        GenerateRequest(name, prompts[place], SamplingParams(**sampling), group, media[place])
+        GenerateRequest(name, prompts[place], SamplingParams(*sampling), group, media[place])
         for name, group, place, sampling in payload["entries"]
     ]
 

@@ -73,7 +73,7 @@ REFUSED = [
     ([f"{ARR}.actor.clip_ratio_c=1"], ["above 1"]),
     ([f"{ARR}.actor.clip_ratio_low=-0.1"], ["at least 0"]),
     (["algorithm.gamma=1.1"], ["at least 0 and at most 1"]),
-    ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=0"], ["above 0"]),
+    ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=0"], ["at least 1"]),
     ([*ADAPTIVE, "algorithm.kl_ctrl.target_kl=0"], ["above 0"]),
     # distillation
     (["distillation.enabled=True"], ["teacher_models.teacher_model.model_path", "is required"]),

@@ -38,10 +38,6 @@ def _kl(c: Check) -> None:
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         both = f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True"
         c.refuse(both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)")
-    control = algorithm.kl_ctrl
-    if control.type == "adaptive" and (control.horizon <= 0 or control.target_kl <= 0):
-        keys = c.at("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
-        c.refuse(keys, "adaptive KL needs both above 0")
     if c.was_set("algorithm.kl_ctrl") and not algorithm.use_kl_in_reward:
         c.notice("algorithm.kl_ctrl.* is set, and without algorithm.use_kl_in_reward=True nothing uses it")
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):

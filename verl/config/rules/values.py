@@ -7,7 +7,7 @@ from typing import Any
 from verl.config import names
 from verl.config.devices import ray_address
 from verl.config.dtypes import FLOATS, float_name, not_sampled
-from verl.config.fields import Field
+from verl.config.fields import Field, Limits, limits_of
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
@@ -40,6 +40,10 @@ def check(c: Check) -> None:
                 _name(c, path, str(name), known)
         if path.endswith("dtype"):
             _dtype(c, path, value)
+        if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
+            c.refuse(f"{path}={value}", "expected two numbers from 0 to below 1, as [0.9,0.999]")
+        if path.endswith(".stop") and "" in value:
+            c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
         if path.endswith(".override_optimizer_config") and "lr" in value:
             c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
     if mended:
@@ -87,31 +91,31 @@ def _unread(c: Check) -> None:
 
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
     """Rules 13 and 14, and every other range of a number; True if a single number is out of range."""
-    low, high, above = _limits(known)
-    limits = {"at least": low, "above": above, "at most": high}
-    said = " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
     wrong = [number for number in (value if isinstance(value, list) else [value]) if _outside(number, known)]
     for number in wrong:
-        c.refuse(f"{path}={number}", f"out of range; {said}")
+        c.refuse(f"{path}={number}", f"out of range; {_said(limits_of(known, type(number)))}")
     return bool(wrong) and not isinstance(value, list)
 
 
-def _limits(known: Field) -> tuple[Any, Any, Any]:
-    return known.about.get("low"), known.about.get("high"), known.about.get("above")
+def _said(limits: Limits) -> str:
+    least = f"above {limits.above:g}" if limits.above >= limits.low else f"at least {limits.low:g}"
+    most = "" if limits.inf else f" and at most {limits.high:g}"
+    return least + most + (f", or {limits.also:g}" if limits.also is not None else "")
 
 
 def _outside(number: Any, known: Field) -> bool:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         return False
-    low, high, above = _limits(known)
-    beyond = (low is not None and number < low) or (high is not None and number > high)
-    return beyond or (above is not None and number <= above)
+    return not limits_of(known, type(number)).hold(number)
 
 
 def _inside(known: Field) -> Any:
     """A number in the key's range, with which the other rules can go on."""
-    low, high, above = _limits(known)
-    return next((limit for limit in (low, high) if limit is not None), above and above + 1)
+    default = known.default()
+    if default is not None and not _outside(default, known):
+        return default
+    about = known.about
+    return about["above"] + 1 if "above" in about else about.get("low", about.get("high", 1))
 
 
 def _name(c: Check, path: str, name: str, known: Field) -> None:

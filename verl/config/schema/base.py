@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 PATH = "path"
+SEEDS = 2**63 - 1
+"""The largest seed."""
 FilePath = Annotated[str, PATH]
 """A string in which `~` and `$VAR` are expanded when it names a local path."""
 
@@ -128,7 +130,8 @@ def select(node: Any, path: str, default: Any = None) -> Any:
 
 
 def key(default: Any = None, **about: Any) -> Any:
-    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `ours` (default differs)."""
+    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `also` (one more value), `inf` (infinity means
+    off), `ours` (default differs)."""
     return field(default=default, metadata=about)
 
 

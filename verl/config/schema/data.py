@@ -1,6 +1,6 @@
 """`data.`: files, columns, lengths, order."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
+from verl.config.schema.base import SEEDS, FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 
 
 class UserClassConfig(Group):
@@ -53,9 +53,9 @@ class FilesConfig(Group):
     image_key: str = "images"
     video_key: str = "videos"
     shuffle: bool = True
-    seed: int = same_as("trainer.seed")
-    train_max_samples: int = -1
-    val_max_samples: int = -1
+    seed: int = same_as("trainer.seed", low=0, high=SEEDS)
+    train_max_samples: int = key(-1, low=1, also=-1)
+    val_max_samples: int = key(-1, low=1, also=-1)
     apply_chat_template_kwargs: Map = open_map()
     mm_processor_kwargs: Map = open_map()
     allow_image_urls: bool = key(False, ours=True)

@@ -33,7 +33,7 @@ class ActorRolloutRefConfig(Group):
     ref: RefConfig = sub(RefConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
     hybrid_engine: bool = True
-    nccl_timeout: float = key(600.0, above=0)
+    nccl_timeout: float = key(600.0, above=0, inf=True)
 
 
 class Config(Root):

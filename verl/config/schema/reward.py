@@ -33,8 +33,8 @@ class OverlongBufferConfig(Group):
     """
 
     enable: bool = False
-    len: int = 0
-    penalty_factor: float = 1.0
+    len: int = key(0, low=0)
+    penalty_factor: float = key(1.0, low=0)
     log: bool = False
 
 
@@ -99,7 +99,7 @@ class RewardModelConfig(Group):
     reward_manager: str = choice("naive", *MANAGERS, registry="verl.workers.reward_manager.register")
     reward_kwargs: RewardKwargsConfig = sub(RewardKwargsConfig)
     num_workers: int = key(8, low=1)
-    timeout: float = key(300.0, above=0, ours=True)
+    timeout: float = key(300.0, above=0, inf=True, ours=True)
     max_error_ratio: float = key(0.1, low=0, high=1, ours=True)
     max_concurrent: int = key(1, low=1)
     max_rpm: int | None = key(None, low=1)
@@ -124,7 +124,7 @@ class EvalRewardConfig(Group):
     """
 
     num_workers: int = key(8, low=1)
-    timeout: float = key(300.0, above=0)
+    timeout: float = key(300.0, above=0, inf=True)
 
 
 class RewardManagerModuleConfig(Group):

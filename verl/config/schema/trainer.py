@@ -1,6 +1,6 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import FilePath, Group, choice, items, key
+from verl.config.schema.base import SEEDS, FilePath, Group, choice, items, key
 
 LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
 LOGGERS += ("clearml", "trackio", "vemlp_wandb")
@@ -83,14 +83,14 @@ class TrainerConfig(Group):
     critic_warmup: int = key(0, low=0)
     balance_batch: bool = True
     esi_redundant_time: float = key(0.0, low=0)
-    ray_wait_register_center_timeout: float = key(300.0, above=0)
-    seed: int = key(42, ours=True)
+    ray_wait_register_center_timeout: float = key(300.0, above=0, inf=True)
+    seed: int = key(42, low=0, high=SEEDS, ours=True)
     max_staleness: int = key(0, low=0, ours=True)
     weight_sync_every: int = key(1, low=1, ours=True)
     max_steps_per_version: int | None = key(None, low=1, ours=True)
-    logprob_diff_limit: float | None = key(None, above=0, ours=True)
+    logprob_diff_limit: float | None = key(None, above=0, inf=True, ours=True)
     max_refused_steps: int = key(3, low=1, ours=True)
-    watchdog_timeout: float = key(600.0, above=0, ours=True)
+    watchdog_timeout: float = key(600.0, above=0, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
 
 
@@ -107,7 +107,7 @@ class SFTTrainerConfig(TrainerConfig):
     total_epochs: int = key(4, low=1)
     project_name: str = "gsm8k-sft"
     experiment_name: str = "test"
-    seed: int = 1
+    seed: int = key(1, low=0, high=SEEDS)
 
 
 class RecordsConfig(Group):
