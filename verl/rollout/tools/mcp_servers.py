@@ -204,10 +204,10 @@ def load_tools(entry: Mapping[str, Any], where: str, tool_class: Any = McpTool) 
     """(place, tool) for what the servers of an entry offer: those of `mcp.mcp_servers_config_path`, a JSON file of `mcpServers`.
     ToolError for a file, a server or a schema that cannot be used."""
     try:
-        import mcp  # noqa: F401
+        from mcp import Client  # noqa: F401
     except ImportError as error:
         raise ToolError(
-            f"{where}: tools of MCP servers need the package mcp: pip install 'verl[mcp]'"
+            f"{where}: tools of MCP servers need the package mcp, version 2: pip install 'verl[mcp]'"
         ) from error
     if not (isinstance(tool_class, type) and issubclass(tool_class, McpTool)):
         raise ToolError(
