@@ -19,6 +19,7 @@ from tests.unit.test_agents import play
 from tests.unit.test_session import _QWEN
 from verl.config import load
 from verl.config.check import check
+from verl.rollout import verifiers_server
 from verl.rollout.manager import RolloutError
 
 HERE = Path(__file__).parent
@@ -37,7 +38,7 @@ def test_a_text_game_of_gymnasium() -> None:
 
 
 FAKE = """
-import json, sys, urllib.request
+import json, os, sys, time, urllib.request
 first = json.loads(sys.stdin.readline())
 if "taskset" not in first["environment"]:
     print(json.dumps({"refused": "no taskset"}), flush=True)
@@ -45,8 +46,13 @@ if "taskset" not in first["environment"]:
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     message = json.loads(line)
-    if message["task"] == "die":
+    if message.get("task") == "die":
         sys.exit(3)
+    if message.get("task") == "hang" and not os.path.exists(__file__ + ".hung"):
+        open(__file__ + ".hung", "w").close()
+        time.sleep(60)
+    if "url" not in message:
+        continue
     if message["task"] == "raise":
         print(json.dumps({"id": message["id"], "error": "TaskError: no game"}), flush=True)
         continue
@@ -54,6 +60,14 @@ for line in sys.stdin:
     urllib.request.urlopen(message["url"] + "/chat/completions", body).read()
     print(json.dumps({"id": message["id"], "reward": 2.0, "metrics": {"turns": 1}, "stop": None, "messages": []}), flush=True)
 """
+
+
+def fake_python(folder: Path) -> Path:
+    """A program in the place of a Python that has verifiers: it speaks as `verifiers_program` does."""
+    fake = folder / "python"
+    fake.write_text(f"#!{sys.executable}\n{FAKE}")
+    fake.chmod(0o755)
+    return fake
 
 
 def server_words(python: str, **kwargs: str) -> list[str]:
@@ -74,9 +88,7 @@ def problems(words: list[str]) -> str:
 def test_the_server_of_an_environment_is_started_watched_and_started_again(
     tmp_path: Path, task: str, message: str
 ) -> None:
-    fake = tmp_path / "python"
-    fake.write_text(f"#!{sys.executable}\n{FAKE}")
-    fake.chmod(0o755)
+    fake = fake_python(tmp_path)
     row, events = {"extra_info": {"task": task}}, []
     if not message:
         (t,), _ = play(["12"], *server_words(str(fake), taskset="a"), row=row)
@@ -148,6 +160,21 @@ def test_the_client_of_openai(tmp_path: Path) -> None:
     assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
     assert "<tool_response>\n3*4\n</tool_response>" in t.text and t.text.endswith("It is 12.<|im_end|>")
     assert "stream is not supported" in t.fields["environment_metrics"]["refused"]
+
+
+def test_a_server_that_hangs_is_ended_after_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_server, "ANSWER_SECONDS", 0.1)
+    words = server_words(str(fake_python(tmp_path)), taskset="a")
+    (t,), _ = play(
+        ["12"],
+        *words,
+        "agent.max_resamples=3",
+        "agent.trajectory_timeout=1.5",
+        row={"extra_info": {"task": "hang"}},
+    )
+    assert (t.status, t.score) == ("completed", 2.0) and (tmp_path / "python.hung").exists()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     run ──lines of JSON on stdin──→ EnvClient → EnvServer of one environment → session URL (/inference/v1/generate)
         ←─lines on stdout──────────
 
-First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id", "url", "task" or "index"} starts an episode, {"cancel": id} ends one.
+First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id", "url", "task" or "index"} starts an episode, {"cancel": id} ends one; {"id", "ping"} is answered with {"id"}.
 Answers: {"ready": true} or {"refused": text}, {"id", "reward", …} or {"id", "error": text}. Ends when stdin closes.
 """
 
@@ -45,6 +45,9 @@ class Episodes:
         if "cancel" in message:
             if (running := self._running.get(message["cancel"])) is not None:
                 running.cancel()
+            return
+        if "ping" in message:
+            self.say({"id": message["id"]})
             return
         self._running[message["id"]] = asyncio.ensure_future(self._run(message))
 

@@ -25,6 +25,7 @@ from verl.rollout.agent_loop import EnvironmentFailed
 
 _PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
 START_SECONDS = 120.0
+ANSWER_SECONDS = 5.0
 
 
 def check(spec: Mapping[str, Any], tokenizer: str) -> None:
@@ -63,6 +64,7 @@ class VerifiersServer:
         self._python, self._line = str(spec["path"]), _first(spec, tokenizer)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._check: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -80,12 +82,27 @@ class VerifiersServer:
             found = await answer
         except asyncio.CancelledError:
             self._send({"cancel": number})
+            self._check = asyncio.ensure_future(self._end_if_hung())
             raise
         finally:
             del self._waiting[number]
         if "error" in found:
             raise EnvironmentFailed(f"verifiers: {found['error']}")
         return found
+
+    async def _end_if_hung(self) -> None:
+        """After an episode past its deadline: a server that does not answer would keep all others waiting."""
+        process, number = self._process, next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send({"id": number, "ping": True})
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await answer
+        except TimeoutError:
+            if process is not None:
+                _kill(process)
+        finally:
+            del self._waiting[number]
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -101,13 +118,16 @@ class VerifiersServer:
         try:
             async with asyncio.timeout(START_SECONDS):
                 answer = json.loads(await process.stdout.readline() or b"{}")
-        except BaseException:
+        except BaseException as error:
             _kill(process)
+            if isinstance(error, TimeoutError | ValueError):
+                raise EnvironmentFailed(
+                    f"the verifiers server did not start: {type(error).__name__}"
+                ) from error
             raise
         if "ready" not in answer:
-            raise EnvironmentFailed(
-                f"the verifiers server did not start: {answer.get('refused') or 'it ended'}"
-            )
+            refused = answer.get("refused") or "it ended"
+            raise EnvironmentFailed(f"the verifiers server did not start: {refused}")
         self._process = process
         self._reader = asyncio.ensure_future(self._read(process))
 
