@@ -12,6 +12,7 @@ from verl.config.rules import (
     machine,
     profiling,
     reward,
+    silent,
     sizes,
     values,
 )
@@ -26,7 +27,19 @@ def check(cfg: Root) -> Report:
     fetches nothing.
     """
     c = Check(cfg)
-    for rules in (values, algorithm, distillation, lora, sizes, machine, profiling, reward, data, agents):
+    for rules in (
+        values,
+        algorithm,
+        distillation,
+        lora,
+        sizes,
+        machine,
+        profiling,
+        reward,
+        data,
+        agents,
+        silent,
+    ):
         rules.check(c)
     c.report.plan = sizes.plan(c)
     return c.report

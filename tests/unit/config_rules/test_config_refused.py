@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.unit.config_rules.cases import ARR, only, problems, write_model, write_rows
@@ -26,6 +27,27 @@ TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
 
 # (overrides, parts of the one problem they make); {model} is the run's own
 REFUSED = [
+    # What would be accepted and do nothing, or fail late.
+    ([f"{ARR}.actor.optim.betas=[0.9]"], ["two numbers"]),
+    ([f"{ARR}.actor.optim.lr=inf"], ["at most 10000"]),
+    ([f"{ARR}.actor.optim.weight_decay=1e300"], ["at most 1e+09"]),
+    ([f"{ARR}.rollout.temperature=1e-30"], ["at least 0.01 and at most 100, or 0"]),
+    ([f"{ARR}.rollout.stop=['']"], ["the empty text"]),
+    ([f"{ARR}.rollout.stop_token_ids=[-5]"], ["at least 0"]),
+    (["trainer.seed=99999999999999999999"], ["at most 9.22337e+18"]),
+    (["data.train_max_samples=0"], ["at least 1", "or -1"]),
+    (["data.train_files=[]"], ["names no file"]),
+    (["data.reward_fn_key=prompt", "data.val_files=null"], ["'prompt' holds no names"]),
+    ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
+    ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
+    ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),
+    ([f"{ARR}.rollout.agent.default_agent_loop=nonsense"], ["unknown agent loop 'nonsense'", "tool_agent"]),
+    (["+reward_model.reward_kwargs.overlong_bufer_cfg.enable=True"], ["nearest: overlong_buffer_cfg"]),
+    (["custom_reward_function.name=mine"], ["nothing is loaded without custom_reward_function.path"]),
+    (["data.custom_cls.name=Mine"], ["nothing is loaded without data.custom_cls.path"]),
+    ([f"{ARR}.actor.checkpoint.save_contents=[]", "trainer.save_freq=1"], ["would hold nothing"]),
+    (["trainer.default_local_dir=False"], ["name a folder"]),
+    (["trainer.project_name=../../x"], ["remove '..'"]),
     ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
     # 1
@@ -308,3 +330,12 @@ def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part)
     path = write_model(tmp_path / "scorer", **changes)
     found = problems(*base, "reward_model.enable=True", f"reward_model.model.path={path}", *overrides)
     assert any(part in p and "reward_model.model.path" in p for p in found), found
+
+
+def test_an_override_that_contradicts_the_weights(base, tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"lm_head.weight": np.zeros(2, np.float32)}, tmp_path / "model" / "model.safetensors")
+    key = f"{ARR}.model.override_config.num_hidden_layers"
+    only(problems(*base, f"+{key}=3"), "configuration", f"{key}=3", "num_hidden_layers=2")
+    assert problems(*base, f"+{key}=2") == []

@@ -26,6 +26,8 @@ def check(c: Check) -> None:
         _table(c)
     elif not c.cfg.data.custom_cls.path:
         sources: set[str] = set()
+        if not any(c.cfg.data.train_files) and not c.trainer.get("val_only"):
+            c.refuse("data.train_files", "names no file")
         for key in ("data.train_files", "data.val_files"):
             paths = c.cfg.select(key) or []
             opened = [file for path in paths if (file := _open(c, key, path)) is not None]
@@ -62,13 +64,21 @@ def _rl_file(c: Check, key: str, file: Any) -> set[str]:
         with contextlib.redirect_stderr(said):
             plain = check_columns(file, rules)
         if not plain:
-            sources = {str(v) for v in _values(file, rules.source_key, distinct=True) if v is not None}
+            found = [v for v in _values(file, rules.source_key, distinct=True) if v is not None]
+            if any(isinstance(v, (list, dict)) for v in found):
+                name = rules.source_key
+                raise UserError(
+                    f"{file.path}: column {name!r} holds no names; set data.reward_fn_key to the one that does"
+                )
+            sources = set(map(str, found))
         elif key == "data.train_files" and "response" in file.columns:
             check_plain_truth(file.path, _values(file, "response"), rules)
     except UserError as error:
         c.refuse(key, str(error))
     for line in said.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
+    if "agent_name" in file.columns:
+        c.agent_names |= {str(v) for v in _values(file, "agent_name", distinct=True) if v}
     _images(c, key, file)
     return sources
 
@@ -77,10 +87,12 @@ def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
     """The values of one column; parquet reads that column alone."""
     if file.local.suffix != ".parquet":
         return [row.get(column) for row in file.rows(0, len(file))]
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     cells = pq.read_table(file.local, columns=[column], partitioning=None).column(column)
-    return list((cells.unique() if distinct else cells).to_pylist())
+    plain = not pa.types.is_nested(cells.type)
+    return list((cells.unique() if distinct and plain else cells).to_pylist())
 
 
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
@@ -215,6 +227,8 @@ def _user_code(c: Check) -> None:
     ):
         if c.cfg.select(path):
             _object(c, path, name)
+        elif name in c.keys and c.cfg.select(name) not in (None, "", c.keys[name].default()):
+            c.refuse(name, f"nothing is loaded without {path}; set it to the file that defines the name")
     if c.cfg.select("reward_manager.source") == "importlib":
         path, name = "reward_manager.module.path", "reward_manager.name"
         if c.cfg.select(path):
