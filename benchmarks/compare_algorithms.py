@@ -34,10 +34,13 @@ METHODS = {
         f"{ACTOR}.ppo_mini_batch_size=16",
     ],
 }
+RESPONSES = "actor_rollout_ref.rollout.n="
 TEACHER = "distillation.teacher_models.teacher_model.model_path"
 LOSS = "distillation.distillation_loss"
 METHODS["distill"] = ["distillation.enabled=True", f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=16"]
-METHODS["distill_alone"] = [*METHODS["distill"], f"{LOSS}.use_task_rewards=False"]
+# The teacher judges every token, so that no group is needed: a quarter of the responses for each prompt.
+METHODS["distill_alone"] = [*METHODS["distill"], f"{LOSS}.use_task_rewards=False", f"{RESPONSES}4"]
+METHODS["grpo_n4"] = [f"{RESPONSES}4"]
 Curve = list[tuple[float, float, float]]
 
 
@@ -59,14 +62,15 @@ def words(start: Path, out: Path, seed: int, steps: int) -> list[str]:
     ]
 
 
-def curve(run: Path) -> Curve:
+def curve(run: Path, method: str) -> Curve:
     """(tokens sampled so far, accuracy, mean response length) at each validation."""
+    group = int(next((w.removeprefix(RESPONSES) for w in METHODS[method] if w.startswith(RESPONSES)), 16))
     tokens, length, found = 0.0, 0.0, []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "response_length/mean" in record:
             groups = record.get("training/filter_groups/gen_prompts")
-            responses = 16 * (groups if groups is not None else 32)
+            responses = group * (groups if groups is not None else 32)
             length = record["response_length/mean"]
             tokens += responses * length
         if record.get("val/accuracy") is not None:
@@ -129,7 +133,7 @@ def main() -> None:
                 with (out / "log").open("w") as log:
                     environment = {"OMP_NUM_THREADS": "1", **os.environ}
                     subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
-            curves.setdefault(name, []).append(curve(out))
+            curves.setdefault(name, []).append(curve(out, name))
     for name, runs in curves.items():
         ends = [run[-1] for run in runs]
         median = [statistics.median(values) for values in zip(*ends, strict=True)]

@@ -57,7 +57,10 @@ class Step:
         self.rewards = RewardRunner(None, settings=RewardSettings(function=function, num_workers=2))
         self.rollouts = self._rollouts(folder)
         self.training = self._training()
-        self.policy, self.reference = Policy("actor", self.training), Role("ref", self.training)
+        self.policy, self.reference = (
+            Policy("actor", self.training, self.training.plan),
+            Role("ref", self.training),
+        )
         self.algorithm = SimpleNamespace(
             adv_estimator="grpo",
             norm_adv_by_std_in_grpo=True,

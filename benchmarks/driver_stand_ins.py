@@ -1,4 +1,4 @@
-"""The other processes of `driver_cost.py`, without a model: ranks, and sampler hosts that response from a text."""
+"""The other processes of `driver_cost.py`, without a model: ranks, and sampler hosts that respond from a text."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class Echo:
         size = sum(row.length for row in self.rows)
         return {column: np.zeros(size, np.float32) for column in outputs.values()}
 
-    def update(self, columns: Any, minis: list[Any]) -> dict[str, Any]:
+    def update(self, role: str, columns: Any, minis: list[Any]) -> dict[str, Any]:
         """Nothing is learnt."""
         result = {"metrics": {}, "grad_norm": 1.0, "refused": "", "tokens": 0}
         return {"results": [result] * len(minis), "columns": {}}
 
-    def advance(self) -> float:
+    def advance(self, role: str) -> float:
         """A rate."""
         return 0.0

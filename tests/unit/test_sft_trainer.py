@@ -144,7 +144,8 @@ def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(model, data, 
     words = ["trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=-1"]
     first = ["trainer.total_training_steps=1", "trainer.save_freq=1"]
     assert main(arguments(model, data, tmp_path, *first)) == 0
-    absurd = [*words, "optim.lr=1e30", "optim.lr_warmup_steps=0", "trainer.max_refused_steps=2"]
+    blown = "+optim.override_optimizer_config.weight_decay=1e26"
+    absurd = [*words, "optim.lr=1e4", blown, "optim.lr_warmup_steps=0", "trainer.max_refused_steps=2"]
     assert main(arguments(model, data, tmp_path, *absurd)) == 1, "refused steps in a row end the run"
     assert [p.name for p in tmp_path.glob("global_step_*")] == ["global_step_1"]
     events = (tmp_path / "events.jsonl").read_text()

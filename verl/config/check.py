@@ -12,6 +12,7 @@ from verl.config.rules import (
     machine,
     profiling,
     reward,
+    silent,
     sizes,
     values,
 )
@@ -22,11 +23,23 @@ from verl.config.schema.base import Root
 def check(cfg: Root) -> Report:
     """All problems and notices of a configuration, and its plan of batches.
 
-    Reads the model's config.json, the data files' schema and reward columns, /dev and the environment. Loads nothing,
+    Reads the model's config.json, the data files' schema, reward columns and first images, /dev and the environment. Loads nothing,
     fetches nothing.
     """
     c = Check(cfg)
-    for rules in (values, algorithm, distillation, lora, sizes, machine, profiling, reward, data, agents):
+    for rules in (
+        values,
+        algorithm,
+        distillation,
+        lora,
+        sizes,
+        machine,
+        profiling,
+        reward,
+        data,
+        agents,
+        silent,
+    ):
         rules.check(c)
     c.report.plan = sizes.plan(c)
     return c.report

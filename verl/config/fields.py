@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, fields
@@ -42,6 +43,31 @@ class Field:
     def default(self) -> Any:
         """A fresh default."""
         return getattr(self.owner(), self.name)
+
+
+class Limits(NamedTuple):
+    """The range of a number: inclusive `low` and `high`, exclusive `above`; `also` and, with `inf`, infinity lie in it too."""
+
+    low: float
+    high: float
+    above: float
+    also: float | None
+    inf: bool
+
+    def hold(self, number: float) -> bool:
+        """True if the number is in the range."""
+        if number == self.also or (self.inf and number == math.inf):
+            return True
+        return self.low <= number <= self.high and number > self.above
+
+
+def limits_of(known: Field, kind: type) -> Limits:
+    """The range declared for a key, within that of any int (−1, which often means off, to 10^12) or float (±10^9)."""
+    low, high = (-1, 10**12) if kind is int else (-1e9, 1e9)
+    about = known.about
+    above = about.get("above", -math.inf)
+    low = about.get("low", min(low, about["high"]) if "high" in about else low)
+    return Limits(low, about.get("high", high), above, about.get("also"), bool(about.get("inf")))
 
 
 @functools.cache

@@ -69,6 +69,10 @@ def allowed(known: Field) -> str:
     else:
         limits = (("> ", above), ("≥ ", low), ("≤ ", high))
         said += [", ".join(f"{sign}{limit:g}" for sign, limit in limits if limit is not None)]
+    if "also" in about:
+        said[-1] += f", or {about['also']:g}"
+    if about.get("inf"):
+        said.append("inf = off")
     return "; ".join(part for part in said if part)
 
 

@@ -245,7 +245,7 @@ def get(name: str) -> type[AgentLoopBase]:
     if name in _ELSEWHERE:
         importlib.import_module(_ELSEWHERE[name])
     if name not in _LOOPS:
-        raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted(_LOOPS))}")
+        raise ValueError(f"unknown agent loop {name!r}; known: {', '.join(sorted({*_LOOPS, *_ELSEWHERE}))}")
     return _LOOPS[name]
 
 

@@ -6,7 +6,7 @@
                               ←─outputs, or error─
 
 A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
-busy, up to a limit. A process that ends loses its trajectories, which are counted as any other that the sampler lost.
+busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded).
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may stil
 
 class LoopFailed(RuntimeError):
     """An agent loop failed in its process; the text is that of the error there."""
+
+
+class LoopEnded(LoopFailed):
+    """The process of an agent loop ended, with all of its trajectories."""
 
 
 class LoopUnusable(UserError):
@@ -146,7 +150,7 @@ class LoopProcesses:
                 watching.cancel()
             await process.end()
             process.started.set()
-            ended = LoopFailed(f"the process of the agent loop ended: {process.exit_text()}{why}")
+            ended = LoopEnded(f"the process of the agent loop ended: {process.exit_text()}{why}")
             for run in process.running.values():
                 run.fail(unusable or ended)
 
@@ -188,7 +192,7 @@ class LoopProcesses:
 def main(channel: ParentChannel) -> None:
     """Run trajectories until the run closes the socket. The first message is the run's configuration."""
     from verl.config import Map
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
 
     init = channel.inbox.get()
@@ -196,12 +200,7 @@ def main(channel: ParentChannel) -> None:
         config = Map.of(init["config"])
         import_modules(init["external_lib"])
         model = config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(model, config.data.tokenizer)
         child = _Child(channel, tokenizer, config)
     except Exception as error:
         channel.send({"unusable": f"{type(error).__name__}: {error}"})

@@ -11,8 +11,9 @@ tokens. A context goes once for all segments that share it. Which columns there 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,6 +27,7 @@ Payload = dict[str, Any]
 
 _ALWAYS = ("response_ids", "response_mask")
 _ON_THE_WAY = {"response_ids": np.int32}
+_SAMPLING = attrgetter(*(field.name for field in fields(SamplingParams)))
 _PRESENT, _CONTEXTS, _PLACES = "has.", "contexts.", "context."
 _MEDIA: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
@@ -153,13 +155,14 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One request. prompt_ids int64 [P]; `group` and `media` as in `RolloutEngine.generate`."""
+    """One request. prompt_ids int64 [P]; `group`, `session` and `media` as in `RolloutEngine.generate`."""
 
     id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
     group: str | None = None
     media: Media | None = None
+    session: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -189,7 +192,8 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
             prompts.append(ids)
             media.append(request.media)
             last = ids
-        entries.append((request.id, request.group, len(prompts) - 1, asdict(request.sampling)))
+        place = len(prompts) - 1
+        entries.append((request.id, request.group, request.session, place, _SAMPLING(request.sampling)))
     ids_of = {"lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
     return {"entries": entries, **ids_of, **_encode_media(media)}
 
@@ -199,8 +203,8 @@ def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
     prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
     media = _decode_media(payload, len(prompts))
     return [
-        GenerateRequest(name, prompts[place], SamplingParams(**sampling), group, media[place])
-        for name, group, place, sampling in payload["entries"]
+        GenerateRequest(name, prompts[place], SamplingParams(*sampling), group, media[place], session)
+        for name, group, session, place, sampling in payload["entries"]
     ]
 
 
@@ -229,7 +233,7 @@ def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
 
 
 def _facts(completion: Completion) -> dict[str, Any]:
-    names = ("finish_reason", "versions", "num_preempted", "text", "routed_experts")
+    names = ("finish_reason", "versions", "num_preempted", "prefilled", "text", "routed_experts")
     return {name: getattr(completion, name) for name in names}
 
 

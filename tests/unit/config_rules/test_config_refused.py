@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.unit.config_rules.cases import ARR, only, problems, write_model, write_rows
@@ -21,11 +22,33 @@ TORCH = "global_profiler.tool=torch"
 MEGATRON = f"{ARR}.actor.strategy=megatron"
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=True"]
 
+CRITIC = ("algorithm.adv_estimator=gae", "critic.model.path={model}")
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
 
 # (overrides, parts of the one problem they make); {model} is the run's own
 REFUSED = [
+    # What would be accepted and do nothing, or fail late.
+    ([f"{ARR}.actor.optim.betas=[0.9]"], ["two numbers"]),
+    ([f"{ARR}.actor.optim.lr=inf"], ["at most 10000"]),
+    ([f"{ARR}.actor.optim.weight_decay=1e300"], ["at most 1e+09"]),
+    ([f"{ARR}.rollout.temperature=1e-30"], ["at least 0.01 and at most 100, or 0"]),
+    ([f"{ARR}.rollout.stop=['']"], ["the empty text"]),
+    ([f"{ARR}.rollout.stop_token_ids=[-5]"], ["at least 0"]),
+    (["trainer.seed=99999999999999999999"], ["at most 9.22337e+18"]),
+    (["data.train_max_samples=0"], ["at least 1", "or -1"]),
+    (["data.train_files=[]"], ["names no file"]),
+    (["data.reward_fn_key=prompt", "data.val_files=null"], ["'prompt' holds no names"]),
+    ([f"{ARR}.model.tokenizer_path=/nowhere/tokenizer"], ["no such directory"]),
+    ([f"{ARR}.model.external_lib=no_such_module"], ["no module no_such_module"]),
+    ([f"{ARR}.model.custom_chat_template='{{% if %}}'"], ["is no Jinja template", "line 1"]),
+    ([f"{ARR}.rollout.agent.default_agent_loop=nonsense"], ["unknown agent loop 'nonsense'", "tool_agent"]),
+    (["+reward_model.reward_kwargs.overlong_bufer_cfg.enable=True"], ["nearest: overlong_buffer_cfg"]),
+    (["custom_reward_function.name=mine"], ["nothing is loaded without custom_reward_function.path"]),
+    (["data.custom_cls.name=Mine"], ["nothing is loaded without data.custom_cls.path"]),
+    ([f"{ARR}.actor.checkpoint.save_contents=[]", "trainer.save_freq=1"], ["would hold nothing"]),
+    (["trainer.default_local_dir=False"], ["name a folder"]),
+    (["trainer.project_name=../../x"], ["remove '..'"]),
     ([f"{ARR}.rollout.prompt_length=100"], ["prompt_length=100", "data.max_prompt_length=512", "unset"]),
     (["trainer.val_only=True", "data.val_files=null"], ["val_only", "nothing to validate on"]),
     # 1
@@ -73,7 +96,7 @@ REFUSED = [
     ([f"{ARR}.actor.clip_ratio_c=1"], ["above 1"]),
     ([f"{ARR}.actor.clip_ratio_low=-0.1"], ["at least 0"]),
     (["algorithm.gamma=1.1"], ["at least 0 and at most 1"]),
-    ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=0"], ["above 0"]),
+    ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=0"], ["at least 1"]),
     ([*ADAPTIVE, "algorithm.kl_ctrl.target_kl=0"], ["above 0"]),
     # distillation
     (["distillation.enabled=True"], ["teacher_models.teacher_model.model_path", "is required"]),
@@ -85,7 +108,6 @@ REFUSED = [
         ["dro_beta", "above 0"],
     ),
     ([*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=600"], ["topk=600", "has 512 tokens"]),
-    ([*TAUGHT, "distillation.nnodes=1"], ["nnodes=1", "no pool of their own"]),
     ([*TAUGHT, f"+{TEACHER}.modl_path=x"], ["modl_path", "nearest: model_path"]),
     ([*TAUGHT, "+distillation.teacher_models.other=x"], ["a teacher is a mapping"]),
     (
@@ -96,6 +118,15 @@ REFUSED = [
         [*TAUGHT, f"+{TEACHER}.inference.tensor_model_parallel_size=2"],
         ["inference.tensor_model_parallel_size=2", "set 1"],
     ),
+    (
+        [
+            *TAUGHT,
+            "distillation.nnodes=1",
+            "distillation.n_gpus_per_node=3",
+            f"+{TEACHER}.inference={{tensor_model_parallel_size:2}}",
+        ],
+        ["does not divide the teachers' 3 devices", "distillation.n_gpus_per_node=3"],
+    ),
     # 15
     ([f"{RC}.loss_type=reinforce"], ["bypass_mode=True"]),
     # 16
@@ -103,6 +134,17 @@ REFUSED = [
     ([f"{BUFFER}={{enable:True,len:513}}"], ["513"]),
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
+    (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
+    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=0", "set its size"]),
+    (
+        [*CRITIC, "critic.ulysses_sequence_parallel_size=2"],
+        ["2 devices share a row of the critic", "critic.nnodes"],
+    ),
+    (
+        [*CRITIC, "critic.nnodes=1", "critic.n_gpus_per_node=3", "critic.ulysses_sequence_parallel_size=2"],
+        ["critic.ulysses_sequence_parallel_size=2", "does not divide the 3 ranks", "critic.nnodes=1"],
+    ),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
     (["custom_reward_function.path=pkg://no.such.module"], ["no module no.such.module"]),
@@ -125,7 +167,6 @@ REFUSED = [
         ["agent.environment.path", "environment.name=gym needs it"],
     ),
     ([f"{ARR}.rollout.agent.on_status.timeout=retry"], ["score, mask, drop, resample"]),
-    (["reward_model.enable_resource_pool=True", "reward_model.nnodes=1"], ["a pool for the reward model"]),
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
@@ -142,7 +183,8 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_refused(base, tmp_path, overrides, parts):
+def test_refused(base, tmp_path, monkeypatch, overrides, parts):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
     only(problems(*base, *words), "configuration", *parts)
 
@@ -300,7 +342,7 @@ ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"
         (
             {},
             ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"],
-            "on one device alone",
+            "a judge has a pool of its own",
         ),
     ],
 )
@@ -308,3 +350,12 @@ def test_reward_models_that_do_not_fit(base, tmp_path, changes, overrides, part)
     path = write_model(tmp_path / "scorer", **changes)
     found = problems(*base, "reward_model.enable=True", f"reward_model.model.path={path}", *overrides)
     assert any(part in p and "reward_model.model.path" in p for p in found), found
+
+
+def test_an_override_that_contradicts_the_weights(base, tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"lm_head.weight": np.zeros(2, np.float32)}, tmp_path / "model" / "model.safetensors")
+    key = f"{ARR}.model.override_config.num_hidden_layers"
+    only(problems(*base, f"+{key}=3"), "configuration", f"{key}=3", "num_hidden_layers=2")
+    assert problems(*base, f"+{key}=2") == []

@@ -27,6 +27,7 @@ class Check:
         self.rollout_key = ROLLOUT if self.ppo else "rollout"
         self.keys = leaves(type(cfg))
         self.rows: dict[str, int] = {}
+        self.agent_names: set[str] = set()  # of the rows
         self._look_at(cfg)
 
     def _look_at(self, cfg: Root) -> None:

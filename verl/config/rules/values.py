@@ -6,10 +6,10 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.dtypes import FLOATS, float_name, not_sampled
-from verl.config.fields import Field
+from verl.config.fields import Field, Limits, limits_of
+from verl.config.layout import own_pools
 from verl.config.names import built_in, nearest
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import Check
 from verl.errors import UserError
 
@@ -40,6 +40,10 @@ def check(c: Check) -> None:
                 _name(c, path, str(name), known)
         if path.endswith("dtype"):
             _dtype(c, path, value)
+        if path.endswith(".betas") and (len(value) != 2 or max(value) == 1):
+            c.refuse(f"{path}={value}", "expected two numbers from 0 to below 1, as [0.9,0.999]")
+        if path.endswith(".stop") and "" in value:
+            c.refuse(f"{path}={value}", 'the empty text is in every response; remove ""')
         if path.endswith(".override_optimizer_config") and "lr" in value:
             c.refuse(f"{path}.lr", f"the schedule sets it in each step; set {path.rpartition('.')[0]}.lr")
     if mended:
@@ -61,7 +65,9 @@ def _dtype(c: Check, path: str, value: Any) -> None:
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     engine = c.rollout.name if c.rollout is not None else "native"
-    several = c.world > 1 or (c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg))))
+    several = c.world > 1 or (
+        c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg) or own_pools(c.cfg)))
+    )
     alone = (
         () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
     )
@@ -87,31 +93,31 @@ def _unread(c: Check) -> None:
 
 def _bounds(c: Check, path: str, value: Any, known: Field) -> bool:
     """Rules 13 and 14, and every other range of a number; True if a single number is out of range."""
-    low, high, above = _limits(known)
-    limits = {"at least": low, "above": above, "at most": high}
-    said = " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
     wrong = [number for number in (value if isinstance(value, list) else [value]) if _outside(number, known)]
     for number in wrong:
-        c.refuse(f"{path}={number}", f"out of range; {said}")
+        c.refuse(f"{path}={number}", f"out of range; {_said(limits_of(known, type(number)))}")
     return bool(wrong) and not isinstance(value, list)
 
 
-def _limits(known: Field) -> tuple[Any, Any, Any]:
-    return known.about.get("low"), known.about.get("high"), known.about.get("above")
+def _said(limits: Limits) -> str:
+    least = f"above {limits.above:g}" if limits.above >= limits.low else f"at least {limits.low:g}"
+    most = "" if limits.inf else f" and at most {limits.high:g}"
+    return least + most + (f", or {limits.also:g}" if limits.also is not None else "")
 
 
 def _outside(number: Any, known: Field) -> bool:
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         return False
-    low, high, above = _limits(known)
-    beyond = (low is not None and number < low) or (high is not None and number > high)
-    return beyond or (above is not None and number <= above)
+    return not limits_of(known, type(number)).hold(number)
 
 
 def _inside(known: Field) -> Any:
     """A number in the key's range, with which the other rules can go on."""
-    low, high, above = _limits(known)
-    return next((limit for limit in (low, high) if limit is not None), above and above + 1)
+    default = known.default()
+    if default is not None and not _outside(default, known):
+        return default
+    about = known.about
+    return about["above"] + 1 if "above" in about else about.get("low", about.get("high", 1))
 
 
 def _name(c: Check, path: str, name: str, known: Field) -> None:
@@ -122,7 +128,7 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         here = built_in(registry)
         if name in here or name in _plugins(c, registry):
             return
-    if name in here:
+    if name in here or (path == "reward_model.reward_manager" and _own_manager(c, name)):
         return
     if name in options:
         default = "" if c.was_set(path) else " (it is the default)"
@@ -138,14 +144,31 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
-def _plugins(c: Check, registry: str) -> set[str]:
-    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
-    from verl.algorithms import registry as registries
+def _own_manager(c: Check, name: str) -> bool:
+    """True for a manager class that a plug-in registers: the run has it as it has a class of a module, `source=importlib`."""
+    from verl.reward.registry import registered
+
+    _import_plugins(c)
+    found = registered(name)
+    if found is not None:
+        own = c.cfg.reward_manager
+        own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
+    return found is not None
+
+
+def _import_plugins(c: Check) -> None:
     from verl.plugins import import_modules
 
     try:
         import_modules(c.model.external_lib if c.model is not None else None)
     except UserError as error:
         c.refuse(f"{c.model_key}.external_lib", str(error))
+
+
+def _plugins(c: Check, registry: str) -> set[str]:
+    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
+    from verl.algorithms import registry as registries
+
+    _import_plugins(c)
     functions = getattr(registries, registry).functions
     return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}

@@ -1,6 +1,6 @@
 """`actor_rollout_ref.actor.`, `.ref.` and `critic.`: the policy update, the reference, the value model."""
 
-from verl.config.schema.base import Group, choice, key, same_as, sub
+from verl.config.schema.base import SEEDS, Group, choice, key, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
 from verl.config.schema.model import CriticModelConfig, RefModelConfig
 from verl.config.schema.training import (
@@ -41,13 +41,13 @@ class PolicyLossConfig(Group):
         "vanilla", *POLICY_LOSSES, registry="verl.trainer.ppo.core_algos.register_policy_loss"
     )
     clip_cov_ratio: float = key(2e-4, low=0)
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
+    clip_cov_lb: float = key(1.0)
+    clip_cov_ub: float = key(5.0, inf=True)
     kl_cov_ratio: float = key(2e-4, low=0)
     ppo_kl_coef: float = key(0.1, low=0)
-    dro_beta: float | None = None
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    dro_beta: float | None = key(None, above=0)
+    tau_pos: float = key(1.0, above=0)
+    tau_neg: float = key(1.05, above=0)
 
 
 class TrainedRoleConfig(Group):
@@ -63,8 +63,8 @@ class TrainedRoleConfig(Group):
 
     strategy: str = choice("fsdp", *STRATEGIES)
     ppo_micro_batch_size_per_gpu: int | None = key(None, low=1)
-    data_loader_seed: int = 42
-    grad_clip: float = key(1.0, above=0)
+    data_loader_seed: int = key(42, low=0, high=SEEDS)
+    grad_clip: float = key(1.0, above=0, inf=True)
     ulysses_sequence_parallel_size: int = key(1, low=1)
     megatron: MegatronConfig = sub(MegatronConfig)
     checkpoint: CheckpointConfig = sub(CheckpointConfig)
@@ -114,16 +114,16 @@ class ActorConfig(TrainedRoleConfig):
     shuffle: bool = False
     use_dynamic_bsz: bool | None = key(None, ours=True)
     ppo_max_token_len_per_gpu: int = key(16384, low=1)
-    clip_ratio: float = key(0.2, low=0)
-    clip_ratio_low: float = same_as(".clip_ratio", low=0, ours=True)
-    clip_ratio_high: float = same_as(".clip_ratio", low=0, ours=True)
-    clip_ratio_c: float = key(3.0, above=1)
+    clip_ratio: float = key(0.2, low=0, inf=True)
+    clip_ratio_low: float = same_as(".clip_ratio", low=0, inf=True, ours=True)
+    clip_ratio_high: float = same_as(".clip_ratio", low=0, inf=True, ours=True)
+    clip_ratio_c: float = key(3.0, above=1, inf=True)
     loss_agg_mode: str = choice("token-mean", *AGG_MODES)
     loss_scale_factor: float = same_as("data.max_response_length", above=0)
     policy_loss: PolicyLossConfig = sub(PolicyLossConfig)
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = key(0.001, low=0)
     kl_loss_type: str = choice("low_var_kl", *KL_OPTIONS)
     use_prefix_grouper: bool | None = key(None, ours=True)
     freeze_vision_tower: bool = False
@@ -170,6 +170,9 @@ class CriticConfig(TrainedRoleConfig):
         loss_agg_mode: As the actor's.
         loss_scale_factor: As the actor's.
         cliprange_value: How far a value may move from the old one.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+        nnodes: > 0: a pool of its own for the critic; 0 = it shares the policy's devices.
+        n_gpus_per_node: Devices per node of that pool.
     """
 
     enable: bool = key(None, nullable=True)
@@ -184,4 +187,7 @@ class CriticConfig(TrainedRoleConfig):
     forward_max_token_len_per_gpu: int = same_as(".ppo_max_token_len_per_gpu", low=1)
     loss_agg_mode: str = same_as(_ACTOR + "loss_agg_mode", options=AGG_MODES)
     loss_scale_factor: float = same_as(_ACTOR + "loss_scale_factor", above=0)
-    cliprange_value: float = key(0.5, low=0)
+    cliprange_value: float = key(0.5, low=0, inf=True)
+    ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1, ours=True)
+    nnodes: int = key(0, low=0, ours=True)
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, ours=True)

@@ -20,9 +20,9 @@ class KLControlConfig(Group):
     """
 
     type: str = choice("fixed", "fixed", "adaptive")
-    kl_coef: float = 0.001
-    horizon: int = 10000
-    target_kl: float = 0.1
+    kl_coef: float = key(0.001, low=0)
+    horizon: int = key(10000, low=1)
+    target_kl: float = key(0.1, above=0)
 
 
 class FilterGroupsConfig(Group):
@@ -55,10 +55,10 @@ class RolloutCorrectionConfig(Group):
     """
 
     rollout_is: str | None = choice(None, "token", "sequence")
-    rollout_is_threshold: float | str = 2.0
+    rollout_is_threshold: float | str | None = key(2.0, inf=True)
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
-    rollout_rs_threshold: float | str | None = None
+    rollout_rs_threshold: float | str | None = key(None, inf=True)
     bypass_mode: bool = False
     loss_type: str = choice("ppo_clip", "ppo_clip", "reinforce")
 

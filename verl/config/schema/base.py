@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
 PATH = "path"
+SEEDS = 2**63 - 1
+"""The largest seed."""
 FilePath = Annotated[str, PATH]
 """A string in which `~` and `$VAR` are expanded when it names a local path."""
 
@@ -127,8 +129,19 @@ def select(node: Any, path: str, default: Any = None) -> Any:
     return node
 
 
+def setting(group: Any, path: str, default: Any = None) -> Any:
+    """`setting(actor, "optim.lr")`: the value at a path of names of whatever carries the configuration: typed groups, mappings, or
+    nothing at all. `default` where a name is missing or holds None."""
+    for name in path.split("."):
+        if group is None:
+            return default
+        group = group.get(name) if isinstance(group, dict) else getattr(group, name, None)
+    return default if group is None else group
+
+
 def key(default: Any = None, **about: Any) -> Any:
-    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `ours` (default differs)."""
+    """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `also` (one more value), `inf` (infinity means
+    off), `ours` (default differs)."""
     return field(default=default, metadata=about)
 
 

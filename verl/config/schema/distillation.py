@@ -31,13 +31,13 @@ class DistillationLossConfig(Group):
     topk: int = key(32, low=1)
     use_policy_gradient: bool = False
     use_task_rewards: bool = True
-    distillation_loss_coef: float = 1.0
-    loss_max_clamp: float | None = key(None, above=0)
+    distillation_loss_coef: float = key(1.0, low=0)
+    loss_max_clamp: float | None = key(None, above=0, inf=True)
     log_prob_min_clamp: float | None = key(None, high=0)
     policy_loss_mode: str = choice("vanilla", *(n for n in POLICY_LOSSES if n not in _WHOLE_MINI_BATCH))
-    clip_ratio: float = key(0.2, low=0)
-    clip_ratio_low: float = same_as(".clip_ratio", low=0)
-    clip_ratio_high: float = same_as(".clip_ratio", low=0)
+    clip_ratio: float = key(0.2, low=0, inf=True)
+    clip_ratio_low: float = same_as(".clip_ratio", low=0, inf=True)
+    clip_ratio_high: float = same_as(".clip_ratio", low=0, inf=True)
 
 
 class DistillationConfig(Group):
@@ -49,7 +49,7 @@ class DistillationConfig(Group):
             teacher (null = its name). Of `inference` the tensor-parallel size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
-        nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices, the only way here.
+        nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.
     """
 
     enabled: bool = False

@@ -33,7 +33,7 @@ class ActorRolloutRefConfig(Group):
     ref: RefConfig = sub(RefConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
     hybrid_engine: bool = True
-    nccl_timeout: float = key(600.0, above=0)
+    nccl_timeout: float = key(600.0, above=0, inf=True)
 
 
 class Config(Root):
@@ -92,9 +92,11 @@ class EvalDataConfig(Group):
         response_key: Column of the responses.
         data_source_key: Column that selects the reward function.
         reward_model_key: Column of the ground truth.
+        image_key: Column of the images, for `reward_model.images`.
     """
 
     path: FilePath | None = key(None, required=True)
+    image_key: str = "images"
     prompt_key: str = "prompt"
     response_key: str = "responses"
     data_source_key: str = "data_source"

@@ -17,7 +17,7 @@ class RoleProfilerConfig(Group):
 
     enable: bool = False
     all_ranks: bool = False
-    ranks: list[int] = items()
+    ranks: list[int] = items(low=0)
     tool_config: Map = open_map()
 
 
@@ -85,7 +85,7 @@ class SkipRolloutConfig(Group):
 
     enable: bool = False
     dump_dir: FilePath = "~/.verl/rollout_dump"
-    steps: list[int] = items()
+    steps: list[int] = items(low=0)
     action: str = "cache"
 
 

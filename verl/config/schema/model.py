@@ -67,7 +67,7 @@ class ModelConfig(Group):
     tiled_mlp: TiledMLPConfig = sub(TiledMLPConfig)
     use_shm: bool = False
     lora_rank: int = key(0, low=0)
-    lora_alpha: int = 16
+    lora_alpha: int = key(16, low=1)
     lora_adapter_path: FilePath | None = None
     target_modules: list[str] = items("all-linear")
     exclude_modules: list[str] | None = None

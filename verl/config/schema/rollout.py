@@ -1,6 +1,6 @@
 """`actor_rollout_ref.rollout.`: sampling, its engine, tools and agents."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
+from verl.config.schema.base import SEEDS, FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 from verl.config.schema.misc import RoleProfilerConfig
 from verl.config.schema.training import LogProbConfig
 
@@ -38,12 +38,12 @@ class ValKwargs(SamplingConfig):
         stop_token_ids: Tokens that end a response; null = as in training.
     """
 
-    temperature: float = key(0.0, low=0)
+    temperature: float = key(0.0, low=0.01, high=100, also=0)
     repetition_penalty: float = key(1.0, above=0, ours=True)
     n: int = key(1, low=1)
     do_sample: bool | None = key(None, ours=True)
     stop: list[str] = same_as("..stop", ours=True)
-    stop_token_ids: list[int] = same_as("..stop_token_ids", ours=True)
+    stop_token_ids: list[int] = same_as("..stop_token_ids", low=0, ours=True)
 
 
 class EngineKwargs(Group):
@@ -85,6 +85,8 @@ class MultiTurnConfig(Group):
         tool_config_path: Tools YAML.
         function_tool_path: File of functions that are tools.
         interaction_config_path: Interactions YAML.
+        use_inference_chat_template: Each turn sees the dialogue as the template writes it (many drop earlier thinking), in a segment
+            of its own where that differs from the tokens so far; false: the tokens stay as they were sampled.
         format: How the model writes tool calls.
     """
 
@@ -97,6 +99,7 @@ class MultiTurnConfig(Group):
     tool_config_path: FilePath | None = None
     function_tool_path: FilePath | None = None
     interaction_config_path: FilePath | None = None
+    use_inference_chat_template: bool = False
     format: str = choice("hermes", *TOOL_FORMATS, registry="a tool parser in a module of model.external_lib")
 
 
@@ -158,8 +161,8 @@ class AgentConfig(Group):
     agent_loop_config_path: FilePath | None = None
     environment: EnvironmentConfig = sub(EnvironmentConfig)
     step_rewards: str = choice("sum", "sum", "tokens")
-    tool_timeout: float | None = key(60.0, above=0)
-    trajectory_timeout: float | None = key(None, above=0)
+    tool_timeout: float | None = key(60.0, above=0, inf=True)
+    trajectory_timeout: float | None = key(None, above=0, inf=True)
     max_calls: int | None = key(None, low=1)
     max_resamples: int = key(3, low=0)
     on_status: OnStatusConfig = sub(OnStatusConfig)
@@ -241,12 +244,12 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
 
     name: str = choice("auto", *ENGINES, ours=True)
     n: int = key(1, low=1)
-    temperature: float = 1.0
+    temperature: float = key(1.0, low=0.01, high=100, also=0)
     do_sample: bool = True
     ignore_eos: bool = False
     stop: list[str] = items(ours=True)
-    stop_token_ids: list[int] = items(ours=True)
-    seed: int = same_as("trainer.seed")
+    stop_token_ids: list[int] = items(low=0, ours=True)
+    seed: int = same_as("trainer.seed", low=0, high=SEEDS)
     prompt_length: int = same_as("data.max_prompt_length", low=1)
     response_length: int = same_as("data.max_response_length", low=1)
     dtype: str | None = same_as("actor_rollout_ref.actor.fsdp_config.dtype", ours=True)
@@ -316,6 +319,6 @@ class GenerationRolloutConfig(RolloutConfig):
     n: int = same_as("data.n_samples", low=1)
     prompt_length: int = key(1536, low=1)
     response_length: int = key(512, low=1)
-    seed: int = 42
+    seed: int = key(42, low=0, high=SEEDS)
     load_format: str = choice("auto", "dummy", "auto", "safetensors")
     n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1)

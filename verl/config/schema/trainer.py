@@ -1,6 +1,6 @@
 """`trainer.`: length of the run, devices, folder, tracking, saving, validation."""
 
-from verl.config.schema.base import FilePath, Group, choice, items, key
+from verl.config.schema.base import SEEDS, FilePath, Group, choice, items, key
 
 LOGGERS: tuple[str, ...] = ("console", "file", "wandb", "tracking", "tensorboard", "swanlab", "mlflow")
 LOGGERS += ("clearml", "trackio", "vemlp_wandb")
@@ -48,6 +48,7 @@ class TrainerConfig(Group):
         weight_sync_every: Steps between pushes of weights to the sampler; above 1 it needs devices of its own.
         max_steps_per_version: Steps whose groups may be begun under one weight version; null = all that `max_staleness`
             allows.
+        partial_rollout: Responses in flight go on with new weights; False: weights are pushed when all of them are back.
         logprob_diff_limit: Stop when max |sampler − trainer| log-prob exceeds it.
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.
@@ -83,14 +84,15 @@ class TrainerConfig(Group):
     critic_warmup: int = key(0, low=0)
     balance_batch: bool = True
     esi_redundant_time: float = key(0.0, low=0)
-    ray_wait_register_center_timeout: float = key(300.0, above=0)
-    seed: int = key(42, ours=True)
+    ray_wait_register_center_timeout: float = key(300.0, above=0, inf=True)
+    seed: int = key(42, low=0, high=SEEDS, ours=True)
     max_staleness: int = key(0, low=0, ours=True)
     weight_sync_every: int = key(1, low=1, ours=True)
     max_steps_per_version: int | None = key(None, low=1, ours=True)
-    logprob_diff_limit: float | None = key(None, above=0, ours=True)
+    partial_rollout: bool = key(True, ours=True)
+    logprob_diff_limit: float | None = key(None, above=0, inf=True, ours=True)
     max_refused_steps: int = key(3, low=1, ours=True)
-    watchdog_timeout: float = key(600.0, above=0, ours=True)
+    watchdog_timeout: float = key(600.0, above=0, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
 
 
@@ -107,7 +109,7 @@ class SFTTrainerConfig(TrainerConfig):
     total_epochs: int = key(4, low=1)
     project_name: str = "gsm8k-sft"
     experiment_name: str = "test"
-    seed: int = 1
+    seed: int = key(1, low=0, high=SEEDS)
 
 
 class RecordsConfig(Group):

@@ -1,6 +1,6 @@
 """A role's weights and steps: `*.fsdp_config.`, `*.megatron.`, `*.optim.`, `*.checkpoint.`."""
 
-from verl.config.schema.base import FilePath, Group, Map, choice, items, key, open_map, same_as, sub
+from verl.config.schema.base import SEEDS, FilePath, Group, Map, choice, items, key, open_map, same_as, sub
 
 
 class MixedPrecisionConfig(Group):
@@ -38,7 +38,7 @@ class PlacementConfig(Group):
 
     param_offload: bool = False
     optimizer_offload: bool = False
-    seed: int = same_as("trainer.seed")
+    seed: int = same_as("trainer.seed", low=0, high=SEEDS)
 
 
 class FSDPConfig(PlacementConfig):
@@ -57,7 +57,7 @@ class FSDPConfig(PlacementConfig):
     """
 
     offload_policy: bool = False
-    fsdp_size: int = -1
+    fsdp_size: int = key(-1, low=1, also=-1)
     tensor_parallel_size: int = key(1, low=1, ours=True)
     reshard_after_forward: bool = True
     forward_prefetch: bool = False
@@ -152,22 +152,22 @@ class OptimConfig(Group):
         use_checkpoint_opt_param_scheduler: Megatron only: take the schedule from the checkpoint.
     """
 
-    lr: float = key(1e-6, low=0)
+    lr: float = key(1e-6, low=0, high=1e4)
     weight_decay: float = key(0.01, low=0)
-    betas: list[float] = items(0.9, 0.999)
+    betas: list[float] = items(0.9, 0.999, low=0, high=1)
     lr_warmup_steps: int = -1
     lr_warmup_steps_ratio: float = key(0.0, low=0, high=1)
     lr_scheduler_type: str = choice("constant", "constant", "cosine", "linear")
     min_lr_ratio: float = key(0.0, low=0, high=1)
-    num_cycles: float = 0.5
+    num_cycles: float = key(0.5, low=0)
     zero_indexed_step: bool = True
     optimizer: str = "AdamW"
     optimizer_impl: str = "torch.optim"
     override_optimizer_config: Map = open_map()
     total_training_steps: int = -1
     lr_decay_steps: int | None = None
-    min_lr: float | None = None
-    lr_warmup_init: float | None = None
+    min_lr: float | None = key(None, low=0)
+    lr_warmup_init: float | None = key(None, low=0)
     lr_wsd_decay_style: str | None = None
     lr_wsd_decay_steps: int | None = None
     weight_decay_incr_style: str | None = None
@@ -177,7 +177,7 @@ class OptimConfig(Group):
 class CriticOptimConfig(OptimConfig):
     """As the actor's, with a larger learning rate."""
 
-    lr: float = key(1e-5, low=0)
+    lr: float = key(1e-5, low=0, high=1e4)
 
 
 class SFTOptimConfig(OptimConfig):
@@ -187,8 +187,8 @@ class SFTOptimConfig(OptimConfig):
         grad_clip: Largest global gradient norm.
     """
 
-    lr: float = key(1e-5, low=0)
-    grad_clip: float = key(1.0, above=0)
+    lr: float = key(1e-5, low=0, high=1e4)
+    grad_clip: float = key(1.0, above=0, inf=True)
 
 
 class LogProbConfig(Group):

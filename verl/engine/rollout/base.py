@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.trajectory import Media
+from verl.trajectory import UNKNOWN_EXPERT, Media
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Completion:
     [P + L − 1, layers, k], where recorded: the experts that the tokens of prompt and response went to, the last left out.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
-    `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
+    `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed before
+    the first was sampled (those computed again too), not those found in the cache. `text`: of the whole response (the `start`
     tokens that the prompt ends with, then token_ids), where the engine has decoded it as
     `verl.data.rows.text_of` does.
     """
@@ -61,6 +62,7 @@ class Completion:
     started: float = field(default_factory=time.monotonic)
     finished: float = 0.0
     parts: int = 1
+    prefilled: int = 0
     text: str | None = None
     routed_experts: np.ndarray | None = None
 
@@ -113,7 +115,8 @@ class RolloutEngine(ABC):
         media: Media | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
-        `session`: the request_id of the first call of a trajectory, whose prefix this call goes on from.
+        `session`: names the trajectory in all its calls: where this one goes on from an earlier one, what that computed is
+        used again. Without it no call follows.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """
@@ -121,6 +124,9 @@ class RolloutEngine(ABC):
     @abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Stop requests (None: all); each `generate` returns what it has with finish_reason "abort"."""
+
+    def end_session(self, session: str) -> None:  # noqa: B027
+        """No further call of this session comes. The default keeps nothing for one."""
 
     @abstractmethod
     def sleep(self) -> None:
@@ -146,3 +152,38 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release everything. The default has nothing to release."""
+
+
+# -- expert routes, as a sampler records them token by token and call by call
+
+
+@dataclass(slots=True)
+class RecordedRoutes:
+    """The routes of a sequence's tokens from its first on, in parts [n, layers, k]; the first one of a token counts."""
+
+    parts: list[np.ndarray] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, start: int, routes: np.ndarray) -> None:
+        """Routes of the tokens from `start` on, of which some may be known already."""
+        new = routes[self.count - start :]
+        if len(new):
+            self.parts.append(new)
+            self.count += len(new)
+
+    def cut(self, count: int) -> None:
+        """Forget those of all tokens but the first `count`."""
+        if count < self.count:
+            self.parts, self.count = [np.concatenate(self.parts)[:count]], count
+
+
+def first_routes(parts: Iterable[np.ndarray], length: int) -> np.ndarray | None:
+    """Of each of the first `length` tokens of a sequence the routes of the first part that has it, UNKNOWN_EXPERT where none
+    does: int16 [length, layers, k]. Every part begins with the first token. None without parts."""
+    known = RecordedRoutes()
+    for part in parts:
+        known.add(0, part[:length])
+    if not known.parts:
+        return None
+    rest = np.full((length - known.count, *known.parts[0].shape[1:]), UNKNOWN_EXPERT, np.int16)
+    return np.concatenate([*known.parts, rest])

@@ -202,6 +202,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
                 async for final in stream:
                     output = final
             completion = live.completion(output)
+            completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
         except Exception as error:
             if not self._engine.errored:
@@ -209,8 +210,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise EngineDead("vLLM's own process ended; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
-            cached = getattr(output, "num_cached_tokens", 0) or 0
-            self._counters.end(completion, len(live.prompt) - int(cached))
+            self._counters.end(completion)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""

@@ -35,7 +35,9 @@ class Live:
         reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        log_probs = np.asarray(response.logprobs.logprobs if len(ids) else [], np.float32)
+        log_probs = np.asarray(
+            response.logprobs.logprobs if response is not None and len(ids) else [], np.float32
+        )
         if len(log_probs) != len(ids):
             raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():
@@ -90,13 +92,13 @@ class Counters:
             self._clock()
             self._running += 1
 
-    def end(self, completion: Completion | None, prefilled: int) -> None:
+    def end(self, completion: Completion | None) -> None:
         """It came back."""
         with self._lock:
             self._clock()
             self._running -= 1
             if completion is not None:
-                self._sums["prompt_tokens"] += prefilled
+                self._sums["prompt_tokens"] += completion.prefilled
                 self._sums["tokens"] += len(completion.token_ids)
                 self._sums["preempted"] += completion.num_preempted
 

@@ -1,0 +1,143 @@
+"""What would be accepted and then do nothing, or something else than was meant: found before the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from verl.config.model_facts import ModelTrouble, look
+from verl.config.names import nearest
+from verl.config.rules.context import Check
+from verl.errors import UserError
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Entries of config.json that the shapes of a model's weights follow from."""
+
+
+def check(c: Check) -> None:
+    """Overrides against weights, tokenizers, templates, plug-ins, names of agent loops, folders, contents of checkpoints."""
+    if c.model is not None:
+        _overrides(c)
+        _tokenizer(c)
+        _plugins(c)
+    if c.trainer is not None:
+        _folders(c)
+    if c.ppo:
+        _lengths(c)
+        _reward_arguments(c)
+
+
+def _overrides(c: Check) -> None:
+    """A model with weights has the shape of its weights."""
+    named = c.model.get("override_config") or {}
+    changes = {**named, **(named.get("model_config") or {})}
+    if c.facts is None or not set(changes) & set(_SHAPE) or not c.facts.weight_names():
+        return
+    try:
+        own = look(c.model.path, None, c.model.hf_config_path).text
+    except ModelTrouble:
+        return
+    for name in _SHAPE:
+        if name in changes and changes[name] != own.get(name):
+            key = f"{c.model_key}.override_config.{name}"
+            c.refuse(
+                key, f"the weights of {c.model.path} are of a model with {name}={own.get(name)}; remove it"
+            )
+
+
+def _tokenizer(c: Check) -> None:
+    """A folder that is not there, and a template that does not compile."""
+    for key in ("data.tokenizer", f"{c.model_key}.tokenizer_path"):
+        path = str(c.cfg.select(key) or "") if c.was_set(key) else ""
+        if path.startswith(("/", "~", "./", "../")) and not Path(path).expanduser().is_dir():
+            c.refuse(key, "no such directory; name one that holds the tokenizer's files, or a hub id")
+    if template := c.model.get("custom_chat_template"):
+        problem = _template_problem(template)
+        if problem:
+            c.refuse(f"{c.model_key}.custom_chat_template", problem)
+
+
+def _template_problem(template: str) -> str:
+    """Why a chat template cannot be used, or ""."""
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    text = template
+    if "{" not in template and "\n" not in template:
+        file = Path(template).expanduser()
+        if not file.is_file():
+            return f"neither Jinja text nor an existing file (looked at {file.absolute()})"
+        text = file.read_text(encoding="utf-8", errors="replace")
+    if "generation %}" in text or "generation -%}" in text:  # a tag of transformers' own
+        return ""
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        return f"is no Jinja template: {error.message} (line {error.lineno})"
+    return ""
+
+
+def _plugins(c: Check) -> None:
+    """Plug-in modules import, and register the agent loops that the run and its rows name."""
+    from verl.plugins import import_modules
+
+    try:
+        import_modules(c.model.get("external_lib"))
+    except UserError as error:
+        c.refuse(f"{c.model_key}.external_lib", str(error))
+        return
+    loops = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
+    key = f"{c.rollout_key}.agent.default_agent_loop"
+    if c.rollout is not None and c.was_set(key):
+        loops[c.rollout.agent.default_agent_loop] = key
+    if not loops:
+        return
+    from verl.rollout import agent_loop
+
+    try:
+        agent_loop.load_listed(c.rollout.agent.agent_loop_config_path)
+    except (UserError, OSError, ValueError) as error:
+        c.refuse(f"{c.rollout_key}.agent.agent_loop_config_path", str(error))
+        return
+    for name, where in loops.items():
+        try:
+            agent_loop.get(name)
+        except ValueError as error:
+            c.refuse(where if where == key else f"{where} {name!r}", str(error))
+
+
+def _folders(c: Check) -> None:
+    """Where a run writes, and that its checkpoints hold something."""
+    key = "trainer.default_local_dir"
+    if c.was_set(key) and str(c.trainer.get("default_local_dir")) in ("", "False", "True"):
+        c.refuse(key, "name a folder")
+    for name in ("project_name", "experiment_name"):
+        if ".." in Path(str(c.trainer.get(name) or "")).parts:
+            c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
+    for role in ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint", "checkpoint"):
+        contents: Any = c.cfg.select(f"{role}.save_contents")
+        if contents == [] and c.trainer.get("save_freq") not in (-1, 0):
+            c.refuse(f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra")
+
+
+def _lengths(c: Check) -> None:
+    own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
+    if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
+        c.notice(f"{c.at(own)} differs from {c.at(of_data)}: responses end at the smaller one")
+
+
+def _reward_arguments(c: Check) -> None:
+    """Arguments of the reward manager are open: a name close to one of ours is taken for a mistake."""
+    arguments = c.cfg.reward_model.reward_kwargs
+    known = [name for name in type(arguments).__dataclass_fields__ if not name.startswith("_")]
+    for name in arguments:
+        if name not in known and (near := nearest(name, known, cutoff=0.8)):
+            c.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
