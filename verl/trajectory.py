@@ -125,6 +125,10 @@ class Media:
         """`files` as data URIs."""
         return data_uris(self.files)
 
+    def drop_pixels(self) -> None:
+        """Nobody computes with the images any more: only what is counted and shown of them stays."""
+        self.inputs = {"image_grid_thw": self.inputs["image_grid_thw"]}
+
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""
         nothing = np.zeros_like(self.inputs["pixel_values"])

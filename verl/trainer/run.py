@@ -394,11 +394,11 @@ def kl_controller(config: Config) -> Any:
 
 def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, tracking: Any) -> Any:
     """The validator, or None without validation data."""
-    from verl.trainer.validation import Validator
+    from verl.trainer.validation import ValidationPrompts, Validator
 
     if data is None:
         return None
     order = data.order(seed=config.data.seed, shuffle=config.data.validation_shuffle)
-    prompts = data.prompts(order)
+    prompts = ValidationPrompts(data, order, config.data.train_batch_size)
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     return Validator(prompts, validation_sampling(config), n, rollouts, rewards.score_batch, tracking)

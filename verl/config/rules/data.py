@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.config.names import nearest
 from verl.config.rules.context import Check
+from verl.config.weights import scores_by_model
 from verl.errors import UserError
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -123,6 +124,13 @@ def _images(c: Check, key: str, file: Any) -> None:
         else:
             _template(c)
             _first_images(c, key, file)
+            if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
+                why = (
+                    f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
+                )
+                c.lacks(
+                    "reward_model.model.path", f"{why} reward_model.images=True for a model that sees them"
+                )
     else:
         c.refuse(
             f"{key}, column {column}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.config.layout import own_pools
+from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.sizes import sizes_of
@@ -65,8 +66,18 @@ def _model(c: Check, at: str, teacher: Any) -> None:
         return
     where = f"{at}.model_path={teacher['model_path']}"
     facts = c.look(where, teacher["model_path"])
-    if facts is not None and c.facts is not None and facts.vision != c.facts.vision:
+    if facts is None or c.facts is None:
+        return
+    if facts.vision != c.facts.vision:
         c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+    elif _patches(facts) != _patches(c.facts):
+        c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
+
+
+def _patches(facts: ModelFacts) -> list[Any]:
+    """How images are cut for a model; what the policy's processor makes of them goes to its teachers too."""
+    vision = facts.config.get("vision_config") or {}
+    return [vision.get(key) for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
 
 
 def _loss(c: Check) -> None:

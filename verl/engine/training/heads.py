@@ -69,7 +69,7 @@ class LogProbHead(OutputHead):
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
-        inputs = batch.inputs()
+        inputs = batch.inputs(self.module.base_model)
         options = {"candidates": batch.candidates, "topk": self.topk}
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
@@ -129,7 +129,8 @@ class ValueHead(OutputHead):
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; the temperature plays no part."""
-        hidden = self.module.base_model(**batch.inputs()).last_hidden_state[0].index_select(0, batch.source)
+        base = self.module.base_model
+        hidden = base(**batch.inputs(base)).last_hidden_state[0].index_select(0, batch.source)
         layer = value_layer(self.module)
         values = (hidden.float() * layer.weight.float()).sum(-1)
         return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}

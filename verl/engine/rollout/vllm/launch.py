@@ -105,9 +105,7 @@ def check_main_script() -> None:
         )
 
 
-def model_config(
-    settings: EngineSettings, arguments: dict[str, Any]
-) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
+def model_config(settings: EngineSettings) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
     """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file, in a folder that has to
     live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
     from verl.models.load import load_config
@@ -118,7 +116,6 @@ def model_config(
         return config, None
     folder = tempfile.TemporaryDirectory(prefix="verl-vllm-config-")
     config.save_pretrained(folder.name)
-    arguments["hf_config_path"] = folder.name
     return config, folder
 
 

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, not_finite
+from verl.trajectory import Media
 
 _BYTES_PER_CHARACTER = 4
 
 
 @dataclass(slots=True)
 class Live:
-    """One request: the weight versions it has lived under, and whether it was aborted."""
+    """One request: the weight versions it has lived under, its images, and whether it was aborted."""
 
     id: str
     prompt: list[int]
     versions: list[int]
+    media: Media | None = None
     aborted: bool = False
     started: float = field(default_factory=time.monotonic)
 
