@@ -23,7 +23,6 @@ from tests.chaos.killing import (
 )
 from tests.runs import records, weights
 
-STEPS = 32
 # What each of the kills may be seen to have hit, by the last mark before it.
 PARTS = {
     "start-up": {"start-up"},
@@ -48,25 +47,19 @@ EVERYTHING = [
     "actor_rollout_ref.actor.fsdp_config.dtype=null",
     "data.shuffle=True",
     "reward_model.reward_manager=dapo",
-    f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=2",
     "trainer.test_freq=3",
 ]
 
 
-@pytest.fixture(scope="module")
-def whole(tiny, fork_server, tmp_path_factory) -> Path:
-    """The run in one go."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    done = fork_server.run(tiny.overrides(out, *EVERYTHING))
-    assert done.status == 0, done.stderr
-    return out
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.long)])
-def test_many_kills(tiny, fork_server, whole, tmp_path, count) -> None:
+@pytest.mark.parametrize(("count", "steps"), [(8, 18), pytest.param(20, 32, marks=pytest.mark.long)])
+def test_many_kills(tiny, fork_server, tmp_path, count, steps) -> None:
     """Eight that meet every part of a run once; or several of each, at random."""
+    everything = [*EVERYTHING, f"trainer.total_training_steps={steps}"]
+    whole = tmp_path / "whole"  # in one go
+    done = fork_server.run(tiny.overrides(whole, *everything))
+    assert done.status == 0, done.stderr
     seed = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
     rng = random.Random(seed)
     plan = moments(rng) if count == 20 else one_of_each(rng)
@@ -76,7 +69,7 @@ def test_many_kills(tiny, fork_server, whole, tmp_path, count) -> None:
         before = newest_step(out)
         workers = 1 + 2 * (number % 2)
         words = tiny.overrides(
-            out, *EVERYTHING, "trainer.max_ckpt_to_keep=2", f"reward_model.num_workers={workers}"
+            out, *everything, "trainer.max_ckpt_to_keep=2", f"reward_model.num_workers={workers}"
         )
         run, mark = run_and_kill(fork_server, words, kill, tmp_path / "marks")
         hit.append(mark)
@@ -85,20 +78,20 @@ def test_many_kills(tiny, fork_server, whole, tmp_path, count) -> None:
         assert newest_step(out) >= before, f"a checkpoint was lost; {story}"
         if before and mark != "start-up":
             assert f"resuming from {out}/global_step_{before}, step {before}\n" in run.stderr, story
-    done = fork_server.run(tiny.overrides(out, *EVERYTHING, "trainer.max_ckpt_to_keep=2"))
+    done = fork_server.run(tiny.overrides(out, *everything, "trainer.max_ckpt_to_keep=2"))
     story = f"CHAOS_SEED={seed}, kills hit {hit}"
     assert done.status == 0, f"{story}\n{done.stderr}"
     for part, marks in PARTS.items():
         assert marks & set(hit), f"no kill hit the {part}; {story}"
     assert records(out) == records(whole), story
-    assert [line["step"] for line in step_lines(out)] == list(range(STEPS + 1)), f"each step once; {story}"
-    assert sealed_steps(out) == [STEPS - 2, STEPS] and not list(out.glob("*.tmp")), story
-    for step in (STEPS - 2, STEPS):
+    assert [line["step"] for line in step_lines(out)] == list(range(steps + 1)), f"each step once; {story}"
+    assert sealed_steps(out) == [steps - 2, steps] and not list(out.glob("*.tmp")), story
+    for step in (steps - 2, steps):
         mine, theirs = state_files(out, step), state_files(whole, step)
         assert mine.keys() == theirs.keys(), story
         differing = [name for name in mine if mine[name] != theirs[name]]
         assert not differing, f"{differing} of step {step} differ; {story}"
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         assert responses(out, step) == responses(whole, step), f"responses of step {step}; {story}"
     assert_none_left("CHAOS_MARKS", str(tmp_path / "marks"))
 
