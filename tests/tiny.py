@@ -126,11 +126,13 @@ def tiny_model(
     return path
 
 
-def tiny_vision_model(path: Path | str, arch: str = "qwen2_5_vl", *, seed: int = 0, patch: int = 4) -> Path:
+def tiny_vision_model(
+    path: Path | str, arch: str = "qwen2_5_vl", *, seed: int = 0, patch: int = 4, head: int | None = None
+) -> Path:
     """Save a random vision-language model (fp32), its tokenizer and its image processor; returns the path.
 
     arch: "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe" or "qwen2_vl". An image has one token for each 2·patch × 2·patch pixels,
-    4 to 64 of them.
+    4 to 64 of them. head: elements of an attention head; 32 is the smallest of vLLM's kernels on a CPU.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -164,10 +166,17 @@ def tiny_vision_model(path: Path | str, arch: str = "qwen2_5_vl", *, seed: int =
     kept += ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")
     kept += ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step")
     shape = {key: text[key] for key in kept if key in text}
-    sections = [4, 2, 2]
     if not arch.startswith("qwen3"):  # head size follows from hidden_size: 8
-        shape["head_dim"], sections = 8, [2, 1, 1]
+        shape["head_dim"] = 8
+    if arch.endswith("moe"):  # not square, so that it shows which way round they are
+        shape |= {"moe_intermediate_size": 24, "norm_topk_prob": True}
+    if head is not None:
+        shape |= {"head_dim": head, "num_attention_heads": 32 // head, "num_key_value_heads": 32 // head}
+    quarter = shape["head_dim"] // 8
+    sections = [2 * quarter, quarter, quarter]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    if arch.startswith("qwen3"):  # as published; transformers does it in any case, vLLM looks
+        rope["mrope_interleaved"] = True
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

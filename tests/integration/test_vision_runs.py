@@ -68,7 +68,11 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
     from transformers import AutoModelForImageTextToText
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = ["trainer.total_training_steps=3", "trainer.verify_weight_sync=True"]
+    more = [
+        "trainer.total_training_steps=3",
+        "trainer.verify_weight_sync=True",
+        "data.augmentation.rotate=20",
+    ]
     done = fork_server.run(tiny.overrides(whole, *more))
     assert done.status == 0, done.stderr[-3000:]
     for steps in (2, 3):
@@ -89,6 +93,17 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
     model = AutoModelForImageTextToText.from_pretrained(actor)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     assert (actor / "preprocessor_config.json").is_file()
+
+
+def test_responses_to_images_are_written_and_scored(tiny: VisionRun, tmp_path: Path) -> None:
+    from verl.trainer import main_eval, main_generation
+
+    out, sizes = tmp_path / "out.parquet", ["rollout.prompt_length=160", "rollout.response_length=6"]
+    more = [f"data.output_path={out}", "data.n_samples=2", "rollout.dtype=float32", "trainer.device=cpu"]
+    assert main_generation.main([f"model.path={tiny.model}", f"data.path={tiny.val}", *sizes, *more]) == 0
+    assert [len(found) for found in pq.read_table(out)["responses"].to_pylist()] == [2] * 4
+    scoring = [f"custom_reward_function.path={tiny.reward}", "reward_model.num_workers=1"]
+    assert main_eval.main([f"data.path={out}", *scoring]) == 0
 
 
 def test_a_model_that_does_not_see_its_images_ends_the_run(tmp_path: Path, fork_server: Any) -> None:

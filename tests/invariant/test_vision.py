@@ -14,7 +14,7 @@ from PIL import Image
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
 from tests.unit.engine_cases import assert_close, gradients, simple_loss
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import ChatRenderer
 from verl.data.tokenizer import load_tokenizer
@@ -168,12 +168,14 @@ def test_batching_never_changes_the_answer(path25: Path, how: dict[str, Any]) ->
 
 
 def of_two_ranks(
-    path: str, shares: list[list[int]], mode: str
+    path: str, shares: list[list[int]], mode: str, sequence: int = 1
 ) -> tuple[float, dict[str, torch.Tensor], np.ndarray]:
-    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay."""
+    """Norm, gradients and this rank's log-probs; made-up responses, the same on every rank. mode: of router replay; sequence:
+    ranks that share each sequence."""
     from verl.engine.training.sharding import whole
 
-    role = trained(ppo_micro_batch_size_per_gpu=2, router_replay={"mode": mode})
+    how = {"ppo_micro_batch_size_per_gpu": 2, "ulysses_sequence_parallel_size": sequence}
+    role = trained(**how, router_replay={"mode": mode})
     engine, outputs = FSDPEngine(path, role_cfg=role, device="cpu"), ("log_probs", "routed_experts")
     rng, rows = np.random.default_rng(1), []
     for prompt in make_prompts(Path(path)):
@@ -195,13 +197,16 @@ def of_two_ranks(
         ("qwen2_5_vl", [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ("qwen2_5_vl", [list(range(8)), []]),
         *((arch, [[0, 1, 4, 5, 6, 7], [2, 3]]) for arch in ARCHITECTURES),
+        *((arch, [list(range(8))] * 2) for arch in ("qwen2_5_vl", "qwen3_vl_moe")),
     ],
     ids=str,
 )
 def test_two_ranks_are_one_whoever_has_the_images(tmp_path: Path, arch: str, shares: list[list[int]]) -> None:
-    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other."""
+    """Rows 2 and 3 have none: alone on a rank, that rank still runs the tower with the other. With the same rows the ranks share
+    each sequence."""
     path, mode = tiny_vision_model(tmp_path, arch), "R2" if arch.endswith("moe") else "disabled"
-    found = ranks.run(of_two_ranks, 2, str(path), shares, mode)
+    sequence = 2 if shares[0] == shares[1] else 1
+    found = ranks.run(of_two_ranks, 2, str(path), shares, mode, sequence)
     norm, expected, log_probs = of_two_ranks(str(path), [list(range(8))], mode)
     for rank, (other, given, ours) in enumerate(found):
         assert other == pytest.approx(norm, rel=1e-4)
@@ -234,6 +239,22 @@ def test_the_sampler_records_the_trainer_s_routes(tmp_path: Path) -> None:
         theirs = np.concatenate((row.context_columns["routed_experts"], row.routed_experts))[:-1]
         assert done.routed_experts is not None
         np.testing.assert_array_equal(done.routed_experts[: len(theirs)], theirs)
+
+
+def test_experts_are_written_as_published(tmp_path: Path) -> None:
+    """[experts, in, out], as vLLM wants them; transformers writes them the other way round, which is read as well."""
+    from safetensors.torch import load_file
+
+    own, saved = tiny_vision_model(tmp_path / "m", "qwen3_vl_moe"), tmp_path / "saved"
+    actor = FSDPEngine(own, role_cfg=trained(), device="cpu")
+    actor.save_weights(saved)
+    given, written = (load_file(folder / "model.safetensors") for folder in (own, saved))
+    turned = [name for name in given if not torch.equal(given[name], written[name])]
+    assert turned and all(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in turned)
+    assert all(torch.equal(given[name].transpose(1, 2), written[name]) for name in turned)
+    again = FSDPEngine(saved, role_cfg=trained(), device="cpu").module.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in actor.module.state_dict().items())
+    actor.load_weights(saved)
 
 
 def test_what_is_in_the_image_changes_the_response(path25: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.dtypes import float_name
 from verl.config.names import nearest
+from verl.config.rollout_engines import float_name
 
 KEY = "rollout.engine_kwargs.vllm"
 
@@ -31,6 +31,8 @@ FIXED: dict[str, str] = {
     "generation_config": "sampling settings come from rollout.*",
     "worker_extension_cls": "weights reach vLLM's workers through ours",
     "weight_transfer_config": "weights reach vLLM's workers through shared memory",
+    "mm_device_do_normalize": "pixels come to vLLM as the model sees them",
+    "mm_processor_kwargs": "data.mm_processor_kwargs sets it",
     "enable_sleep_mode": "rollout.free_cache_engine sets it",
     "enable_expert_parallel": "rollout.expert_parallel_size sets it",
 }

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from verl.models.names import checkpoint_parts
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -128,8 +130,6 @@ def switched_off(layers: Iterable[Any]) -> Iterator[None]:
 
 def exported(module: PreTrainedModel, whole: Gather = as_is) -> Iterator[tuple[str, torch.Tensor]]:
     """Merged weights under the names of a Hugging Face checkpoint, tied ones too, one parameter at a time."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     view = PlainView(module)
     for name, tensor in view.state().items():
-        yield from revert_weight_conversion(module, {name: view.merged(name, tensor, whole)}).items()
+        yield from checkpoint_parts(module, {name: view.merged(name, tensor, whole)}).items()

@@ -7,6 +7,7 @@ nothing else: a forward that is given its positions does not look at them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from verl.config.rollout_engines import VISION_MODELS
 from verl.errors import UserError
 from verl.models.layers import is_recurrent
 from verl.trajectory import Media
@@ -35,7 +37,7 @@ def model_inputs(
         "position_ids": positions.unsqueeze(-2),
         "use_cache": False,
     }
-    return inputs | media if media else inputs
+    return {**inputs, **(media or {})}
 
 
 def special_token_ids(config: Any) -> list[int]:
@@ -79,6 +81,42 @@ def text_axes(first: int, count: int) -> np.ndarray:
     return np.broadcast_to(np.arange(first, first + count), (3, count))
 
 
+@dataclass(slots=True)
+class ImageFeatures:
+    """What a vision tower gives of images: for each of their tokens `pooled` [tokens, hidden], and the same for each layer of the
+    language model that takes more (`deep`). `kind`: the model's own class of it."""
+
+    pooled: torch.Tensor
+    deep: list[torch.Tensor]
+    kind: Any
+
+    @classmethod
+    def of(cls, base: Any, tensors: Mapping[str, torch.Tensor]) -> ImageFeatures:
+        """Run the tower of `base`, a model without its head. tensors: as `VisionInputs.tensors` gives them."""
+        out = base.get_image_features(**tensors, return_dict=True)
+        deep = [torch.cat(list(layer)) for layer in getattr(out, "deepstack_features", None) or ()]
+        return cls(torch.cat(list(out.pooler_output)), deep, type(out))
+
+    def part(self, first: int, last: int) -> ImageFeatures:
+        """Those of the tokens `first` to `last`; of none they still hang on the tower's pass."""
+        return ImageFeatures(self.pooled[first:last], [layer[first:last] for layer in self.deep], self.kind)
+
+    @staticmethod
+    def argument(parts: Sequence[ImageFeatures]) -> dict[str, Any]:
+        """The argument of a forward whose image tokens have these features, in their order; empty without any."""
+        if not parts:
+            return {}
+        deep = [list(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
+        more = {"deepstack_features": deep} if deep else {}
+        found = parts[0].kind(pooler_output=[part.pooled for part in parts], **more)
+        return {"mm_encoder_outputs": {"image": found}}
+
+
+def takes_features(model: Any) -> bool:
+    """True if the model's forward can be given `ImageFeatures` in the place of images."""
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
+
+
 class VisionInputs:
     """What one vision-language model makes of contexts with images. UserError for a model with another interface."""
 
@@ -93,6 +131,11 @@ class VisionInputs:
         if is_recurrent(model):
             raise UserError(
                 f"images of {name} are not in this release: it carries a state along the row; choose another model"
+            )
+        if model.config.model_type not in VISION_MODELS:
+            known = ", ".join(VISION_MODELS)
+            raise UserError(
+                f"images of {name} are not in this release, where nobody looked whether they are right; take one of {known}"
             )
         self._base = base
         self.image_token = int(model.config.image_token_id)

@@ -7,7 +7,7 @@ Which view is found by converting a tensor of element numbers: the strides are r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,27 @@ import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Experts that are [E, in, out] in published checkpoints and [E, out, in] in the model. transformers (5.19) turns them when it
+# reads and, looking at the shape alone, leaves them as they are when it writes, which vLLM cannot read.
+_TURNED = {"qwen3_vl_moe": (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")}
+
+
+def checkpoint_parts(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of these tensors of the model, by its own names: views or new tensors, not contiguous all.
+
+    Square experts stay as they are: transformers could not see that they were turned.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(model, dict(tensors))
+    turned = _TURNED.get(model.config.model_type, ())
+    for name in [name for name in found if turned and name.endswith(turned) and name in tensors]:
+        tensor = found[name]
+        if tensor.shape == tensors[name].shape and tensor.shape[1] != tensor.shape[2]:
+            found[name] = tensor.transpose(1, 2)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +92,13 @@ def _parts(
     model: PreTrainedModel, source: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]]:
     """The names that the model's tensor `source` has in a checkpoint, each with its place in it."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    names = revert_weight_conversion(model, {source: shape})
+    names = checkpoint_parts(model, {source: shape})
     if len(names) == 1 and next(iter(names.values())) is shape:
         yield next(iter(names)), None
         return
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
-    for name, found in revert_weight_conversion(model, {source: numbers}).items():
+    for name, found in checkpoint_parts(model, {source: numbers}).items():
         origin = (0,) * found.ndim
         offset = int(found[origin]) if found.numel() else 0
         stride = tuple(

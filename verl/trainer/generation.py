@@ -40,15 +40,12 @@ MAX_LOST_RATIO = 0.1
 
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
-    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
     run, phases = training_config(config), Phases()
-    who: list[Callable[[], str]] = [str]
-    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
-    hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
+    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event)
     output = _writable(str(config.data.output_path))
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
@@ -56,7 +53,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
             quiet_libraries()
             data, tokenizer = _open_data(config, run, tracking)
             rows = joined_rows(data.source.files)
-            rollouts, workers = _build(run, tokenizer, tracking, hooks)
+            rollouts, workers = _build(run, tokenizer, tracking, watchdog.hooks(tracking))
         try:
             tracking.event("plan", device=workers.describe)
             with interrupt.patient():
@@ -78,7 +75,8 @@ def training_config(config: GenerationConfig) -> Config:
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
     arr.model.trust_remote_code |= config.data.trust_remote_code
     data.prompt_key = config.data.prompt_key
-    data.apply_chat_template_kwargs = config.data.apply_chat_template_kwargs
+    for name in ("apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs"):
+        data[name] = config.data[name]
     data.max_prompt_length, data.max_response_length = rollout.prompt_length, rollout.response_length
     data.filter_overlong_prompts, data.max_bad_row_ratio = True, 1.0
     run.trainer.nnodes, run.trainer.n_gpus_per_node = trainer.nnodes, trainer.n_gpus_per_node
@@ -105,23 +103,27 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     """The prompts and the tokenizer; rows that cannot be used are left out and counted. UserError if none is left."""
     from verl.data.dataset import PromptDataset
     from verl.data.files import DataError
+    from verl.data.media import load_processor
     from verl.data.rows import RowRules
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
 
     model = run.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
-    rules = RowRules(config.data.prompt_key, needs_truth=False, needs_source=False)
+    tokenizer = tracking.tokenizer = tokenizer_of(model)
+    kwargs, trust = config.data.mm_processor_kwargs, model.trust_remote_code
+    processor = load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
+    rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
     try:
         kwargs = config.data.apply_chat_template_kwargs
         tools = checked_tools(run.actor_rollout_ref.rollout, tokenizer, kwargs)
         data = PromptDataset(
-            config.data.path or [], run, tokenizer, split="prompts", rules=rules, tools=tools
+            config.data.path or [],
+            run,
+            tokenizer,
+            split="prompts",
+            rules=rules,
+            tools=tools,
+            processor=processor,
         )
     except DataError as error:
         message = str(error).replace("data.max_prompt_length", "rollout.prompt_length")
@@ -206,12 +208,10 @@ class Generated:
 
     def tell(self, tracking: Tracking) -> None:
         """Metrics, sampled responses and the page, into the run folder."""
-        from verl.tracking.run_folder import LiveReport
-
         tracking.log(0, self.metrics())
         tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))
         tracking.finish("finished")
-        LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+        tracking.write_page(last=True)
 
 
 async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int, phases: Phases) -> Generated:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.tracking.console import one_line, say
 from verl.tracking.validation_metrics import validation_metrics
+from verl.trajectory import Batch
 
 if TYPE_CHECKING:
+    from verl.data.dataset import PromptDataset
     from verl.engine.rollout.base import SamplingParams
     from verl.rollout.manager import RolloutManager
     from verl.tracking.tracker import Tracking
-    from verl.trajectory import Batch, Prompt, Trajectory
+    from verl.trajectory import Prompt, Trajectory
+
+
+class ValidationPrompts:
+    """The prompts of these rows. Text is held; prompts of a model that sees images are made in parts of `size` when they are
+    asked for, and a row that fails then is left out."""
+
+    def __init__(self, data: PromptDataset, rows: Iterable[int], size: int):
+        self._data, self._rows, self._size = data, [int(row) for row in rows], size
+        self._held = data.prompts(self._rows) if data.images is None else None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def parts(self) -> Iterator[list[Prompt]]:
+        """All of them, what is sampled at a time together."""
+        if self._held is not None:
+            yield self._held
+            return
+        for start in range(0, len(self._rows), self._size):
+            yield self._data.prompts(self._rows[start : start + self._size])
 
 
 class Validator:
@@ -23,7 +45,7 @@ class Validator:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: ValidationPrompts,
         sampling: SamplingParams,
         n: int,
         rollouts: RolloutManager,
@@ -40,8 +62,14 @@ class Validator:
     async def run(self, step: int, *, first: bool = False) -> dict[str, Any]:
         """One validation; returns its metrics and dumps the responses."""
         progress = self._tracking.progress("validation", total=len(self._prompts) * self._n)
-        batch = await self._rollouts.sample(self._prompts, self._sampling, self._n, progress)
-        await self._rollouts.scored(batch)
+        trajectories: list[Trajectory] = []
+        for prompts in self._prompts.parts():
+            part = await self._rollouts.sample(prompts, self._sampling, self._n, progress)
+            await self._rollouts.scored(part)
+            trajectories += part
+            for media in {prompt.media for prompt in prompts} - {None}:
+                media.drop_pixels()
+        batch = Batch(trajectories)
         await self._score_rest(batch)
         metrics = validation_metrics(batch)
         if first:

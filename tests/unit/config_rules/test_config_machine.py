@@ -39,18 +39,21 @@ def test_devices(base, monkeypatch):
     pool = (f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
     assert problems(*base, *pool) == [], "two pools of one machine"
     only(problems(*base, *pool, "trainer.n_gpus_per_node=3"), "machine", "5 devices asked for")
+    apart = ("algorithm.adv_estimator=gae", "critic.nnodes=1", "critic.n_gpus_per_node=2")
+    assert problems(*base, *apart) == []
+    only(problems(*base, *pool, *apart), "machine", "6 devices asked for", "critic.n_gpus_per_node=2")
     with monkeypatch.context() as joined:
         joined.setenv("RAY_ADDRESS", "127.0.0.1:1")
         assert problems(*base, "trainer.nnodes=2", "trainer.device=npu") == [], (
             "the cluster's nodes are looked at later"
         )
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["nvidia0"] if name == "nvidia" else [])
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cuda 13.0")
     assert problems(*base, "trainer.device=cuda") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: False)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cpu")
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
 
 
@@ -72,6 +75,18 @@ def test_a_teacher_that_is_not_here(base):
     only(problems(*base, "distillation.enabled=True", model), "machine", model, "no such directory")
 
 
+def test_a_teacher_sees_what_the_policy_sees(base, tmp_path):
+    facts, other = {"model_type": "qwen2_5_vl", "text_config": MODEL}, {}
+    policy = write_model(tmp_path / "vl", vision_config={"patch_size": 14}, **facts)
+    other["other patches"] = write_model(tmp_path / "b", vision_config={"patch_size": 16}, **facts)
+    other["sees images if the policy does"] = write_model(tmp_path / "c")
+    run = [*base, f"{ARR}.model.path={policy}", "distillation.enabled=True"]
+    teacher = "distillation.teacher_models.teacher_model.model_path"
+    assert problems(*run, f"{teacher}={policy}") == []
+    for why, path in other.items():
+        only(problems(*run, f"{teacher}={path}"), "configuration", why)
+
+
 def test_models_in_the_hubs_cache(base, tmp_path):
     root = tmp_path / "hub" / "hub" / "models--Org--Name"
     write_model(root / "snapshots" / "abc", max_position_embeddings=100)
@@ -80,7 +95,7 @@ def test_models_in_the_hubs_cache(base, tmp_path):
     only(problems(*base, f"{ARR}.model.path=Org/Name"), "configuration", "the model's context is 100")
 
 
-def test_model_directories(base, tmp_path):
+def test_model_directories(base, tmp_path, monkeypatch):
     def path(name):
         return f"{ARR}.model.path={tmp_path / name}"
 
@@ -92,11 +107,17 @@ def test_model_directories(base, tmp_path):
     write_model(tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text("{")
     only(problems(*base, path("broken")), "configuration", "cannot be read as JSON")
-    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     assert problems(*base, path("vl")) == []
-    split = f"{ARR}.actor.ulysses_sequence_parallel_size=2"
+    write_model(tmp_path / "other", model_type="gemma3", vision_config={}, text_config=MODEL)
+    only(problems(*base, path("other")), "machine", "gemma3", "not seen to be right")
+    split = f"{ARR}.actor.fsdp_config.tensor_parallel_size=2"
     assert any("vision models" in p and "not split" in p for p in problems(*base, path("vl"), split))
-    assert any("not sampled by vllm" in p for p in problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"))
+    with monkeypatch.context() as patched:
+        patched.setattr("verl.config.rules.machine.check_vllm", lambda: "")
+        patched.setattr("verl.config.rules.machine.vllm_arguments", frozenset)
+        patched.setattr("verl.config.engine_packages.importlib.util.find_spec", lambda name: None)
+        only(problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"), "machine", "torchvision")
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
     only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")
     assert problems(*base, path("remote"), f"{ARR}.model.trust_remote_code=True") == []
@@ -157,17 +178,32 @@ def test_json_lines(base, tmp_path):
 
 
 def test_rows_with_images(base, tmp_path):
-    images = [[{"bytes": b"x", "path": "a"}]] * 16
+    from PIL import Image
+
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    images = [[{"bytes": None, "path": "a.png"}]] * 16
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
     only(problems(*base, file), "configuration", "images", "text model")
-    write_model(tmp_path / "vl", vision_config={}, text_config=MODEL)
+    write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     vision = f"{ARR}.model.path={tmp_path / 'vl'}"
+    only(problems(*base, file, vision), "configuration", "no chat template", "custom_chat_template")
+    (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     assert problems(*base, file, vision) == []
+    images[3] = [{"bytes": None, "path": "b.png"}]
+    bad = f"data.train_files={write_rows(tmp_path / 'c.parquet', images=images)}"
+    told = ("1 × image missing", "c.parquet row 3", "b.png: no such file", "data.max_bad_row_ratio")
+    only(problems(*base, bad, vision), "configuration", *told)
+    enough = (*base, bad, vision, "data.max_bad_row_ratio=0.1")
+    assert problems(*enough) == [] and any("row 3" in note for note in check(load(enough)).check_only)
     only(
         problems(*base, file, vision, "data.video_key=images", "data.image_key=x"),
         "machine",
         "videos are not",
     )
+    label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
+    scorer = write_model(tmp_path / "scorer", **label)
+    scored = ["reward_model.enable=True", f"reward_model.model.path={scorer}"]
+    only(problems(*base, file, vision, *scored), "machine", "reads text")
     import pyarrow as pa
 
     none = pa.array([[]] * 16, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))

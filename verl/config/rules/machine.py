@@ -9,9 +9,10 @@ from pathlib import Path
 
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
-from verl.config.engine_packages import EnginePackageError, check_vllm, vllm_arguments
+from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
+from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
-from verl.config.rollout_engines import CAPABILITIES, RELEASED
+from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
 
 
@@ -46,7 +47,7 @@ def _devices(c: Check) -> None:
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)
-    several = c.world > 1 or c.rollout.nnodes > 0
+    several = c.world > 1 or c.rollout.nnodes > 0 or bool(c.ppo and own_pools(c.cfg))
     if (several or cluster) and not _installed("ray"):
         c.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
     if several:
@@ -70,11 +71,15 @@ def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
 
 def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     """Without a cluster's address everything has to be on this machine."""
-    own = c.rollout.nnodes * c.rollout.n_gpus_per_node
-    wanted, nodes = c.world + own, c.trainer.nnodes + c.rollout.nnodes
-    if own:
-        sizes = f"{sizes}, {c.at(f'{c.rollout_key}.nnodes')}, {c.at(f'{c.rollout_key}.n_gpus_per_node')}"
-    if nodes > 1 + (own > 0):
+    own = [*own_pools(c.cfg).values()] if c.ppo else []
+    if c.rollout.nnodes:
+        own.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
+    sizes = ", ".join([sizes, *map(str, own)])
+    wanted, nodes = (
+        c.world + sum(pool.devices for pool in own),
+        c.trainer.nnodes + sum(pool.nodes for pool in own),
+    )
+    if nodes > 1 + len(own):
         c.lacks(
             sizes,
             f"{wanted} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "
@@ -116,6 +121,8 @@ def _vllm(c: Check) -> None:
     try:
         check_vllm()
         known = vllm_arguments()
+        if c.facts is not None and c.facts.vision:
+            check_vllm_images()
     except EnginePackageError as error:
         c.lacks(f"{key}.name=vllm", str(error))
     values = {name: c.rollout.get(name) for name in OURS.values()}
@@ -141,23 +148,20 @@ def _model(c: Check) -> None:
     if facts.remote_code and not c.model.trust_remote_code:
         why = f"the model ({facts.name}) is built by code shipped with it; set True to run its author's code"
         c.refuse(f"{c.model_key}.trust_remote_code", why)
-    if facts.vision and (why := _no_vision(c)):
+    if facts.vision and (why := _no_vision(c, facts.name)):
         c.lacks(at, f"vision models ({facts.name}) {why}")
 
 
-def _no_vision(c: Check) -> str:
-    """Why this run cannot have a model that sees images, "" if it can."""
-    if c.cfg.entry == "sft":
-        sizes = ("engine.ulysses_sequence_parallel_size", "engine.tensor_parallel_size")
-        split = next((key for key in sizes if (c.cfg.select(key) or 1) > 1), None)
-        return f"are not split in this release; set {split}=1" if split else ""
-    if not c.ppo:
-        return "are not in this release of generation and evaluation; use a text model"
-    if not CAPABILITIES[c.rollout.name].images:
+def _no_vision(c: Check, name: str) -> str:
+    """Why this run cannot have a model of that type, which sees images, "" if it can."""
+    size = {"sft": "engine.tensor_parallel_size", "ppo": f"{ACTOR}.fsdp_config.tensor_parallel_size"}
+    if (key := size.get(c.cfg.entry)) and (c.cfg.select(key) or 1) > 1:
+        return f"are not split so in this release; set {key}=1"
+    if name not in VISION_MODELS:
+        known = ", ".join(VISION_MODELS)
+        return f"are not in this release, where its images were not seen to be right; take one of {known}"
+    if c.rollout is not None and name not in CAPABILITIES[c.rollout.name].images:
         return f"are not sampled by {c.rollout.name} in this release; set {c.rollout_key}.name=native"
-    for key in ("ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"):
-        if (c.cfg.select(f"{ACTOR}.{key}") or 1) > 1:
-            return f"are not split in this release; set {ACTOR}.{key}=1"
     return ""
 
 

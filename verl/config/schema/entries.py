@@ -92,9 +92,11 @@ class EvalDataConfig(Group):
         response_key: Column of the responses.
         data_source_key: Column that selects the reward function.
         reward_model_key: Column of the ground truth.
+        image_key: Column of the images, for `reward_model.images`.
     """
 
     path: FilePath | None = key(None, required=True)
+    image_key: str = "images"
     prompt_key: str = "prompt"
     response_key: str = "responses"
     data_source_key: str = "data_source"
@@ -142,6 +144,7 @@ class GenerationDataConfig(Group):
         output_path: Parquet file written: the rows of all files plus `responses`; required.
         apply_chat_template_kwargs: Passed to the chat template.
         trust_remote_code: Run code that is shipped with the tokenizer.
+        image_key, allow_image_urls, mm_processor_kwargs: Of prompts with images, as in training.
     """
 
     path: list[FilePath] | None = key(None, required=True)
@@ -151,6 +154,9 @@ class GenerationDataConfig(Group):
     output_path: FilePath | None = key(None, required=True)
     apply_chat_template_kwargs: Map = open_map()
     trust_remote_code: bool = False
+    image_key: str = key("images", ours=True)
+    allow_image_urls: bool = key(False, ours=True)
+    mm_processor_kwargs: Map = open_map()
 
 
 class GenerationConfig(Root):

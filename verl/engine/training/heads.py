@@ -18,7 +18,7 @@ from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.inputs import model_inputs, special_token_ids
-from verl.models.load import value_layer
+from verl.models.load import NotPacked, value_layer
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LogProbHead(OutputHead):
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; of softmax(logits / temperature)."""
-        inputs = batch.inputs()
+        inputs = batch.inputs(self.module.base_model)
         options = {"candidates": batch.candidates, "topk": self.topk}
         if self.layer is None:
             logits = self.module(**inputs).logits[0][batch.source].float() / temperature
@@ -129,7 +129,8 @@ class ValueHead(OutputHead):
 
     def compute(self, batch: Pack, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         """See `OutputHead.compute`; the temperature plays no part."""
-        hidden = self.module.base_model(**batch.inputs()).last_hidden_state[0].index_select(0, batch.source)
+        base = self.module.base_model
+        hidden = base(**batch.inputs(base)).last_hidden_state[0].index_select(0, batch.source)
         layer = value_layer(self.module)
         values = (hidden.float() * layer.weight.float()).sum(-1)
         return {self.outputs[0]: values if layer.bias is None else values + layer.bias.float()}
@@ -142,12 +143,12 @@ class ScoreHead(ValueHead):
 
     @torch.no_grad()
     def find_layer(self) -> LogitLayer | None:
-        """None. UserError where the model's own score of a probe is none of ours: its head is no linear layer alone."""
+        """None. NotPacked where the model's own score of a probe is none of ours: its head is no linear layer alone."""
         layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
         theirs, hidden = _probe(self.module, embedding)
         # Which of the tokens counts depends on the padding token.
         if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
-            raise UserError(f"{type(self.module).__name__}: its head is more than a linear layer")
+            raise NotPacked(f"{type(self.module).__name__}: its head is more than a linear layer")
         return None
 
 

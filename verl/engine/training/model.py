@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.heads import OutputHead, head_class
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject
@@ -31,6 +31,7 @@ from verl.engine.training.weight_files import WeightSource, open_source
 from verl.errors import UserError
 from verl.models import attention, positions
 from verl.models import load as models
+from verl.models.inputs import sees_images, takes_features
 from verl.models.layers import is_recurrent, layer_configs
 from verl.platform import platform_of
 
@@ -128,7 +129,11 @@ def _sequence_parallel(module: PreTrainedModel, layout: Layout) -> SequenceParal
             f"{sizes.sequence_text}: {type(module).__name__} carries a state along the row, so a row cannot be split; "
             "set it to 1"
         )
-    return SequenceParallel(layout.sequence, int(text.num_attention_heads) // layout.tensor_size)
+    heads, sees = int(text.num_attention_heads) // layout.tensor_size, sees_images(module.config)
+    if sees and not takes_features(module):
+        name = type(module).__name__
+        raise UserError(f"{sizes.sequence_text}: {name} takes no encoded images; set it to 1")
+    return SequenceParallel(layout.sequence, heads, module.config.image_token_id if sees else None)
 
 
 def _source(module: PreTrainedModel, path: str | Path, settings: ModelSettings) -> WeightSource:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.models.inputs import VisionInputs, model_inputs, text_axes
+from verl.models.inputs import ImageFeatures, VisionInputs, model_inputs, text_axes
 from verl.models.packed_attention import PackedPlan, TokenSpan
 from verl.trajectory import UNKNOWN_EXPERT, Media, Segment
 
@@ -57,6 +57,7 @@ class Pack:
     runs                   the rows that have a token, those together that share their context's tokens
     axes, media            where a row has images: int64 [3, S] that the model rotates by, and its arguments for images
     images                 number of images
+    image_span             where the pack is a rank's share of one: which of the images' tokens are in it, (first, last)
     blank                  1 where the last token is an image of none of the rows, whose output counts for nothing
     """
 
@@ -72,11 +73,15 @@ class Pack:
     axes: torch.Tensor | None = None
     media: dict[str, torch.Tensor] = field(default_factory=dict)
     images: int = 0
+    image_span: tuple[int, int] | None = None
     blank: int = 0
 
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward."""
-        return model_inputs(self.input_ids, self.positions if self.axes is None else self.axes, self.media)
+    def inputs(self, base: Any) -> dict[str, Any]:
+        """Arguments of the forward of a model that `base` is without its head. Of a share the tower runs here, over all images."""
+        media: dict[str, Any] = self.media
+        if self.image_span is not None:
+            media = ImageFeatures.argument([ImageFeatures.of(base, media).part(*self.image_span)])
+        return model_inputs(self.input_ids, self.positions if self.axes is None else self.axes, media)
 
     @property
     def size(self) -> int:

@@ -22,11 +22,12 @@ from verl.trajectory import UNKNOWN_EXPERT
 
 
 class SequenceParallel:
-    """The ranks of `group`, whose number divides `heads`, share each pack."""
+    """The ranks of `group`, whose number divides `heads`, share each pack. image_token: of a vision-language model, else None;
+    each of the ranks runs its tower over all images of a pack and goes on with those of its own tokens."""
 
-    def __init__(self, group: dist.ProcessGroup, heads: int):
+    def __init__(self, group: dist.ProcessGroup, heads: int, image_token: int | None = None):
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self._heads = heads
+        self._heads, self._image_token = heads, image_token
 
     def share(self, batch: Pack) -> tuple[Pack, torch.Tensor, AttentionPlan]:
         """This rank's tokens [S/n] and those of the response tokens that are predicted from them, with their places among
@@ -45,6 +46,13 @@ class SequenceParallel:
         if routes is not None:
             routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, fill), value=UNKNOWN_EXPERT)[here]
         part = Pack(batch.rows, ids[here], positions[here], [], source, targets, candidates, routes)
+        if batch.media:
+            rest = torch.arange(fill, device=ids.device).expand(3, -1)
+            axes = batch.positions.expand(3, -1) if batch.axes is None else batch.axes
+            is_image = ids == self._image_token
+            first = int(is_image[:start].sum())
+            part.axes, part.media = torch.cat((axes, rest), 1)[:, here], batch.media
+            part.image_span = first, first + int(is_image[here].sum())
         whole = PackedPlan(segments, positions, self._heads // self._size)
         return part, mine, UlyssesPlan(whole, self._group, self._rank, self._size)
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.core_model_loading import revert_weight_conversion
 
 from verl.engine.training.process_group import all_gather_json, on_all_ranks, this_rank
 from verl.engine.training.sharding import local, take_share, whole
 from verl.errors import UserError
 from verl.models.adapters import PlainView
+from verl.models.names import checkpoint_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ class FileSource(WeightSource):
         return [part for part in parts if part not in self._files]
 
     def _parts(self, name: str, like: torch.Tensor) -> Iterable[str]:
-        return revert_weight_conversion(self._module, {name: torch.empty(like.shape, device="meta")})
+        return checkpoint_parts(self._module, {name: torch.empty(like.shape, device="meta")})
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name in self._zero:
@@ -97,7 +97,7 @@ class FileSource(WeightSource):
         # In the smallest type that can, and let go one after the other: fused experts are most of a large model.
         kind = torch.int32 if like.numel() < 2**31 else torch.int64
         numbers = torch.arange(like.numel(), dtype=kind).view(like.shape)
-        apart = revert_weight_conversion(self._module, {name: numbers})
+        apart = checkpoint_parts(self._module, {name: numbers})
         del numbers
         out = torch.empty(like.numel(), dtype=like.dtype)
         for part in list(apart):
@@ -252,7 +252,7 @@ def untied(module: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _stored(module: PreTrainedModel, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    parts = revert_weight_conversion(module, {name: full.detach()})
+    parts = checkpoint_parts(module, {name: full.detach()})
     return {part: tensor.cpu().contiguous() for part, tensor in parts.items()}
 
 

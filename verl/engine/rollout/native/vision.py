@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from verl.engine.rollout.native.architecture import INSTEAD
 from verl.errors import UserError
-from verl.models.inputs import ImageContext, VisionInputs
+from verl.models.inputs import ImageContext, ImageFeatures, VisionInputs, takes_features
 from verl.trajectory import Media
 
 if TYPE_CHECKING:
@@ -32,26 +29,17 @@ class PromptImages:
     context: ImageContext
 
 
-@dataclass(slots=True)
-class _Features:
-    """What the vision tower gives of a prompt's images: [tokens, hidden], and the same for each layer that takes more."""
-
-    pooled: Tensor
-    deep: list[Tensor]
-
-
 class ImageEncoder:
     """`encoded` counts the images that went through the tower. UserError for a model that takes no features."""
 
     def __init__(self, model: Any, inputs: VisionInputs):
-        if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+        if not takes_features(model):
             name = type(model).__name__
             raise UserError(
                 f"the embedded sampler cannot show images to {name}: it takes no encoded ones; {INSTEAD}"
             )
         self._base, self._inputs = model.base_model, inputs
-        self._features: WeakKeyDictionary[Media, _Features] = WeakKeyDictionary()
-        self._kind: Any = None
+        self._features: WeakKeyDictionary[Media, ImageFeatures] = WeakKeyDictionary()
         self.encoded = 0
 
     def of_prompt(self, ids: np.ndarray, media: Media | None) -> PromptImages | None:
@@ -68,29 +56,23 @@ class ImageEncoder:
 
     def of_spans(self, spans: Sequence[PrefillSpan]) -> dict[str, Any]:
         """The argument of a forward over these spans that holds the features of their image tokens; empty without any."""
-        parts: list[_Features] = []
+        parts: list[ImageFeatures] = []
         for span in spans:
             if span.images is None or span.prompt is not None:
                 continue
             first, last = span.images.context.before[[span.start, span.start + len(span.ids)]].tolist()
             if last > first:
-                whole = self._encode(span.images.media)
-                parts.append(_Features(whole.pooled[first:last], [layer[first:last] for layer in whole.deep]))
-        if not parts:
-            return {}
-        self._drop_oldest(keep={span.images.media for span in spans if span.images is not None})
-        deep = [list(layer) for layer in zip(*(part.deep for part in parts), strict=True)]
-        more = {"deepstack_features": deep} if deep else {}
-        return {"mm_encoder_outputs": {"image": self._kind(pooler_output=[p.pooled for p in parts], **more)}}
+                parts.append(self._encode(span.images.media).part(first, last))
+        if parts:
+            self._drop_oldest(keep={span.images.media for span in spans if span.images is not None})
+        return ImageFeatures.argument(parts)
 
-    def _encode(self, media: Media) -> _Features:
+    def _encode(self, media: Media) -> ImageFeatures:
         found = self._features.get(media)
         if found is None:
             device = next(self._base.parameters()).device
-            out = self._base.get_image_features(**self._inputs.tensors([media], device), return_dict=True)
-            deep = [torch.cat(list(layer)) for layer in getattr(out, "deepstack_features", None) or ()]
-            found = self._features[media] = _Features(torch.cat(list(out.pooler_output)), deep)
-            self._kind = type(out)
+            found = ImageFeatures.of(self._base, self._inputs.tensors([media], device))
+            self._features[media] = found
             self.encoded += media.images
         return found
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl.config.dtypes import sampler_dtype
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.layout import samplers_per_node
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 from verl.models.layers import attention_sizes
@@ -50,6 +50,8 @@ class EngineSettings:
     seed: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
+    limit_images: int | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     engines: int = 1
 
 
@@ -81,6 +83,8 @@ def engine_settings(config: Any, trainer_dtype: str) -> dict[str, Any]:
         "override_config": dict(model.override_config),
         "seed": rollout.seed if rollout.seed is not None else config.trainer.seed,
         "engine_kwargs": dict(rollout.engine_kwargs.vllm),
+        "limit_images": rollout.limit_images,
+        "mm_processor_kwargs": dict(config.data.mm_processor_kwargs),
         "engines": samplers_per_node(config),
     }
 
@@ -91,11 +95,13 @@ def engine_arguments(
     *,
     cpu: bool,
     sleeps: bool,
+    vision: bool = False,
     notice: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. UserError lists every engine_kwargs key that cannot be passed.
 
-    known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep.
+    known: the installed vLLM's argument names. cpu, sleeps: what its platform is, and whether it can sleep. vision: the model
+    sees images.
     """
     s = settings
     arguments: dict[str, Any] = {name: getattr(s, name) for name in _SHARED} | {
@@ -116,17 +122,28 @@ def engine_arguments(
     if s.tensor_parallel_size > 1:
         # Inside a Ray actor vLLM would ask Ray for workers, and for devices that are given out already.
         arguments["distributed_executor_backend"] = "mp"
+    if vision:
+        arguments |= _image_defaults(s, known)
     if cpu:
         arguments |= _cpu_defaults(s)
     ours = {OURS[name]: getattr(s, name) for name in (*_SHARED, "seed")}
     ours |= {"data_parallel_size": 1, "pipeline_model_parallel_size": 1, "disable_log_stats": True}
-    translated = translate(s.engine_kwargs, known, ours, text_only=True)
+    translated = translate(s.engine_kwargs, known, ours, text_only=not vision)
     if translated.problems:
         raise UserError("; ".join(f"{key}: {message}" for key, message in translated.problems))
     for text in translated.notices:
         notice(text)
     arguments |= translated.arguments
     return _whole_prompts(s, arguments, notice) if cpu else arguments
+
+
+def _image_defaults(s: EngineSettings, known: Collection[str]) -> dict[str, Any]:
+    """How much room vLLM sets aside for images, of which its own processor, that needs the tokenizer, tells the largest; and
+    that pixels come to it as the model sees them."""
+    limits = {"video": 0} | ({} if s.limit_images is None else {"image": s.limit_images})
+    more = {"mm_processor_kwargs": dict(s.mm_processor_kwargs)} if s.mm_processor_kwargs else {}
+    done = {name: False for name in ("mm_device_do_normalize",) if name in known}
+    return {"limit_mm_per_prompt": limits, "skip_tokenizer_init": False} | more | done
 
 
 def _cpu_defaults(s: EngineSettings) -> dict[str, Any]:
@@ -194,8 +211,11 @@ def request_seed(sampling: SamplingParams) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[int]) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len.
+def request_arguments(
+    sampling: SamplingParams, *, room: int, end_ids: Iterable[int], forbidden: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams. room: tokens the prompt leaves of max_model_len. forbidden: tokens that are given no
+    probability.
 
     End tokens are named here, with vLLM's own ones off: then both ways of stopping are the same.
     """
@@ -210,6 +230,8 @@ def request_arguments(sampling: SamplingParams, *, room: int, end_ids: Iterable[
         "flat_logprobs": True,  # a fifth of the time of one dict and one object per token
         "detokenize": bool(sampling.stop),
     }
+    if bias := dict.fromkeys(forbidden, -math.inf):
+        arguments["logit_bias"] = bias
     if sampling.stop:
         # The string may be a special token, which vLLM's text leaves out else.
         arguments |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}

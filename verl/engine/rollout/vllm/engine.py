@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.engine_packages import vllm_arguments
+from verl.config.engine_packages import check_vllm_images, vllm_arguments
 from verl.engine.rollout.base import Completion, EngineDead, RolloutEngine, SamplingParams, check_request
 from verl.engine.rollout.vllm import launch
 from verl.engine.rollout.vllm.arguments import (
@@ -32,10 +32,12 @@ from verl.engine.rollout.vllm.arguments import (
     request_arguments,
 )
 from verl.engine.rollout.vllm.batch import BatchCall
+from verl.engine.rollout.vllm.images import ImageInputs
 from verl.engine.rollout.vllm.launch import LoopThread
 from verl.engine.rollout.vllm.requests import Counters, Live, ended_at_seam
 from verl.engine.rollout.vllm.weights import RPC_TIMEOUT, AdapterFolder, WorkerChannel
 from verl.engine.rollout.vllm.worker import remove_shared
+from verl.models.inputs import sees_images
 from verl.platform.host import available_memory
 from verl.platform.processes import process_start_time
 from verl.trajectory import Media
@@ -57,6 +59,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     free_cache_engine: `sleep` releases memory (on devices where vLLM can). bucket_bytes: size of one weight transfer.
     lora: the adapter_config.json of an adapter that vLLM adds to the model itself; `load_weights` then brings the adapter's
         tensors (names of peft's files less their prefix) and not the model's.
+    limit_images: the most of a prompt; mm_processor_kwargs: of the model's image processor, with which the largest is found.
     engines: how many of these share the machine's memory; on a CPU each takes its part of the share.
     engine_kwargs: further arguments of vLLM, checked against those of the installed version.
     The other names are vLLM's and those of `rollout.*` (docs/vllm.md). Raises UserError (EnginePackageError) if vLLM is
@@ -74,9 +77,14 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
     ):
         self._settings = s = EngineSettings(str(model_path), **settings)
         cpu, sleeps = launch.platform()
-        arguments = engine_arguments(s, vllm_arguments(), cpu=cpu, sleeps=sleeps, notice=notice)
         launch.check_main_script()
-        model_config, self._config_folder = launch.model_config(s, arguments)
+        model_config, self._config_folder = launch.model_config(s)
+        options: dict[str, Any] = {"cpu": cpu, "sleeps": sleeps, "vision": sees_images(model_config)}
+        arguments = engine_arguments(s, vllm_arguments(), **options, notice=notice)
+        if options["vision"]:
+            check_vllm_images()
+        if self._config_folder is not None:
+            arguments["hf_config_path"] = self._config_folder.name
         launch.check_model(model_config, s.tensor_parallel_size, cpu=cpu)
         if cpu:  # vLLM would size its cache by the whole machine
             arguments.setdefault("kv_cache_memory_bytes", cache_bytes(model_config, s, available_memory()))
@@ -98,6 +106,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             with launch.environment(cpu, s.tensor_parallel_size):
                 self._engine = self._host.call(_in_loop(launch.start, arguments))
             devices = self._host.call(self._begin())
+            sees = options["vision"]
+            self._images = ImageInputs(model_config, self._engine.input_processor) if sees else None
             # Without a name of its own here: what this frame names would outlive `close`.
             self._channel = WorkerChannel(
                 self._host, self._engine.collective_rpc, devices, bucket_bytes, notice
@@ -161,9 +171,10 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         """See `RolloutEngine.generate`. There is no group: vLLM finds equal prompts by itself."""
         prompt = [int(i) for i in prompt_ids]
         self._check(request_id, prompt, sampling, media)
-        live = self._live[request_id] = Live(request_id, prompt, [self._version])
+        live = self._live[request_id] = Live(request_id, prompt, [self._version], media)
         room = self._max_model_len - len(prompt)
-        arguments = request_arguments(sampling, room=room, end_ids=self._eos)
+        forbidden = self._images.forbidden if self._images is not None else ()
+        arguments = request_arguments(sampling, room=room, end_ids=self._eos, forbidden=forbidden)
         done = await asyncio.wrap_future(self._host.submit(self._response(live, arguments)))
         if not (sampling.stop and sampling.start):
             return done
@@ -180,8 +191,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise RuntimeError("the sampler has no weights yet: call load_weights() before generate()")
         if request_id in self._live:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
-        if media:
-            raise ValueError("images are not in this release: leave media out")
+        if media is not None and self._images is None:
+            raise ValueError(f"request {request_id!r} has images, and the model sees none")
         check_request(request_id, len(prompt), sampling, self._max_model_len)
         if 0 < sampling.temperature < 0.01:
             raise ValueError(f"{sampling.temperature=}: vLLM samples at 0.01 or above, or at 0 (greedy)")
@@ -193,14 +204,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         output = completion = None
         try:
             if not live.aborted:
-                stream = self._engine.generate(
-                    {"prompt_token_ids": live.prompt},
-                    launch.request_parameters(arguments),
-                    request_id=live.id,
-                    lora_request=self._adapter_request,
-                )
-                async for final in stream:
-                    output = final
+                output = await self._final_output(live, arguments)
             completion = live.completion(output)
             completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
@@ -211,6 +215,30 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
         finally:
             self._live.pop(live.id, None)
             self._counters.end(completion)
+
+    async def _final_output(self, live: Live, arguments: dict[str, Any]) -> Any:
+        """vLLM's last word on a request, None if it was aborted before the first."""
+        output = None
+        for _ in range(1 if live.media is None else 2):  # an image that vLLM has forgotten is sent again
+            stream = self._engine.generate(
+                self._prompt(live),
+                launch.request_parameters(arguments),
+                request_id=live.id,
+                lora_request=self._adapter_request,
+            )
+            async for final in stream:
+                output = final
+            if output is None or output.outputs[0].finish_reason != "error":
+                break
+        return output
+
+    def _prompt(self, live: Live) -> dict[str, Any]:
+        if self._images is None:
+            return {"prompt_token_ids": live.prompt}
+        try:
+            return self._images.prompt(live.prompt, live.media)
+        except ValueError as error:
+            raise ValueError(f"request {live.id!r}: {error}") from error
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """See `RolloutEngine.abort`. Unknown or finished ids are ignored."""
@@ -277,6 +305,8 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             yield
             if not self._host.call(self._engine.reset_prefix_cache(), RPC_TIMEOUT) and not held:
                 raise RuntimeError("vLLM did not drop its prefix cache, which belongs to the old weights")
+            if self._images is not None:
+                self._host.call(self._engine.reset_encoder_cache(), RPC_TIMEOUT)
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             if held:  # nobody waits for ever for an engine that stands still

@@ -105,9 +105,7 @@ def check_main_script() -> None:
         )
 
 
-def model_config(
-    settings: EngineSettings, arguments: dict[str, Any]
-) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
+def model_config(settings: EngineSettings) -> tuple[Any, tempfile.TemporaryDirectory[str] | None]:
     """The model's configuration as the trainer sees it. With overrides vLLM gets it as a file, in a folder that has to
     live as long as the engine. UserError for a configuration that cannot be read or overridden so."""
     from verl.models.load import load_config
@@ -118,7 +116,6 @@ def model_config(
         return config, None
     folder = tempfile.TemporaryDirectory(prefix="verl-vllm-config-")
     config.save_pretrained(folder.name)
-    arguments["hf_config_path"] = folder.name
     return config, folder
 
 
@@ -241,7 +238,7 @@ def lora_requests(path: str) -> tuple[Any, Any]:
     """The name under which requests ask for the adapter, and the order to load it again in place."""
     from vllm.lora.request import LoRARequest
 
-    given = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
+    given: dict[str, Any] = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
     return LoRARequest(**given), LoRARequest(**given, load_inplace=True)
 
 

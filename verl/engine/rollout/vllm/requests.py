@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, not_finite
+from verl.trajectory import Media
 
 _BYTES_PER_CHARACTER = 4
 
 
 @dataclass(slots=True)
 class Live:
-    """One request: the weight versions it has lived under, and whether it was aborted."""
+    """One request: the weight versions it has lived under, its images, and whether it was aborted."""
 
     id: str
     prompt: list[int]
     versions: list[int]
+    media: Media | None = None
     aborted: bool = False
     started: float = field(default_factory=time.monotonic)
 
@@ -35,7 +37,9 @@ class Live:
         reason = (response.finish_reason if response else None) or "abort"
         if reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM gave up request {self.id!r} after {len(ids)} tokens: {reason}")
-        log_probs = np.asarray(response.logprobs.logprobs if len(ids) else [], np.float32)
+        log_probs = np.asarray(
+            response.logprobs.logprobs if response is not None and len(ids) else [], np.float32
+        )
         if len(log_probs) != len(ids):
             raise RuntimeError(f"vLLM returned {len(log_probs)} log-probs for {len(ids)} tokens")
         if np.isnan(log_probs).any():

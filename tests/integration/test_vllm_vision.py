@@ -1,0 +1,63 @@
+"""Prompts with images in vLLM: what it samples is what the trainer computes, after transfers and from a checkpoint's files.
+
+Needs torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.invariant.test_vision import VISION, make_prompts, rows_of, sample, sampled, segments, trained
+from tests.tiny import tiny_vision_model
+from tests.unit.engine_cases import simple_loss
+from tests.vllm_cases import require_vllm, vllm_engine
+from verl.engine.training.fsdp_engine import FSDPEngine
+from verl.trajectory import Prompt
+from verl.weight_sync.sender import StreamedSync
+
+require_vllm()
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("vLLM reads models that see images with torchvision", allow_module_level=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_sampler_and_trainer_agree_after_three_syncs(tmp_path: Path, arch: str) -> None:
+    """One image, none, several, and one of 64 tokens; then the checkpoint, as vLLM loads it."""
+    path = tiny_vision_model(tmp_path / "model", arch, head=32)
+    actor, prompts = FSDPEngine(path, role_cfg=trained(), device="cpu"), make_prompts(path)
+    sampler = vllm_engine(path, load_format="dummy", max_model_len=320, skip_tokenizer_init=True)
+    try:
+        for version in range(3):
+            assert StreamedSync(actor, sampler).push(version, verify=True).verified
+            found = sample(sampler, prompts)
+            rows = rows_of(prompts, found)
+            ours = actor.forward(segments(rows), temperature=1.0)["log_probs"]
+            assert np.abs(ours - sampled(found)).max() <= 1e-4
+            assert not VISION & {int(t) for row in rows for t in row.response_ids}
+            loss = simple_loss(sum(row.length for row in rows))
+            assert not actor.step(segments(rows), loss, temperature=1.0).refused
+        swapped = Prompt("0:0@0", prompts[0].ids, None, media=prompts[2].media)
+        for wrong, why in (
+            (swapped, "image tokens for images"),
+            (Prompt("0:0@0", prompts[0].ids, None), "holds"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                sample(sampler, [wrong], 1)
+    finally:
+        sampler.close()
+    actor.save_weights(tmp_path / "saved")
+    for file in path.glob("*.json*"):
+        if not (tmp_path / "saved" / file.name).exists():
+            (tmp_path / "saved" / file.name).write_bytes(file.read_bytes())
+    loaded = vllm_engine(tmp_path / "saved", max_model_len=320)
+    try:
+        found = sample(loaded, prompts)
+    finally:
+        loaded.close()
+    ours = actor.forward(segments(rows_of(prompts, found)), temperature=1.0)["log_probs"]
+    assert np.abs(ours - sampled(found)).max() <= 1e-4
