@@ -65,6 +65,7 @@ _TABLE = {
     "verl.experimental.agent_loop": "verl.rollout.agent_loop: AgentLoopBase AgentLoopOutput register",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
+    "verl.tools.mcp_base_tool": "verl.rollout.tools.mcp_servers: MCPBaseTool=McpTool",
     "verl.tools.function_tool": f"{_TOOLS_BASE}: function_tool",
     "verl.interactions.base": "verl.rollout.tools.interactions: BaseInteraction",
     "verl.utils.import_utils": "verl.data.load_object: load_extern_object",

@@ -58,11 +58,13 @@ def play(
     n: int = 1,
     delay: float = 0.0,
     events: list | None = None,
+    model: Path | None = None,
 ) -> tuple[Batch, Says]:
     """One prompt through the manager in this process. words: keys below actor_rollout_ref.rollout."""
     config = load(
         ["actor_rollout_ref.rollout.response_length=600", "actor_rollout_ref.rollout.prompt_length=600",
-         *(f"actor_rollout_ref.rollout.{word}" for word in words)],
+         *(f"actor_rollout_ref.rollout.{word}" for word in words),
+         *([f"actor_rollout_ref.model.path={model}"] if model else [])],
     )  # fmt: skip
     tokenizer = tiny_tokenizer(template=_QWEN.replace("%THINK%", ""))
     agent = config.actor_rollout_ref.rollout.agent

@@ -71,7 +71,7 @@ def import_from(module: str, name: str | None) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        ("verl.tools.mcp_base_tool", "MCPBaseTool", "verl.rollout.tools"),
+        ("verl.tools.search_tool", "SearchTool", "verl.rollout.tools"),
         ("verl.interactions.gsm8k_interaction", None, "verl.rollout.tools.interactions"),
         ("verl.single_controller.ray", None, "verl.workers"),
         ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", "verl.trainer.ppo_trainer"),

@@ -214,7 +214,7 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
         "lifetime is 'ever'": entry(tmp_path, "ever"),
         "entry 0 and in .*entry 1": entry(tmp_path) + entry(tmp_path).partition("tools:")[2],
         "list `tools:`": "tool: []",
-        "MCP": "tools:\n  - {class_name: x.Y, config: {type: mcp}}",
+        "MCP": "tools:\n  - {config: {type: mcp}}",
     }
     for words, yaml in wrong.items():
         with pytest.raises(ToolError, match=f"(?is){words.replace('no_such', 'NoSuch')}"):

@@ -122,9 +122,8 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
     if head == "score":
         _check_classifier(config, path)
         if sees_images(config) and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            return _headed(
-                MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], GenericForSequenceClassification
-            )
+            whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+            return _headed(whole, GenericForSequenceClassification)
         return AutoModelForSequenceClassification
     config.num_labels = 1
     if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:

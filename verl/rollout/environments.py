@@ -1,7 +1,7 @@
 """What a policy acts in: `Env`, its adapters, and the loop that plays, `environment_agent`.
 
     reset(row) → messages → turn of the model → step(message) → messages, reward, done → next turn
-                                  command: a program of the user's asks the session over HTTP instead
+                  command, verifiers: a program of the user's, or an environment server, asks the session over HTTP instead
 
 An environment that fails, or that does not answer within `rollout.agent.tool_timeout`, is no outcome of the policy's: the
 trajectory ends with status environment_error and is sampled again.
@@ -10,66 +10,37 @@ trajectory ends with status environment_error and is sampled again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from verl.config.weights import user_scores
 from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
+from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
+from verl.rollout.environment_base import AsyncEnv, Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.base import in_thread
 from verl.rollout.tools.toolbox import load_class
 
-Messages = list[dict[str, Any]]
-
-
-@dataclass(slots=True)
-class Observation:
-    """What a dialogue begins with: messages (None: the row's own prompt), and the schemas of what the policy may call."""
-
-    messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated: a limit of
-    the environment's own ended it (status max_turns)."""
-
-    messages: Messages = field(default_factory=list)
-    reward: float = 0.0
-    done: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
-    truncated: bool = False
-
-
-class Env(Protocol):
-    """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their own."""
-
-    def reset(self, row: Mapping[str, Any]) -> Observation:
-        """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""
-
-    def step(self, message: Mapping[str, Any]) -> StepResult:
-        """Answer a turn of the policy: role, content, and `tool_calls` where tools were given."""
-
-    def close(self) -> None:
-        """Give up what it holds."""
+_PATH_KEY = "rollout.agent.environment.path"
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymEnv:
-    """A text environment of gymnasium's interface: observations are messages of the user, turns are actions.
+    """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
+    What is no text is shown as `render_mode=ansi` draws it, what is coloured there in brackets. Where actions are numbers (`Discrete`), the last one of a turn is taken.
     The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
@@ -78,33 +49,62 @@ class GymEnv:
 
     def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and the first observation at its end."""
-        seed = int.from_bytes(hashlib.blake2b(str(row["uid"]).encode(), digest_size=4).digest(), "little")
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
-        text, _ = self._env.reset(seed=seed) if takes_seed else self._env.reset()
-        messages = [dict(message) for message in row["raw_prompt"]]
-        if messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n\n{text}" if text else ""
-        else:
-            messages.append({"role": "user", "content": str(text)})
-        return Observation(messages)
+        seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
+        return Observation(opening(row, self._text(seen)))
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
-        """The turn's text is the action."""
-        text, reward, terminated, truncated, info = self._env.step(message["content"])
+        """The turn's text is the action, or names it."""
+        try:
+            action = self._action(message["content"])
+        except ValueError as error:
+            return StepResult([{"role": "user", "content": f"Error: {error}"}])
+        seen, reward, terminated, truncated, info = self._env.step(action)
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
-        said = [{"role": "user", "content": str(text)}]
+        said = [{"role": "user", "content": self._text(seen)}]
         return StepResult(said, float(reward), bool(terminated or truncated), metrics, not terminated)
+
+    def _text(self, seen: Any) -> str:
+        if not isinstance(seen, str) and getattr(self._env, "render_mode", None) == "ansi":
+            seen = _COLOURED.sub(r"[\1]", self._env.render())
+        return str(seen)
+
+    def _action(self, text: str) -> Any:
+        space: Any = getattr(self._env, "action_space", None)
+        if type(space).__name__ != "Discrete":
+            return text
+        numbers = re.findall(r"-?\d+", text)
+        if not numbers or not space.contains(int(numbers[-1])):
+            raise ValueError(f"the action must be a number from {space.start} to {space.start + space.n - 1}")
+        return int(numbers[-1])
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
 
-def make(spec: Mapping[str, Any]) -> Env:
+def make(spec: Mapping[str, Any]) -> Env | AsyncEnv:
     """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
-    env: Any = load_class(path, "rollout.agent.environment.path")(**kwargs)
+    if spec["name"] == "openenv":
+        return openenv.OpenEnv(path, **kwargs)
+    env = load_class(path, _PATH_KEY)(**kwargs)
     return env if spec["name"] == "custom" else GymEnv(env)
+
+
+def check(spec: Mapping[str, Any], tokenizer: str) -> None:
+    """UserError for an environment that cannot be used: its class, program, server. tokenizer: path or name."""
+    name, path = spec["name"], str(spec["path"])
+    if name == "openenv":
+        openenv.check(path)
+    elif name == "verifiers":
+        verifiers_server.check(spec, tokenizer)
+    elif name == "command":
+        program = next(iter(shlex.split(path)), "")
+        if shutil.which(program) is None:
+            raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
+    else:
+        load_class(path, _PATH_KEY)
 
 
 @register("environment_agent")
@@ -130,7 +130,8 @@ class EnvironmentAgent(AgentLoopBase):
             raise UserError(
                 "environment_agent needs rollout.agent.environment.name and .path, or the column `environment`"
             )
-        status = await (self._command(spec, row) if spec["name"] == "command" else self._play(spec, row))
+        play = {"command": self._command, "verifiers": self._verifiers}.get(spec["name"], self._play)
+        status = await play(spec, row)
         return outputs_of(self.session, status=status, **self._about())
 
     async def _play(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
@@ -148,7 +149,7 @@ class EnvironmentAgent(AgentLoopBase):
             with suppress(Exception):
                 await self._ask(env.close)
 
-    async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    async def _turns(self, env: Env | AsyncEnv, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
         while True:
             try:
@@ -216,6 +217,22 @@ class EnvironmentAgent(AgentLoopBase):
         self._messages = self.session.messages or list(row["raw_prompt"])
         self._read(output.decode(errors="replace"))
         return "length" if self.session.full else None
+
+    async def _verifiers(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
+        """Have an environment server play an episode through this session."""
+        model, extra = self.config.actor_rollout_ref.model, row["extra_info"] or {}
+        tokenizer = self.config.data.tokenizer or model.tokenizer_path or model.path
+        server = verifiers_server.server_of(spec, tokenizer)
+        self._played = True
+        try:
+            found = await server.run(self.session.base_url, extra.get("task"), extra.get("index"))
+        except EnvironmentFailed:
+            if self.session.full:
+                return "length"
+            raise
+        self._messages = found["messages"]
+        self._earn(StepResult(reward=found["reward"], metrics=found["metrics"]))
+        return "max_turns" if found["stop"] == "max_turns" else None
 
     def _read(self, output: str) -> None:
         lines = output.strip().splitlines()

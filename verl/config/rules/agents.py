@@ -15,11 +15,25 @@ def check(c: Check) -> None:
     turns, environment, key = c.rollout.multi_turn, c.rollout.agent.environment, c.rollout_key
     if environment.name and not environment.path:
         c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
+    elif environment.name:
+        try:
+            _environment(c)
+        except UserError as error:
+            c.refuse(f"{key}.agent.environment", str(error))
     if turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path:
         try:
             _tools(c)
         except UserError as error:
             c.refuse(f"{key}.multi_turn", str(error))
+
+
+def _environment(c: Check) -> None:
+    from verl.plugins import import_modules
+    from verl.rollout import environments
+
+    import_modules(c.model.external_lib)
+    tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
+    environments.check(c.rollout.agent.environment, tokenizer)
 
 
 def _tools(c: Check) -> None:

@@ -7,7 +7,7 @@ from verl.config.schema.training import LogProbConfig
 ENGINES = ("auto", "native", "vllm", "sglang", "hf")
 TOOL_FORMATS: tuple[str, ...] = ("hermes", "qwen", "gpt-oss", "qwen3_coder", "glm", "seed", "minimax", "kimi")
 TOOL_FORMATS += ("deepseek", "deepseek_v4", "gemma4", "llama3_json")
-ENVIRONMENTS = ("custom", "gym", "command")
+ENVIRONMENTS = ("custom", "gym", "command", "verifiers", "openenv")
 POLICIES = ("score", "mask", "drop", "resample")
 
 
@@ -108,7 +108,8 @@ class EnvironmentConfig(Group):
 
     Attributes:
         name: Which adapter.
-        path: Class or factory (`file.py:Class`, `pkg.module:Class`), or a program's command line, as the adapter needs.
+        path: Class or factory (`file.py:Class`, `pkg.module:Class`), a program's command line, the Python that has `verifiers`, or an
+            OpenEnv server's URL, as the adapter needs.
         kwargs: Handed over as they are.
     """
 

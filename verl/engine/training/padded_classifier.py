@@ -29,7 +29,7 @@ class PaddedClassifier:
         self.platform, self.device = device, device.device()
         self.dp_rank = this_rank()
         dtype = compute_dtype(role_cfg, device)
-        self._module = load_model(model_path, model_cfg, dtype, head="score", packed=False)
+        self._module: Any = load_model(model_path, model_cfg, dtype, head="score", packed=False)
         self._module.requires_grad_(False).to(self.device)
         self._tokens = int(role_cfg["ppo_max_token_len_per_gpu"])
         self._padding = self._module.config.get_text_config().pad_token_id

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object, load_module
+from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import (
     BaseTool,
     FunctionTool,
@@ -71,7 +72,8 @@ class Toolbox:
         named: list[tuple[str, BaseTool]] = []
         if path := multi_turn.tool_config_path:
             entries = load_yaml(path, "tools")
-            named += [(f"{path} entry {number}", _tool(path, number, e)) for number, e in enumerate(entries)]
+            for number, entry in enumerate(entries):
+                named += _tools(f"{path} entry {number}", entry)
         if path := multi_turn.function_tool_path:
             try:
                 module = load_module(path)
@@ -90,12 +92,19 @@ class Toolbox:
         return {name: tool.tool_schema.model_dump() for name, tool in self.by_name.items()}
 
 
-def _tool(path: str, number: int, entry: dict[str, Any]) -> BaseTool:
-    where = f"{path} entry {number}"
+def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
+    """(place, tool) of an entry: one tool, or those of MCP servers."""
+    named = entry.get("class_name")
     if (entry.get("config") or {}).get("type") == "mcp":
-        raise ToolError(f"{where}: tools of MCP servers are not in this release")
-    if not isinstance(entry.get("class_name"), str):
+        from verl.rollout.tools.mcp_servers import McpTool, load_tools
+
+        return load_tools(entry, where, load_class(named, where) if named else McpTool)
+    if not isinstance(named, str):
         raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
+    return [(where, _tool(where, entry))]
+
+
+def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
     tool_class, schema = load_class(entry["class_name"], where), entry.get("tool_schema")
     config = dict(entry.get("config") or {})
     if config.get("lifetime", "call") not in LIFETIMES:
@@ -138,7 +147,7 @@ class ToolRun:
         self.seconds = 0.0
 
     async def call(self, call: ToolCall) -> str:
-        """The text that answers a call. Never raises for what a tool does."""
+        """The text that answers a call. What a tool does wrong is text too; EnvironmentFailed where its server is gone."""
         started, tool = time.monotonic(), self._tools.get(call.name)
         self.counts["calls"] += 1
         if call.error or tool is None:
@@ -150,6 +159,8 @@ class ToolRun:
         try:
             async with deadline:
                 response, reward, metrics = await self._execute(tool, call.arguments)
+        except EnvironmentFailed:
+            raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1

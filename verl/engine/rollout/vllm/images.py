@@ -62,7 +62,7 @@ class ImageInputs:
         """The tensors of each image; None for one that vLLM's process holds already."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        tensors = {name: torch.from_numpy(media.inputs[name]) for name in (_PIXELS, _GRIDS)}
+        tensors: Any = {name: torch.from_numpy(media.inputs[name]) for name in (_PIXELS, _GRIDS)}
         fields = {
             _PIXELS: MultiModalFieldConfig.flat_from_sizes(_MODALITY, tensors[_GRIDS].prod(-1)),
             _GRIDS: MultiModalFieldConfig.batched(_MODALITY, keep_on_cpu=True),

@@ -1,0 +1,237 @@
+"""Environments of other packages: gymnasium, verifiers, OpenEnv, an openai client. Where a package is missing its test is skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_tokenizer
+from tests.unit.test_agents import play
+from tests.unit.test_session import _QWEN
+from verl.config import load
+from verl.config.check import check
+from verl.rollout import verifiers_server
+from verl.rollout.manager import RolloutError
+
+HERE = Path(__file__).parent
+VERIFIERS = os.environ.get("VERL_VERIFIERS_PYTHON")
+ENV = {"agent_name": "environment_agent"}
+
+
+def test_a_text_game_of_gymnasium() -> None:
+    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
+    kwargs = {"id": "FrozenLake-v1", "is_slippery": False, "render_mode": "ansi"}
+    own = {"environment": {"name": "gym", "path": "gymnasium:make", "kwargs": kwargs}}
+    (t,), _ = play(["east", "Down: 1", "1", "2", "1", "2", "2"], row={"columns": own, **ENV})
+    said = [m["content"] for m in t.fields["messages"]]
+    assert (t.status, t.score) == ("completed", 1.0) and "[S]FFF" in said[0] and "(Down)" in said[4]
+    assert said[2] == "Error: the action must be a number from 0 to 3"
+
+
+FAKE = """
+import json, os, sys, time, urllib.request
+first = json.loads(sys.stdin.readline())
+if "taskset" not in first["environment"]:
+    print(json.dumps({"refused": "no taskset"}), flush=True)
+    sys.exit()
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("task") == "die":
+        sys.exit(3)
+    if message.get("task") == "hang" and not os.path.exists(__file__ + ".hung"):
+        open(__file__ + ".hung", "w").close()
+        time.sleep(60)
+    if "url" not in message:
+        continue
+    if message["task"] == "raise":
+        print(json.dumps({"id": message["id"], "error": "TaskError: no game"}), flush=True)
+        continue
+    body = json.dumps({"messages": [{"role": "user", "content": "3*4?"}]}).encode()
+    urllib.request.urlopen(message["url"] + "/chat/completions", body).read()
+    print(json.dumps({"id": message["id"], "reward": 2.0, "metrics": {"turns": 1}, "stop": None, "messages": []}), flush=True)
+"""
+
+
+def fake_python(folder: Path) -> Path:
+    """A program in the place of a Python that has verifiers: it speaks as `verifiers_program` does."""
+    fake = folder / "python"
+    fake.write_text(f"#!{sys.executable}\n{FAKE}")
+    fake.chmod(0o755)
+    return fake
+
+
+def server_words(python: str, **kwargs: str) -> list[str]:
+    return [
+        "agent.environment.name=verifiers", f"agent.environment.path={python}", "agent.max_resamples=1",
+        *(f"agent.environment.kwargs.{name}={value}" for name, value in kwargs.items()),
+    ]  # fmt: skip
+
+
+def problems(words: list[str]) -> str:
+    """What `--check` says."""
+    return "\n".join(map(str, check(load([f"actor_rollout_ref.rollout.{word}" for word in words])).problems))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"), [("", ""), ("raise", "TaskError: no game"), ("die", "ended with status 3")]
+)
+def test_the_server_of_an_environment_is_started_watched_and_started_again(
+    tmp_path: Path, task: str, message: str
+) -> None:
+    fake = fake_python(tmp_path)
+    row, events = {"extra_info": {"task": task}}, []
+    if not message:
+        (t,), _ = play(["12"], *server_words(str(fake), taskset="a"), row=row)
+        assert (t.status, t.score, t.fields["environment_metrics"]) == ("completed", 2.0, {"turns": 1})
+        return
+    with pytest.raises(RolloutError, match=message):
+        play(["12"], *server_words(str(fake), taskset="a"), row=row, events=events)
+    assert len(events) == 2
+    refused = problems(server_words(str(fake)))
+    assert "cannot serve the verifiers environment of environment.kwargs: no taskset" in refused
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="VERL_VERIFIERS_PYTHON names no Python that has verifiers")
+@pytest.mark.parametrize(
+    ("fail", "message"), [("", ""), ("raise", "no game"), ("die", "ended with status 3")]
+)
+def test_an_environment_of_verifiers(tmp_path: Path, monkeypatch, fail: str, message: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    name = "verifiers_environment_of_a_user"
+    words = server_words(str(VERIFIERS), **{"taskset.id": name, "agent.runtime.type": "subprocess"})
+    row = {
+        "extra_info": {"index": 1, "task": {"prompt": "3*4?", "answer": "12", "fail": fail} if fail else None}
+    }
+    tiny_tokenizer(tmp_path, template=_QWEN.replace("%THINK%", ""))
+    if fail:
+        with pytest.raises(RolloutError, match=message):
+            play(["12"], *words, row=row, model=tmp_path)
+        return
+    (t,), _ = play(["16", "Yes, 16."], *words, row=row, model=tmp_path)
+    assert (t.status, t.score, t.fields["environment_metrics"]["turns"]) == ("completed", 2.0, 2.0)
+    assert [m["content"] for m in t.fields["messages"]] == ["4*4?", "16", "Sure?", "Yes, 16."]
+    assert len(t.segments) == 1
+
+
+def call(name: str, **arguments: int | str) -> str:
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+OPENAI = """
+import json, os
+import openai
+client, row = openai.OpenAI(), json.loads(os.environ["VERL_ROW"])
+model = client.models.list().data[0].id
+tools = [{"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}}}]
+messages = row["messages"]
+while True:
+    choice = client.chat.completions.create(model=model, messages=messages, tools=tools, temperature=0.1).choices[0]
+    messages.append(choice.message)
+    if choice.finish_reason != "tool_calls":
+        break
+    for call in choice.message.tool_calls:
+        arguments = json.loads(call.function.arguments)
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": arguments["expression"]})
+try:
+    client.chat.completions.create(model=model, messages=messages, stream=True)
+except openai.BadRequestError as error:
+    print(json.dumps({"reward": 0.5, "metrics": {"refused": str(error)}}))
+"""
+
+
+def test_the_client_of_openai(tmp_path: Path) -> None:
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    (tmp_path / "agent.py").write_text(OPENAI)
+    words = [
+        w.replace("name=verifiers", "name=command")
+        for w in server_words(f"'{sys.executable} {tmp_path}/agent.py'")
+    ]
+    (t,), _ = play([call("calculate", expression="3*4"), "It is 12."], *words)
+    assert (t.status, t.score, len(t.segments)) == ("completed", 0.5, 1)
+    assert "<tool_response>\n3*4\n</tool_response>" in t.text and t.text.endswith("It is 12.<|im_end|>")
+    assert "stream is not supported" in t.fields["environment_metrics"]["refused"]
+
+
+def test_a_server_that_hangs_is_ended_after_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers_server, "ANSWER_SECONDS", 0.1)
+    words = server_words(str(fake_python(tmp_path)), taskset="a")
+    (t,), _ = play(
+        ["12"],
+        *words,
+        "agent.max_resamples=3",
+        "agent.trajectory_timeout=1.5",
+        row={"extra_info": {"task": "hang"}},
+    )
+    assert (t.status, t.score) == ("completed", 2.0) and (tmp_path / "python.hung").exists()
+
+
+@contextmanager
+def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
+    """A server on a free port (the last word of its command) until the block ends; its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd)
+    try:
+        late = time.monotonic() + 60
+        while time.monotonic() < late:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def openenv_words(url: str, **kwargs: str) -> list[str]:
+    return [w.replace("name=verifiers", "name=openenv") for w in server_words(url, **kwargs)]
+
+
+def test_the_example_of_openenv(tmp_path: Path) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    made = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(tmp_path)]
+    subprocess.run(made, check=True, capture_output=True)
+    with serving("-m", "uvicorn", "server.app:app", "--port", cwd=tmp_path / "echo_env") as url:
+        words = openenv_words(url, observation="echoed_message")
+        (t, u), _ = play(
+            ["Hi", "Hello."], *words, "multi_turn.max_assistant_turns=2", n=2
+        )  # the server takes one at a time
+        assert (t.status, u.status) == ("max_turns", "max_turns") and t.score == pytest.approx(0.8)
+        said = [m["content"] for m in t.fields["messages"]]
+        assert said == ["3*4?\n\nEcho Env environment ready!", "Hi", "Hi", "Hello."]
+        assert "OpenEnv" not in problems(words)
+    assert f"no OpenEnv server answers at {url}" in problems(words) and "start it there" in problems(words)
+
+
+@pytest.mark.parametrize("kind", ["act", "tools"])
+def test_actions_of_openenv_as_calls(kind: str) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    with serving(str(HERE / "openenv_server_of_a_user.py"), kind) as url:
+        if kind == "act":
+            turns = [call("act", a=1, b="x"), call("act", a=2, b=2), call("act", a=3, b=4)]
+            row = {"extra_info": {"reset_kwargs": {"hint": "Two factors."}}}
+            (t,), _ = play(turns, *openenv_words(url), row=row)
+            said = [m["content"] for m in t.fields["messages"] if m["role"] != "assistant"]
+            assert (t.status, t.score, said[0], said[2]) == (
+                "completed",
+                1.0,
+                "3*4?\n\nMake 12. Two factors.",
+                "4",
+            )
+            assert said[1] == "Error: the action does not fit its schema"
+        else:
+            (t,), _ = play([call("multiply", a=3, b=4), "It is 12."], *openenv_words(url))
+            assert (t.status, t.fields["messages"][2]["content"]) == ("completed", "12")

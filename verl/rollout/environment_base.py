@@ -1,0 +1,71 @@
+"""What environments are made of: what a user writes (`Env`), what it answers with, and how a dialogue opens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a dialogue begins with: messages (None: the row's own prompt), and the schemas of what the policy may call."""
+
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What follows a turn: messages to the policy, the reward that the turn earned, whether it was the last. truncated: a limit of
+    the environment's own ended it (status max_turns)."""
+
+    messages: Messages = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+
+
+class Env(Protocol):
+    """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their own."""
+
+    def reset(self, row: Mapping[str, Any]) -> Observation:
+        """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Answer a turn of the policy: role, content, and `tool_calls` where tools were given."""
+
+    def close(self) -> None:
+        """Give up what it holds."""
+
+
+class AsyncEnv(Protocol):
+    """The same with methods that are async."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        """See `Env`."""
+
+    async def step(self, message: Mapping[str, Any]) -> StepResult:
+        """See `Env`."""
+
+    async def close(self) -> None:
+        """See `Env`."""
+
+
+def seed_of(row: Mapping[str, Any]) -> int:
+    """A seed that the members of a group share."""
+    return int.from_bytes(hashlib.blake2b(str(row["uid"]).encode(), digest_size=4).digest(), "little")
+
+
+def opening(row: Mapping[str, Any], text: Any) -> Messages:
+    """The row's prompt with the first observation at its end."""
+    messages = [dict(message) for message in row["raw_prompt"]]
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += f"\n\n{text}" if text else ""
+    else:
+        messages.append({"role": "user", "content": str(text)})
+    return messages

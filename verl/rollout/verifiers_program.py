@@ -1,0 +1,138 @@
+"""Run by the Python of a virtual environment that has `verifiers` (version 1 environments), and not verl: imports nothing of verl.
+
+    run ──lines of JSON on stdin──→ EnvClient → EnvServer of one environment → session URL (/inference/v1/generate)
+        ←─lines on stdout──────────
+
+First line: {"environment": …, "tokenizer": …, "renderer": …}; then {"id", "url", "task" or "index"} starts an episode, {"cancel": id} ends one; {"id", "ping"} is answered with {"id"}.
+Answers: {"ready": true} or {"refused": text}, {"id", "reward", …} or {"id", "error": text}. Ends when stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+from typing import Any, TextIO
+
+SHUTDOWN_SECONDS = 5.0
+
+
+class Episodes:
+    """The environment server, and a client of it, in one process."""
+
+    def __init__(self, first: dict[str, Any], out: TextIO, folder: str):
+        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.serve import EnvClient, EnvServer
+        from verifiers.v1.utils.loaders import resolve_env_config
+
+        self._out, self._tokenizer = out, first["tokenizer"]
+        self._client_config, self._renderer = TrainClientConfig, first.get("renderer")
+        self.server = EnvServer(resolve_env_config(first["environment"]), address=f"ipc://{folder}/server")
+        self._client = EnvClient(self.server.address)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._tasks: list[Any] = []
+
+    def say(self, message: dict[str, Any]) -> None:
+        """One line to the run."""
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Start or cancel an episode."""
+        if "cancel" in message:
+            if (running := self._running.get(message["cancel"])) is not None:
+                running.cancel()
+            return
+        if "ping" in message:
+            self.say({"id": message["id"]})
+            return
+        self._running[message["id"]] = asyncio.ensure_future(self._run(message))
+
+    async def _run(self, message: dict[str, Any]) -> None:
+        try:
+            answer = await self._episode(message)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self._running.pop(message["id"], None)
+        self.say({"id": message["id"], **answer})
+
+    async def _episode(self, message: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.types import SamplingConfig
+
+        config = {"type": "train", "base_url": message["url"], "renderer_model_name": self._tokenizer}
+        episode = await self._client.run(
+            client=self._client_config.model_validate(config | {"renderer": self._renderer}),
+            model="policy",
+            sampling=SamplingConfig(),
+            task_data=message["task"] or self._task(message["index"]),
+        )
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        failed = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+        if not episode.ok or not traces or not all(trace.ok for trace in traces):
+            return {"error": f"{failed[-1].type}: {failed[-1].message}" if failed else "the episode failed"}
+        return _summary(traces)
+
+    def _task(self, index: int) -> dict[str, Any]:
+        if not self._tasks:
+            self._tasks = list(self.server.env.taskset)
+        data: dict[str, Any] = self._tasks[index].data.model_dump(mode="json")
+        return data
+
+
+def _summary(traces: list[Any]) -> dict[str, Any]:
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    metrics: dict[str, Any] = {}
+    for trace in traces:
+        metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+        metrics |= {
+            f"reward/{name}": reward.score for name, reward in trace.rewards.items() if reward is not None
+        }
+    return {
+        "reward": sum(trace.reward for trace in traces) / len(traces),
+        "metrics": metrics,
+        "stop": traces[-1].stop_condition,
+        "messages": [message_to_wire(message) for message in traces[-1].messages],
+    }
+
+
+async def serve(episodes: Episodes, lines: TextIO) -> None:
+    """Handle lines until they end."""
+    server = asyncio.ensure_future(episodes.server.run())
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        for line in lines:
+            loop.call_soon_threadsafe(episodes.take, json.loads(line))
+        loop.call_soon_threadsafe(ended.set)
+        threading.Event().wait(SHUTDOWN_SECONDS)
+        os._exit(1)  # the environment holds the process up
+
+    threading.Thread(target=read, daemon=True).start()
+    episodes.say({"ready": True})
+    waiting = asyncio.ensure_future(ended.wait())
+    await asyncio.wait([server, waiting], return_when=asyncio.FIRST_COMPLETED)
+    server.cancel()
+    await asyncio.gather(server, return_exceptions=True)
+
+
+def main() -> None:
+    """What the environment prints goes to stderr: stdout is the run's."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    first = json.loads(sys.stdin.readline())
+    with tempfile.TemporaryDirectory(prefix="verl-verifiers-") as folder:
+        try:
+            episodes = Episodes(first, out, folder)
+        except Exception as error:
+            print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), file=out, flush=True)
+            return
+        asyncio.run(serve(episodes, sys.stdin))
+
+
+if __name__ == "__main__":
+    main()
