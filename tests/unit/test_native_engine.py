@@ -138,6 +138,8 @@ def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) 
         if cut:
             new = [[n[0], n[1] - 1, n[2]] for n in new]
         assert [[done.prefilled for done in turns[1:]] for turns in found] == new
+    if more == {"max_num_seqs": 2}:
+        assert found[4][3].prefilled == 1 + 3 + 4, "those that wait keep their places"
 
 
 def test_new_weights_end_what_sessions_share(model: Any) -> None:

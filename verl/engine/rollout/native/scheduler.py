@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
 
 _BYTES_PER_CHARACTER = 4
+_PLACES = 8  # sequences that may be in the cache for each that may be sampled at a time: sessions that wait for a tool
 
 
 @dataclass(eq=False, slots=True)
@@ -131,8 +132,9 @@ class Scheduler:
     """State of every unfinished request. Owns both tables."""
 
     def __init__(self, pool: KVBlockPool, max_num_seqs: int, max_num_batched_tokens: int):
-        self.prompts = KVSlotTable(pool, max_num_seqs, from_end=True)
-        self.responses = KVSlotTable(pool, max_num_seqs)
+        self.prompts = KVSlotTable(pool, _PLACES * max_num_seqs, from_end=True)
+        self.responses = KVSlotTable(pool, _PLACES * max_num_seqs)
+        self._most_running = max_num_seqs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, Group] = {}
@@ -171,7 +173,7 @@ class Scheduler:
         return work if work.spans else None
 
     def _admit(self, request: Request) -> bool:
-        if self._hold and self.running:
+        if (self._hold and self.running) or len(self.running) == self._most_running:
             return False
         self._hold = False
         while not self._place(request):
