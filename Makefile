@@ -49,7 +49,7 @@ quickstart-vision: $(VENV)/.installed
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout
+	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer verl/workers
 	$(BIN)/lint-imports
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)

@@ -40,6 +40,7 @@ LOSS = "distillation.distillation_loss"
 METHODS["distill"] = ["distillation.enabled=True", f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=16"]
 # The teacher judges every token, so that no group is needed: a quarter of the responses for each prompt.
 METHODS["distill_alone"] = [*METHODS["distill"], f"{LOSS}.use_task_rewards=False", f"{RESPONSES}4"]
+METHODS["grpo_n4"] = [f"{RESPONSES}4"]
 Curve = list[tuple[float, float, float]]
 
 

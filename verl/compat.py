@@ -39,7 +39,7 @@ def _renamed(listed: str) -> list[tuple[str, str]]:
     return [(name, ours or name) for name, _, ours in pairs]
 
 
-_MANAGERS = "verl.reward.managers: register get_reward_manager_cls"
+_MANAGERS = "verl.reward.registry: register get_reward_manager_cls"
 _RULES = (
     "gsm8k math_dapo geo3k math math_reward=math math_verify=math prime_math=math prime_code=code sandbox_fusion=code "
     "search_r1_like_qa_em=search_qa"

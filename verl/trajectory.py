@@ -10,6 +10,7 @@ response tokens of all its segments, in order; one written to it is split among 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -97,12 +98,14 @@ class Media:
             image_grid_thw int64 [images, 3], in the order of the context
     tokens  of the context that stand for images
     small   the images scaled down, as encoded files, for the report
+    files   the images as JPEG files for what scores the responses; empty unless `reward_model.images`
     key     of its own, by which another process knows it again
     """
 
     inputs: dict[str, np.ndarray]
     tokens: int = 0
     small: tuple[bytes, ...] = ()
+    files: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
 
     @property
@@ -114,10 +117,27 @@ class Media:
         """Nobody computes with the images any more: only what is counted and shown of them stays."""
         self.inputs = {"image_grid_thw": self.inputs["image_grid_thw"]}
 
+    @property
+    def tokens_of_images(self) -> list[int]:
+        """`tokens`, image by image."""
+        if not self.inputs:
+            return []
+        patches = self.inputs["image_grid_thw"].prod(-1)
+        return list((patches * self.tokens // max(1, patches.sum())).tolist())
+
+    def uris(self) -> list[str]:
+        """`files` as data URIs."""
+        return data_uris(self.files)
+
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""
         nothing = np.zeros_like(self.inputs["pixel_values"])
         return Media(self.inputs | {"pixel_values": nothing}, self.tokens)
+
+
+def data_uris(files: Iterable[bytes]) -> list[str]:
+    """JPEG files as data URIs."""
+    return [f"data:image/jpeg;base64,{b64encode(file).decode()}" for file in files]
 
 
 @dataclass(slots=True, eq=False)

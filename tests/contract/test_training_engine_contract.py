@@ -190,10 +190,12 @@ def moved(path: Path) -> Any:
     for role_cfg in (role(optim={"lr": 1e-2}), AWAY):
         one = engine(path, role_cfg)
         for _ in range(2):
-            with one.on_device():
-                before = one.forward(share(one), temperature=1.0)["log_probs"]
-            with one.on_device(optimizer=True):
-                learn(one)
+            one.onload()
+            before = one.forward(share(one), temperature=1.0)["log_probs"]
+            one.offload()
+            one.onload(optimizer=True)
+            learn(one)
+            one.offload()
         ends.append((before, state(one)))
     return np.array_equal(ends[0][0], ends[1][0]) and identical(ends[0][1], ends[1][1])
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_reward_models import ASKS
 from tests.runs import from_step, main_ppo, records, weights
 from tests.tiny import tiny_model
+from tests.unit.test_reward_model import classifier
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,7 +32,8 @@ def train(fork_server, tiny, ray_address) -> Train:
     """A run to its end, on the cluster if it asks for two nodes; returns its folder."""
 
     def start(out: Path, *words: str) -> Path:
-        more = {"RAY_ADDRESS": ray_address} if "trainer.nnodes=2" in words else {}
+        many = {"trainer.nnodes=2", "critic.nnodes=1", "reward_model.nnodes=1"} & {*words}
+        more = {"RAY_ADDRESS": ray_address} if many else {}
         run = fork_server.run(tiny.overrides(out, *SHORT, *words), timeout=300, **more)
         assert run.status == 0, (run.stdout + run.stderr)[-4000:]
         return out
@@ -153,6 +156,54 @@ def test_a_critic_on_two_ranks_learns_as_in_one_process(train, tmp_path) -> None
     two = train(tmp_path / "two", *words, *TWO, offload)
     assert_close(records(alone), records(two), [0, 1, 2])
     assert records(two)[2]["critic/vf_loss"] > 0 and (two / "global_step_2/critic/config.json").is_file()
+
+
+def test_roles_on_devices_of_their_own_compute_as_beside_the_policy(train, tmp_path) -> None:
+    """The critic, the teacher and the reward model, each on a node of its own."""
+    words = (
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-4",
+        "distillation.enabled=True",
+        f"distillation.teacher_models.teacher_model.model_path={tiny_model(tmp_path / 'teacher', seed=3)}",
+        "reward_model.enable=True",
+        f"reward_model.model.path={classifier(tmp_path / 'rm')}",
+        "reward_model.weights={function: 1, model: 0.5}",
+        "reward_model.rollout.dtype=float32",
+        "trainer.total_training_steps=2",
+    )
+    pools = [
+        f"{group}.{key}=1"
+        for group in ("critic", "distillation", "reward_model")
+        for key in ("nnodes", "n_gpus_per_node")
+    ]
+    alone = train(tmp_path / "alone", *words)
+    apart = train(tmp_path / "apart", *words, *pools, "reward_model.enable_resource_pool=True")
+    assert_close(records(alone), records(apart), [0, 1, 2])
+    assert (apart / "global_step_2/critic/config.json").is_file()
+    (plan,), (workers,) = events(apart, "plan"), events(apart, "workers")
+    assert "1 rank of the critic; 1 rank of the teacher; 1 rank of the reward_model" in plan["device"]
+    names = {one["name"] for one in workers["workers"]}
+    ranks = {f"{what} worker 0" for what in ("training", "critic", "teacher", "reward model")}
+    assert names == {*ranks, "sampler 0"} and len({one["pid"] for one in workers["workers"]}) == 5
+
+
+def test_a_judge_on_a_device_of_its_own_is_asked(train, tmp_path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    words = (
+        f"custom_reward_function.path={tmp_path / 'asks.py'}",
+        "reward_model.enable=True",
+        f"reward_model.model.path={tiny_model(tmp_path / 'judge', seed=5)}",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    )
+    pool = (
+        "reward_model.enable_resource_pool=True",
+        "reward_model.nnodes=1",
+        "reward_model.n_gpus_per_node=1",
+    )
+    alone, apart = train(tmp_path / "alone", *words), train(tmp_path / "apart", *words, *pool)
+    assert records(apart)[1]["reward/errors"] == 0
+    assert records(apart)[1]["critic/score/mean"] == records(alone)[1]["critic/score/mean"]
 
 
 def test_two_ranks_are_taught_as_one_process(train, tmp_path) -> None:

@@ -68,7 +68,11 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
     from transformers import AutoModelForImageTextToText
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = ["trainer.total_training_steps=3", "trainer.verify_weight_sync=True"]
+    more = [
+        "trainer.total_training_steps=3",
+        "trainer.verify_weight_sync=True",
+        "data.augmentation.rotate=20",
+    ]
     done = fork_server.run(tiny.overrides(whole, *more))
     assert done.status == 0, done.stderr[-3000:]
     for steps in (2, 3):

@@ -14,7 +14,7 @@ from PIL import Image
 from tests import ranks
 from tests.tiny import tiny_model, tiny_vision_model
 from tests.unit.engine_cases import assert_close, gradients, simple_loss
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import ChatRenderer
 from verl.data.tokenizer import load_tokenizer

@@ -216,6 +216,7 @@ def test_what_a_run_asks_for() -> None:
     assert asked() == [(1, 1)] and asked("trainer.nnodes=2") == [(2, 1)]
     assert asked("trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{rollout}.nnodes=1") == [(2, 8), (1, 8)]
     assert asked(f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=4") == [(1, 1), (1, 4)]
+    assert asked("critic.nnodes=2", "critic.n_gpus_per_node=3") == [(1, 1), (2, 3)]
 
 
 def of_models(*models: dict[str, Any]) -> Found:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from verl.cli import doctor, rules
+from verl import versions
+from verl.cli import doctor
 from verl.cli.doctor import BAD, OK, WARN, Finding
 from verl.platform import host, probe
 from verl.versions import satisfies
@@ -41,15 +42,15 @@ def test_base_is_what_the_package_requires() -> None:
     for line in project["dependencies"]:
         name, ranges = re.fullmatch(r"([\w-]+)(?:\[[\w.,-]+\])?(.*)", line).groups()
         required[name] = ranges
-    assert required == rules.BASE
-    assert project["requires-python"] == ">=" + ".".join(map(str, rules.PYTHON))
+    assert required == doctor.BASE
+    assert project["requires-python"] == ">=" + ".".join(map(str, doctor.PYTHON))
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Versions that the doctor sees; starts with a sound installation."""
     sound = {"torch": "2.13.0+cpu", "transformers": "5.19.0"}
-    found = {name: sound.get(name, "9999") for name in rules.BASE} | {"antlr4-python3-runtime": "4.9.3"}
+    found = {name: sound.get(name, "9999") for name in doctor.BASE} | {"antlr4-python3-runtime": "4.9.3"}
     monkeypatch.setattr(probe, "version", found.get)
     monkeypatch.setattr(probe, "torch_build", lambda: "cpu")
     monkeypatch.setattr(probe, "nvidia_gpus", list)
@@ -173,7 +174,7 @@ def test_how_bf16_products_are_computed_is_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_torch_build_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "package_folder", lambda name: tmp_path)
+    monkeypatch.setattr(versions, "package_folder", lambda name: tmp_path)
     for text, build in (
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda 13.0"),
         ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "cpu"),

@@ -50,7 +50,6 @@ def test_those_of_amd(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", False),
         ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", True),
         ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", True),
-        ("", True),
     ],
 )
 def test_builds_of_torch(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: bool) -> None:

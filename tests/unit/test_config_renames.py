@@ -28,6 +28,11 @@ ppo reward.reward_model.enable_resource_pool=True → reward_model.enable_resour
 ppo reward.reward_model.nnodes=2 → reward_model.nnodes=2
 ppo reward.reward_model.rollout.n=2 → reward_model.rollout.n=2
 ppo reward.reward_model.model_path=/m → reward_model.model.path=/m
+ppo reward_model.model_path=/m → reward_model.model.path=/m
+ppo critic.model.ulysses_sequence_parallel_size=2 → critic.ulysses_sequence_parallel_size=2
+ppo reward_model.inference.prompt_length=9 → reward_model.rollout.prompt_length=9
+ppo async_training.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
+ppo ARR.actor.policy_loss.loss_mode=bypass_mode → algorithm.rollout_correction.bypass_mode=True
 ppo reward.sandbox_fusion.url=http://x → reward_model.sandbox_fusion.url=http://x
 ppo sandbox_fusion.max_concurrent=2 → reward_model.sandbox_fusion.max_concurrent=2
 ppo critic.fsdp.param_offload=True → critic.model.fsdp_config.param_offload=True
@@ -60,6 +65,7 @@ ppo rollout.nnodes=2 → ARR.rollout.nnodes=2
 ppo rollout.n_gpus_per_node=2 → ARR.rollout.n_gpus_per_node=2
 ppo rollout.n=6 → ARR.rollout.n=6
 ppo async_training.concurrent_samples_per_replica=9 → ARR.rollout.max_num_seqs=9
+ppo async_training.partial_rollout=False → trainer.partial_rollout=False
 ppo ARR.actor.use_rollout_log_probs=True → algorithm.rollout_correction.bypass_mode=True
 ppo ARR.actor.veomni.param_offload=True → ARR.actor.fsdp_config.param_offload=True
 ppo ARR.actor.veomni.enable_full_shard=False → ARR.actor.fsdp_config.reshard_after_forward=False
@@ -177,7 +183,6 @@ def test_asynchronous_entry_points_are_the_one_loop(argv, expected):
     [
         ("async_training.staleness_threshold=-1", "no number of at least 0"),
         ("async_training.trigger_parameter_sync_step=0", "no whole number of at least 1"),
-        ("async_training.partial_rollout=False", "leave it True"),
         ("async_training.use_dynamic_resource_scheduling=True", "not in this release"),
         (
             "trainer.v1={trainer_mode:separate_async,separate_async:{parameter_sync_step:0.5}}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.data.media import decoded, load_processor, open_image, save_processor,
 from verl.data.rows import BadRow
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
+from verl.trajectory import Trajectory
 
 PAD = 263
 """The image token of the tiny tokenizer."""
@@ -98,7 +100,6 @@ def test_any_mode_becomes_rgb_and_what_is_transparent_white(
         ("http://localhost/x.png", "image is remote"),
         ("data:image/png;base64,$$$", "undecodable image"),
         (7, "wrong column type"),
-        (picture((10_000, 10_000), "1"), "image too large"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -106,11 +107,6 @@ def test_a_cell_that_is_no_image_is_named(tmp_path: Path, cell: Any, problem: st
     with pytest.raises(BadRow) as bad:
         open_image(cell, tmp_path)
     assert bad.value.problem == problem
-
-
-def test_an_image_that_ends_early_fails_when_it_is_decoded() -> None:
-    with pytest.raises(BadRow, match="undecodable"):
-        decoded(open_image(picture((200, 200), color=(1, 2, 3))[:-40], Path()))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +148,7 @@ def test_a_prompt_has_the_tokens_that_were_measured(model: Path, tmp_path: Path)
         assert prompt.media is not None
         patches = prompt.media.inputs["image_grid_thw"].prod(-1).sum()
         assert prompt.media.tokens == (prompt.ids == PAD).sum() == patches // 4
+        assert sum(prompt.media.tokens_of_images) == prompt.media.tokens
         assert len(prompt.media.inputs["pixel_values"]) == patches
         assert "images" not in prompt.columns
     assert data.images.counts == {"decoded": 3, "processed": 3}
@@ -169,24 +166,144 @@ def test_limits_of_the_size_come_from_the_configuration(model: Path, tmp_path: P
         open_rows(model, [row], tmp_path, "+data.mm_processor_kwargs.max_pixles=1")
 
 
-def test_bad_rows_are_left_out_and_long_ones_never_cut(model: Path, tmp_path: Path) -> None:
-    good = {"images": [{"bytes": picture()}]}
-    rows = [
-        good,
-        {"images": [{"bytes": b"junk"}]},
-        good | {"prompt": [{"role": "user", "content": "<image><image>"}]},
-        good | {"prompt": [{"role": "user", "content": "<image><|image_pad|>"}]},
-        {"images": [{"bytes": picture((4000, 10))}]},
-        {"images": [{"bytes": picture((200, 200))}]},
-        {"images": [{"bytes": picture((1, 1))}]},
-        {"images": [{"bytes": picture()}] * 3, "prompt": [{"role": "user", "content": "?"}]},
-    ]
+def gif() -> bytes:
+    out = io.BytesIO()
+    frames = [Image.new("RGB", (40, 24), colour) for colour in ("red", "green", "blue")]
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
+    return out.getvalue()
+
+
+GOOD: dict[str, Any] = {"images": [{"bytes": picture(), "path": None}]}
+NOISE = Image.effect_noise((99, 99), 50)
+
+
+def noise(cut: int) -> bytes:
+    out = io.BytesIO()
+    NOISE.save(out, "PNG")
+    return out.getvalue()[:-cut]
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}]}
+
+
+def shown(content: bytes | None = None, path: str | None = None) -> dict[str, Any]:
+    return {"images": [{"bytes": content, "path": path}]}
+
+
+# A row, the problem it is ("" for a row that is used), words of what to change.
+ROWS: list[tuple[dict[str, Any], str, str]] = [
+    (GOOD | asked("<image><image>"), "image count", "2 places (<image>) for 1 images; write one for each"),
+    ({"images": GOOD["images"] * 2}, "image count", "1 places (<image>) for 2 images; write one for each"),
+    (GOOD | asked("<image><|image_pad|>"), "image tokens", "does the text hold <|image_pad|>"),
+    ({"images": GOOD["images"] * 3} | asked("?"), "too many images", "rollout.limit_images=2"),
+    (shown(picture((4000, 10))), "image size", "aspect ratio must be smaller than 200"),
+    (shown(picture((10_000, 10_000), "1")), "image too large", "scale it down"),
+    (shown(picture((200, 200))), "prompt too long", "raise data.max_prompt_length=80, or lower"),
+    (shown(b"junk"), "undecodable image", "write it anew"),
+    (shown(path="gone.png"), "image missing", "gone.png: no such file"),
+    (shown(path="http://localhost/x.png"), "image is remote", "data.allow_image_urls=True"),
+    (shown(b""), "image missing", "neither bytes nor a path"),
+    (shown(picture((1, 1))), "", ""),
+    (shown(picture((40, 24), "CMYK", "JPEG")), "", ""),
+    (shown(gif()), "", ""),
+]
+
+
+def test_a_bad_row_says_what_to_change_and_long_ones_are_never_cut(model: Path, tmp_path: Path) -> None:
     limits = ("data.max_prompt_length=80", "actor_rollout_ref.rollout.limit_images=2")
-    data = open_rows(model, rows, tmp_path, "data.truncation=left", *limits)
-    found = {record["row"]: record["problem"] for record in data.bad_rows}
-    named = ("undecodable image", "image count", "image tokens", "image size", "prompt too long")
-    assert found == dict(enumerate(named, 1)) | {7: "too many images"}
-    assert [data.prompt(row).row for row in range(len(data))] == [0, 6]
+    data = open_rows(model, [row for row, _, _ in ROWS], tmp_path, "data.truncation=left", *limits)
+    bad = {record["row"]: record for record in data.bad_rows}
+    for number, (_, problem, words) in enumerate(ROWS):
+        found = bad.get(number, {"problem": "", "detail": ""})
+        assert found["problem"] == problem and words in found["detail"], found
+    assert [data.prompt(row).row for row in range(len(data))] == [11, 12, 13]
+    told = "\n".join(data.describe())
+    assert "2 × image count (e.g." in told
+    assert f"animations in 1 of the rows, of which the first frame is used (e.g. {tmp_path}" in told
+    dear = "filter_overlong_prompts=True (drops them), lower data.mm_processor_kwargs.max_pixels"
+    with pytest.raises(DataError, match=re.escape(dear)):
+        open_rows(model, [ROWS[6][0]], tmp_path, *limits)
+
+
+def test_an_image_that_ends_early_is_left_out_where_it_is_drawn(model: Path, tmp_path: Path) -> None:
+    data = open_rows(model, [GOOD, shown(noise(cut=900)), GOOD], tmp_path)
+    with pytest.raises(BadRow, match=r"undecodable image: .*x\.parquet row 1: .*write it anew"):
+        data.prompt(1)
+    assert [prompt.row for prompt in data.prompts(range(3), most=2)] == [0, 2]
+    assert [record["row"] for record in data.bad_rows] == [1]
+    data.config.data.max_bad_row_ratio = 0.3
+    with pytest.raises(DataError, match="1 of 3 rows cannot be used"):
+        data.prompts([1])
+
+
+DRAWN = Image.effect_noise((40, 24), 90).convert("RGB")
+AUGMENTED = ("rotate=20", "crop=0.5", "color_jitter=0.5")
+OWN = """
+def augment(image, rng):
+    return image.resize((image.width * 3, image.height)) if rng.random() < 2 else image
+def broken(image, rng):
+    return None
+"""
+
+
+def pixels(data: PromptDataset, row: int = 0, epoch: int = 0) -> bytes:
+    media = data.prompt(row, epoch).media
+    assert media is not None
+    return bytes(media.inputs["pixel_values"].tobytes())
+
+
+@pytest.mark.parametrize("words", [AUGMENTED[:1], AUGMENTED[1:2], AUGMENTED[2:], AUGMENTED], ids=str)
+def test_training_images_are_changed_by_row_and_epoch(
+    model: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    out = io.BytesIO()
+    DRAWN.save(out, "PNG")
+    rows = [shown(out.getvalue())] * 2
+    plain = open_rows(model, rows, tmp_path)
+    settings = [f"data.augmentation.{word}" for word in words]
+    one, again = open_rows(model, rows, tmp_path, *settings), open_rows(model, rows, tmp_path, *settings)
+    drawn = [pixels(one, row, epoch) for row in (0, 1) for epoch in (0, 1)]
+    assert len({*drawn, pixels(plain)}) == 5, "each row and epoch has an image of its own"
+    assert [pixels(again, row, epoch) for row in (1, 0) for epoch in (1, 0)] == drawn[::-1], "whenever drawn"
+    assert len(one.prompt(0).ids) == one.lengths[0]
+    seeded = open_rows(model, rows, tmp_path, *settings, "data.seed=7")
+    assert pixels(seeded) != drawn[0]
+    held_out = PromptDataset(
+        one.paths,
+        one.config,
+        load_tokenizer(model),
+        split="val",
+        processor=one.images and one.images.processor,
+    )
+    assert pixels(held_out) == pixels(plain)
+
+
+def test_a_function_of_the_users_changes_images_and_lengths_are_looked_at_again(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = f"data.augmentation.path={tmp_path}/own.py"
+    longer = open_rows(model, [GOOD], tmp_path, own)
+    assert len(longer.prompt(0).ids) == longer.lengths[0] + 2 * 15
+    short = open_rows(model, [GOOD], tmp_path, own, f"data.max_prompt_length={longer.lengths[0]}")
+    with pytest.raises(BadRow, match=r"prompt too long: .*x.parquet row 0: .*or augment less"):
+        short.prompt(0)
+    with pytest.raises(BadRow, match="returned a NoneType, not a Pillow image"):
+        open_rows(model, [GOOD], tmp_path, own, "data.augmentation.name=broken").prompt(0)
+
+
+def test_a_custom_class_may_give_pillow_images(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from PIL import Image\nfrom verl.utils.dataset.rl_dataset import RLHFDataset\n"
+        "class Own(RLHFDataset):\n"
+        "    def __getitem__(self, item):\n"
+        "        image = Image.new('RGB', (40, 24))\n"
+        "        return super().__getitem__(item) | {'images': [image] if item else image}\n"
+    )
+    words = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
+    data = open_rows(model, [GOOD, GOOD], tmp_path, *words)
+    assert not data.bad_rows and pixels(data, 0) == pixels(data, 1)
 
 
 def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) -> None:
@@ -226,3 +343,12 @@ def test_supervised_rows_hold_their_images_before_what_is_learned(model: Path, t
     assert seen.media is not None and (seen.ids == PAD).sum() == seen.media.tokens and blind.media is None
     learned = tokenizer.decode(seen.ids[seen.mask])
     assert learned == tokenizer.decode(blind.ids[blind.mask]) and learned.startswith("a<|im_end|>")
+
+
+def test_what_scores_gets_the_images_where_it_is_asked_for(model: Path, tmp_path: Path) -> None:
+    from verl.reward.runner import _extra_info
+
+    for word, expected in (("False", None), ("True", (40, 24))):
+        prompt = open_rows(model, [GOOD], tmp_path, f"reward_model.images={word}").prompt(0)
+        uris = _extra_info(Trajectory(prompt, 0, segments=[])).get("images")
+        assert expected == (uris and open_image(uris[0], tmp_path).size)

@@ -102,6 +102,12 @@ def test_a_row_that_fails_is_replaced_by_the_next(capsys: pytest.CaptureFixture[
     assert uids(one.take()) == ["0:0@1", "0:2@1"]
     with pytest.raises(DataError, match="every prompt failed"):
         stream(2, 1, broken=(0, 1)).take()
+    limited = stream(6, 1, broken=(1, 4), shuffle=False, max_bad_ratio=0.2)
+    assert uids([one for _ in range(3) for one in limited.take()]) == ["0:0@0", "0:2@0", "0:3@0"]
+    with pytest.raises(
+        DataError, match=r"2 of 6 rows of epoch 0 failed .*max_bad_row_ratio=0.2.*remote image"
+    ):
+        limited.take()
 
 
 # ------------------------------------------------------------------------------------------- samplers, plugins

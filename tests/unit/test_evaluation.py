@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.unit.test_data_media import picture
 from verl.config import load
 from verl.config.check import check
 from verl.reward.answers import final_answer, has_answers, predicted
@@ -178,3 +179,17 @@ def test_answers_that_rules_read() -> None:
     assert final_answer("lighteval/MATH", "nothing", {}) is None
     assert not has_answers(DAPO)  # it returns `pred`
     assert [predicted(parts) for parts in ({"pred": "[INVALID]"}, {"pred": 3}, {})] == [None, "3", None]
+
+
+def test_a_function_sees_the_images_where_it_is_asked_for(tmp_path, capfd) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(extra_info.get('images', [])))\n"
+    )
+    (tmp_path / "a.png").write_bytes(picture())
+    rows = [row(["x"], images=[{"path": name}] * 2) for name in ("a.png", "a.png", "gone.png")]
+    words = (f"custom_reward_function.path={tmp_path}/own.py", "reward_model.images=True")
+    status, out, err = run(write(tmp_path, *rows), capfd, *words)
+    assert status == 0 and "'test_score/openai/gsm8k': 2.0" in out and "1 × image missing" in err
+    assert record_of(tmp_path)["val/multimodal_score"] == 2.0
+    assert "data:image/jpeg;base64," in (tmp_path / "responses_evaluation/report.html").read_text()

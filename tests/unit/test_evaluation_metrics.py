@@ -20,8 +20,8 @@ from verl.tracking.evaluation_metrics import (
     pass_at_k,
     sizes,
     source_metrics,
+    text_metrics,
 )
-from verl.tracking.text_metrics import text_metrics
 
 GROUPS = st.lists(st.tuples(st.booleans(), st.sampled_from(["a", "b", "c", None])), min_size=1, max_size=7)
 

@@ -163,8 +163,9 @@ def trained(path: str, role_cfg: dict[str, Any], steps: int) -> dict[str, torch.
     rows = rows_of(ROWS)
     mine = [rows[:5], rows[5:], []][one.dp_rank] if one.dp_size > 1 else rows
     for _ in range(steps):
-        with one.on_device(optimizer=True):
-            one.step(mine, simple_loss(30), temperature=1.0)
+        one.onload(optimizer=True)
+        one.step(mine, simple_loss(30), temperature=1.0)
+        one.offload()
     return {n: t.clone() for n, t in one.named_weights()}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from verl import interrupt
 from verl.platform import processes
-from verl.platform.processes import Spared
+from verl.tracking.console import Spared, spare
 
 
 @pytest.fixture
@@ -80,9 +80,9 @@ def test_what_cannot_be_printed_is_dropped(full) -> None:
 def test_both_streams_are_spared_once(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    processes.spare()
+    spare()
     once = sys.stdout
-    processes.spare()
+    spare()
     assert sys.stdout is once and isinstance(sys.stderr, Spared)
     print("heard")
     assert capsys.readouterr().out == "heard\n"

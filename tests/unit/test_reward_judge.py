@@ -61,6 +61,14 @@ def test_a_verdict(served: tuple[Judge, str], says: str, expected: float) -> Non
     assert score(served[1], f"says {says}") == {"score": expected, "judgement": SAYS[says]}
 
 
+def test_a_judge_gets_the_images_before_its_prompt(served: tuple[Judge, str]) -> None:
+    uris = ["data:image/jpeg;base64,AA==", "data:image/jpeg;base64,AQ=="]
+    score(served[1], "forty", info={"question": "<image><image>How many?", "images": uris})
+    *images, text = served[0].bodies[-1]["messages"][0]["content"]
+    assert images == [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    assert text["type"] == "text" and "\nHow many?\n" in text["text"] and "forty" in text["text"]
+
+
 def test_labels(served: tuple[Judge, str]) -> None:
     options = {"pattern": r"Verdict: (\w+)", "labels": {"yes": 1, "no": -1}}
     assert score(served[1], "says yes", **options)["score"] == 1.0

@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
+from verl.config.check import check
 from verl.reward.outcome import RewardLoadError
 from verl.reward.runner import RewardRunner
 from verl.trajectory import Prompt, Trajectory
@@ -111,6 +112,27 @@ def score(config: Any, answers: list[Trajectory]) -> Any:
         return asyncio.run(runner.try_function(answers[0].prompt, "72")) if runner.per_response else None
     finally:
         runner.close()
+
+
+def test_a_class_that_a_plugin_registers_is_one_by_its_name(config, model, tmp_path, monkeypatch) -> None:
+    config("Async")
+    source = (tmp_path / "managers.py").read_text()
+    register = "from verl.workers.reward_manager import register"
+    (tmp_path / "my_plugin.py").write_text(f"{register}\n{source}\nregister('mine')(Sync)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = (
+        f"actor_rollout_ref.model.path={model}",
+        "reward.reward_manager.name=mine",
+        "reward_model.num_workers=1",
+    )
+    named = load([*words, "actor_rollout_ref.model.external_lib=my_plugin", "trainer.device=cpu"])
+    assert not [p for p in check(named).problems if "reward_manager" in str(p)]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    row = answer("72")
+    score(named, [row])
+    assert row.score == -0.5 * row.length
+    refused = check(load([*words, "reward.reward_manager.name=other"])).problems
+    assert any("register your own with verl.workers.reward_manager.register" in str(p) for p in refused)
 
 
 def test_an_async_manager_scores_answers_one_by_one(config) -> None:

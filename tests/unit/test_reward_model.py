@@ -12,22 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ranks
-from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_tokenizer, tiny_vision_model
+from tests.unit.test_data_media import picture
 from tests.unit.test_reward_parts import settings
 from tests.unit.test_reward_runner import answer
 from verl import config
+from verl.data.media import ImageProcessor, decoded, load_processor, open_image
 from verl.engine.training.packing import pack
 from verl.errors import UserError
+from verl.models import load
 from verl.platform import detect
 from verl.reward.load import taken
 from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, failed
 from verl.reward.runner import RewardRunner
 from verl.tracking.step_metrics import reward_metrics
-from verl.trajectory import Batch, Prompt, Trajectory, fill_flat
+from verl.trajectory import Batch, Media, Prompt, Trajectory, fill_flat
 from verl.workers import build
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -110,6 +114,34 @@ def test_packed_scores_are_those_of_transformers(tmp_path: Path, arch: str) -> N
     assert len(passes) == 1 and passes[0] < sum(lengths), "one pass, and what a group begins with once"
 
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"max_position_embeddings": 160},
+    "roberta": {"max_position_embeddings": 500},
+    "modernbert": {"head_dim": 8},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+}
+
+
+@pytest.mark.parametrize("arch", ENCODERS)
+def test_encoders_score_in_padded_batches(tmp_path: Path, arch: str) -> None:
+    path = classifier(tmp_path / "rm", arch, **ENCODERS[arch])
+    rows, made = dialogues(), run_config(path, "reward_model.rollout.max_num_batched_tokens=300")
+    model, engine, sizes = RewardModel(made), build.reward_engine(made, detect("cpu")), []
+    engine._module.register_forward_hook(lambda *called: sizes.append(called[2].logits.numel()))
+
+    async def scores(batch: Batch) -> None:
+        found = engine.forward(batch.segments, ("scores",), temperature=1.0)["scores"]
+        fill_flat(batch.segments, "scores", found)
+
+    model.scores = scores
+    found = [outcome.score for outcome in asyncio.run(model.score(rows))]
+    np.testing.assert_allclose(found, plain_scores(path, rows), rtol=1e-4, atol=1e-5)
+    assert len(found) > len(sizes) > 1 and sum(sizes) == len(found), "several batches of several"
+    if arch == "bert":
+        (long,) = asyncio.run(model.score([answer("long" * 40)]))
+        assert "the limit is 160" in str(long.error)
+
+
 def test_a_last_token_that_is_the_padding_token_does_not_count(tmp_path: Path) -> None:
     path = classifier(tmp_path / "rm", template=CHAT_TEMPLATE + "{{ '<|endoftext|>' }}")
     rows, (model, _) = dialogues(), scorer(path)
@@ -163,15 +195,12 @@ def test_two_ranks_score_as_one(tmp_path: Path) -> None:
         ("labels", "it has 3 labels; a reward model has one"),
         ("template", "no chat template"),
         ("tokenizer", "its tokenizer has 261 tokens, its vocabulary 250"),
-        ("encoder", "attends in both directions"),
     ],
 )
 def test_models_that_cannot_score(tmp_path: Path, kind: str, message: str) -> None:
     path = tmp_path / "rm"
     if kind == "lm":
         tiny_model(path)
-    elif kind == "encoder":
-        classifier(path, "bert")
     else:
         template = None if kind == "template" else CHAT_TEMPLATE
         vocabulary = {"vocab_size": 250, "eos_token_id": 1, "pad_token_id": 0} if kind == "tokenizer" else {}
@@ -190,7 +219,7 @@ def test_what_cannot_be_scored_is_a_failure(tmp_path: Path) -> None:
     rows = [answer("short"), answer("long" * 20), *dialogues()[:1]]
     found = asyncio.run(model.score(rows))
     assert found[0].error is None
-    assert "103 tokens, reward_model.rollout.max_model_len=40" in str(found[1].error)
+    assert "103 tokens; the limit is 40 (reward_model.rollout.max_model_len" in str(found[1].error)
     assert "no system" in str(found[2].error)
     with pytest.raises(UserError, match="cannot score row"):
         model.check(rows[2].prompt)
@@ -307,3 +336,99 @@ def test_a_judge_is_served(tmp_path: Path) -> None:
             assert status == 400 and told["error"]
     finally:
         judge.close()
+
+
+# ------------------------------------------------------------------------------------------- models that see
+
+
+def seen_prompts(processor: Any) -> list[Prompt]:
+    """Two prompts with an image each, one without; what scores gets the images."""
+    made, found = ImageProcessor(processor, scored=True), []
+    for number, colour in enumerate(("red", "blue", None)):
+        messages: Any = [{"role": "user", "content": "Which?"}]
+        media = None
+        if colour:
+            messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+            text = made.processor.tokenizer.apply_chat_template(messages, tokenize=False)
+            media = made(text, [Image.new("RGB", (24 + 16 * number, 32), colour)], Path())[1]
+        found.append(Prompt(f"0:{number}@0", np.zeros(2, np.int64), messages, media=media))
+    return found
+
+
+def test_a_reward_model_sees_the_images(tmp_path: Path) -> None:
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    path = tiny_vision_model(tmp_path / "rm")
+    kind = load._headed(Qwen2_5_VLForConditionalGeneration, GenericForSequenceClassification)
+    settings = AutoConfig.from_pretrained(path)
+    settings.num_labels = 1
+    module = kind(settings).eval()
+    module.save_pretrained(path)
+    with pytest.raises(UserError, match="set reward_model"):
+        scorer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    processor = load_processor(str(path), tokenizer, {})
+    rows = [
+        Trajectory(prompt, i, np.zeros(1, np.int64), np.ones(1, bool), text=text)
+        for prompt in seen_prompts(processor)
+        for i, text in enumerate(("red", "it is blue", ""))
+    ]
+    model, passes = scorer(path, "reward_model.images=True")
+    found = [outcome.score for outcome in asyncio.run(model.score(rows))]
+    expected = []
+    for row in rows:
+        dialogue = [*row.prompt.messages, {"role": "assistant", "content": row.text}]
+        text = tokenizer.apply_chat_template(dialogue, tokenize=False)
+        files = row.prompt.media.files if row.prompt.media else ()
+        images = [decoded(open_image(file, Path())) for file in files]
+        inputs = processor(text=[text], images=images or None, return_tensors="pt")
+        with torch.no_grad():
+            expected.append(float(module(**inputs).logits[0, 0]))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(passes) == 1 and len({round(score, 4) for score in expected}) == 9
+    stray = Trajectory(rows[0].prompt, 0, np.zeros(1, np.int64), np.ones(1, bool), text="<|image_pad|>")
+    assert "image tokens" in str(asyncio.run(model.score([stray]))[0].error)
+
+
+def test_a_served_judge_sees_images(tmp_path: Path) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": Media({}, files=(picture(),)).uris()[0]}}]
+    body = {
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "Right?"}]}],
+        "max_tokens": 3,
+    }
+    for path, expected in ((tiny_vision_model(tmp_path / "vl"), 200), (tiny_model(tmp_path / "blind"), 400)):
+        judge = build.judge(run_config(path, "reward_model.rollout.max_num_seqs=4"))
+        try:
+            status, told = ask(judge.offered["reward_router_address"], body)
+            assert status == expected, told
+        finally:
+            judge.close()
+    assert "sees no images" in told["error"]
+
+
+def test_clip_compares_the_response_with_the_image(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    from verl.reward.clip import compute_score
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = shape | {"vocab_size": 264, "eos_token_id": 258, "max_position_embeddings": 8}
+    sight = shape | {"image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=sight, projection_dim=8)).save_pretrained(tmp_path)
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(
+        tmp_path
+    )
+    tiny_tokenizer(tmp_path)
+    uris = Media({}, files=(picture(),)).uris()
+    found = [
+        compute_score("x", said, None, {"images": uris * n}, model=str(tmp_path))
+        for said, n in (("a", 1), ("a", 2), ("much too long a text", 1), ("", 1))
+    ]
+    assert found[0] == pytest.approx(found[1]) and len({one["clip_similarity"] for one in found}) >= 3
+    for one in found:
+        assert -1 <= one["clip_similarity"] <= 1
+        assert one["score"] == pytest.approx(2.5 * max(0, one["clip_similarity"]))
+    with pytest.raises(ValueError, match="is not set"):
+        compute_score("x", "a", None, {}, model=str(tmp_path))

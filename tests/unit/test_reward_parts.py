@@ -17,9 +17,9 @@ import pytest
 from verl import config
 from verl.platform import parent_channel as codec
 from verl.reward import load
-from verl.reward.managers import get_reward_manager_cls, register
 from verl.reward.outcome import BadScore, RewardLoadError, normalise
 from verl.reward.pool import RateGate
+from verl.reward.registry import get_reward_manager_cls, register
 from verl.reward.settings import Overlong, RewardSettings
 
 # ---------------------------------------------------------------------------------------------- results

@@ -14,6 +14,7 @@ from verl.reward.rules import check_kwargs, gsm8k, rule_for, unsupported
 from verl.reward.rules import math as math_rule
 from verl.reward.rules.math import last_boxed
 
+MATHVERSE = Path(__file__).parents[2].parent / "shared/data/mathverse_text_lite/problems.jsonl"
 GSM8K = Path(__file__).parents[2].parent / "shared/data/gsm8k/test.jsonl"
 
 
@@ -228,3 +229,69 @@ def test_a_misspelt_keyword_of_a_built_in_rule_is_refused() -> None:
     check_kwargs(["method", "format_score"])
     with pytest.raises(RewardLoadError, match=r"reward_kwargs\.metod.*method"):
         check_kwargs(["metod"])
+
+
+# ------------------------------------------------------------------------------------------------ visual questions
+
+PEOPLE = ["two", "2", "2.", "3", "three dogs"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answers", "score"),
+    [
+        ("<think>a 3?</think>The answer is 2.", [*PEOPLE, *["4"] * 5], (3 * 2 / 3 + 7) / 10),
+        ("2", ["2", *["4"] * 9], 0.3),
+        ("2", [{"answer": "2"}] * 4 + [{"answer": "x"}] * 6, 1),
+        (r"\boxed{The Dog's}", "dogs", 1),
+        ("cat", ["dog", "Cat!"], 1),
+        ("10:30", {"answers": ["10:30"]}, 1),
+        ("1,000", "1000", 1),
+        ("3.5", "35", 0),
+        ("<answer>A</answer>", "a", 1),
+        ("", ["a"], 0),
+    ],
+)
+def test_vqa_accuracy(response: str, answers: object, score: float) -> None:
+    found = default_compute_score("lmms-lab/VQAv2", response, answers)
+    assert found["score"] == found["acc"] == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("It is red. The answer is Red.", "red", 1),
+        ("<answer> B </answer>", {"answer": "B", "choices": ["A: odd", "B: even"]}, 1),
+        ("<answer>even</answer>", {"answer": "B", "choices": ["A: odd", "B: even"]}, 1),
+        ("<answer>odd</answer>", {"answer": "B", "choices": ["odd", "even"]}, 0),
+        ("(b)", "B", 1),
+        ("A dog", "A", 0),
+        (r"\boxed{1/2}", "0.5", 1),
+        ("-1", "1", 0),
+        ("eat", "tea", 0),
+        ("3", ["4", "3"], 1),
+        ("", "3", 0),
+    ],
+)
+def test_exact_match_of_a_visual_question(response: str, truth: object, right: int) -> None:
+    assert default_compute_score("visual_qa_drawn", response, truth)["score"] == right
+
+
+def test_a_visual_question_without_an_answer_cannot_be_scored() -> None:
+    for source in ("vqa", "visual_qa"):
+        with pytest.raises(ValueError, match="must hold a"):
+            default_compute_score(source, "x", [])
+
+
+@pytest.mark.skipif(not MATHVERSE.exists(), reason=f"{MATHVERSE} is absent")
+def test_the_answers_of_mathverse_are_right_and_those_of_another_question_are_not() -> None:
+    rows = [json.loads(line) for line in MATHVERSE.read_text().splitlines()]
+    truths = [{"answer": row["answer"], "choices": row["choices"]} for row in rows]
+    source = "AI4Math/MathVerse"
+    for row, truth in zip(rows, truths, strict=True):
+        said = row["answer"]
+        assert default_compute_score(source, f"<answer>{said}</answer>", truth)["score"] == 1, row
+    wrong = [
+        default_compute_score(source, f"<answer>{rows[i - 1]['answer']}</answer>", truths[i])
+        for i in range(20)
+    ]
+    assert sum(one["score"] for one in wrong) <= 2

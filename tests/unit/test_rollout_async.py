@@ -117,7 +117,6 @@ class Run:
             self.quiet,
             self.quiet,
             Phases(),
-            self.quiet,
             self.runner,
         )
         self.trainer = PPOTrainer(self.config, parts, steps)
@@ -267,6 +266,12 @@ def test_a_checkpoint_holds_the_first_draw_not_trained(tmp_path, staleness) -> N
         following = [t.uid for t in run.batches[step] if t.index == 0]
         assert [p.uid for p in resumed.take()] == following, f"after step {step}"
     assert [r["training/epoch"] for r in run.quiet.records.values()] == [0] * 5 + [1] * 4
+
+
+def test_without_partial_rollout_no_answer_has_two_versions(tmp_path) -> None:
+    run = Run(tmp_path, 1, TimedEngine(lengths), "trainer.partial_rollout=False").go()
+    assert all(len(t.versions) == 1 for batch in run.batches for t in batch)
+    assert {step - 1 - t.versions[0] for step, batch in enumerate(run.batches, 1) for t in batch} == {0, 1}
 
 
 def test_continued_and_evicted_answers_are_counted(tmp_path) -> None:

@@ -34,6 +34,9 @@ class Records:
     def event(self, kind: str, **fields: Any) -> None:
         self.events(kind, **fields)
 
+    def resumed(self, step: int, record: Any = None) -> None:
+        """Nothing is logged here."""
+
     def notice(self, text: str) -> None:
         self.notices.append(text)
 

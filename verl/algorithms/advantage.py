@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.registry import ESTIMATORS
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 EPSILON = 1e-6
 Arrays = list[np.ndarray]

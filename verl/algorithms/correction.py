@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.trajectory import Trajectory
 
 LIMIT = 20.0

@@ -20,7 +20,7 @@ from verl.algorithms.policy_loss import (
     public_form,
 )
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 
 def covariances(tokens: MiniBatchTokens) -> np.ndarray:

@@ -18,8 +18,7 @@ import torch
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, on_inputs
 from verl.algorithms.registry import LOSSES
-from verl.config.schema.base import Map
-from verl.config.settings import setting
+from verl.config.schema.base import Map, setting
 
 if TYPE_CHECKING:
     from verl.algorithms.objective import Metrics, PaddedMicroBatch

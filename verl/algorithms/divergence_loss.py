@@ -9,7 +9,7 @@ import torch
 
 from verl.algorithms.policy_loss import CLIP_KEYS, LossInputs, PolicyLoss, clip_bounds, public_form
 from verl.algorithms.registry import LOSSES
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 CLIP_RATIO_C = 20.0
 

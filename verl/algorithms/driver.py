@@ -20,7 +20,7 @@ from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.pf_ppo import resample
 from verl.algorithms.registry import ESTIMATORS, Algorithm
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.trajectory import COLUMNS, Batch, Trajectory
 
 _OFFERED_APART = {"response_ids", "response_mask", "token_rewards", "loss_mask", "advantages", "returns"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.policy_loss import masked
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.correction import parse_correction
 from verl.algorithms.registry import ESTIMATORS, LOSSES
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.errors import UserError
 
 GREEDY_BASELINE = "reward_baselines"

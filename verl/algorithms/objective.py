@@ -24,8 +24,7 @@ from verl.algorithms.policy_loss import (
     weights_now,
 )
 from verl.algorithms.registry import LOSSES
-from verl.config.schema.base import Map
-from verl.config.settings import setting
+from verl.config.schema.base import Map, setting
 from verl.trajectory import Segment
 
 if TYPE_CHECKING:

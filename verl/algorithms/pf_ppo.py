@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.trajectory import Batch, Trajectory
 
 METHODS = ("pow", "max_min", "max_random")

@@ -22,7 +22,7 @@ import torch
 from verl.algorithms.correction import Tokens, Weighting, importance_weights, parse_correction
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
 from verl.config.schema.actor import AGG_MODES as MODES
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 LOG_RATIO_LIMIT = 20.0
 CLIP_RATIO = 0.2

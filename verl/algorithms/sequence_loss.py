@@ -21,7 +21,7 @@ from verl.algorithms.policy_loss import (
     public_form,
 )
 from verl.algorithms.registry import LOSSES, MiniBatchTokens, WholeMiniBatch
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 GSPO_LIMIT = 10.0
 

@@ -22,7 +22,7 @@ from verl.algorithms.advantage import (
     written_on,
 )
 from verl.algorithms.registry import ESTIMATORS
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 
 
 def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:

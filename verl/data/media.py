@@ -14,7 +14,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import DataError
-from verl.data.rows import BadRow
+from verl.data.rows import PLACEHOLDER, BadRow
 from verl.trajectory import Media
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PLACEHOLDER = "<image>"
+    Change = Callable[[list[Image]], list[Image]]
+
 MOST_PIXELS = 89_478_485
 """Pillow's own limit, from which on it warns of a decompression bomb; more is a bad row here."""
 _URL_BYTES, _URL_SECONDS = 64 << 20, 30
-# Longest side of an image in the report, in pixels.
-_SMALL = 192
+_REPAIR = "not a whole file of a format that Pillow reads: write it anew"
+# Longest side of an image, in pixels: in the report, and for what scores.
+_SMALL, _SCORED = 192, 1536
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.jinja", "chat_template.json"),
@@ -59,7 +61,7 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
     while isinstance(cell, Mapping):
         held = [cell[key] for key in ("bytes", "image", "path", "url") if cell.get(key)]
         if not held:
-            raise BadRow("image missing", "neither bytes nor a path")
+            raise BadRow("image missing", "neither bytes nor a path; give one, or leave the image out")
         cell = held[0]
     if isinstance(cell, Image.Image):
         return cell
@@ -75,13 +77,21 @@ def open_image(cell: Any, folder: Path, *, urls: bool = False) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, by name
             image = Image.open(source)
     except FileNotFoundError as error:
-        raise BadRow("image missing", f"{source}: no such file") from error
+        raise BadRow("image missing", f"{source}: no such file (a path begins at the data file)") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadRow("undecodable image", f"{type(error).__name__}: {error}") from error
+        raise BadRow("undecodable image", f"{_REPAIR} ({type(error).__name__}: {error})") from error
     if image.width * image.height > MOST_PIXELS:
         size = f"{image.width} × {image.height} pixels"
         raise BadRow("image too large", f"{size}, the most is {MOST_PIXELS}: scale it down")
     return image
+
+
+def has_frames(image: Image) -> bool:
+    """True for an animation and its like, of which only the first frame is used."""
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except (OSError, ValueError, SyntaxError):  # a damaged one; decoding tells
+        return False
 
 
 def _source(text: str, folder: Path, urls: bool) -> Path | bytes:
@@ -122,7 +132,7 @@ def decoded(image: Image) -> Image:
             image = Image.alpha_composite(white, image)
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, MemoryError) as error:
-        raise BadRow("undecodable image", f"{type(error).__name__}: {error}") from error
+        raise BadRow("undecodable image", f"{_REPAIR} ({type(error).__name__}: {error})") from error
 
 
 # ------------------------------------------------------------------------------------------- in the dialogue
@@ -152,7 +162,8 @@ def with_images(
     wanted = sum(part.get("image") is None for part in parts)
     if wanted != len(waiting):
         raise BadRow(
-            "image count", f"the prompt has {wanted} places ({PLACEHOLDER}) for {len(waiting)} images"
+            "image count",
+            f"the prompt has {wanted} places ({PLACEHOLDER}) for {len(waiting)} images; write one for each image",
         )
     for part in parts:
         own = part.pop("image", None)
@@ -160,12 +171,22 @@ def with_images(
     return placed, ordered
 
 
-def _scaled_down(image: Image) -> bytes:
-    """A file of a few kilobytes."""
+def _scaled_down(image: Image, side: int = _SMALL, quality: int = 80) -> bytes:
+    """A JPEG file of at most `side` pixels a side; of the size for the report a few kilobytes."""
     out, small = io.BytesIO(), image.copy()
-    small.thumbnail((_SMALL, _SMALL))
-    small.save(out, "JPEG", quality=80)
+    small.thumbnail((side, side))
+    small.save(out, "JPEG", quality=quality)
     return out.getvalue()
+
+
+def shown(cells: Sequence[Any], folder: Path) -> Media:
+    """Images for what scores and for the report, without what a model sees of them. Raises BadRow."""
+    images = [decoded(open_image(cell, folder)) for cell in cells]
+    return Media({}, 0, tuple(map(_scaled_down, images)), _for_scoring(images))
+
+
+def _for_scoring(images: Sequence[Image]) -> tuple[bytes, ...]:
+    return tuple(_scaled_down(image, _SCORED, 95) for image in images)
 
 
 def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,39 +213,51 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 @dataclass
 class ImageProcessor:
     """The processor of a vision-language model. `limit`: most images of a prompt; `counts`: images decoded and processed since the
-    start."""
+    start; `scored`: what scores the responses gets the images, too."""
 
     processor: Any
     urls: bool = False
     limit: int | None = None
+    scored: bool = False
     counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
 
-    def tokens(self, cells: Sequence[Any], folder: Path) -> list[int]:
-        """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
+    def headers(self, cells: Sequence[Any], folder: Path) -> list[Image]:
+        """The images of a row, their pixels not read. Raises BadRow."""
         if self.limit is not None and len(cells) > self.limit:
             raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
-        sizes = [
-            (image.height, image.width) for image in (open_image(c, folder, urls=self.urls) for c in cells)
-        ]
+        return [open_image(cell, folder, urls=self.urls) for cell in cells]
+
+    def tokens(self, images: Sequence[Image]) -> list[int]:
+        """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
+        sizes = [(image.height, image.width) for image in images]
         try:
             numbers = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
         except ValueError as error:
-            raise BadRow("image size", str(error)) from error
+            raise BadRow("image size", f"{error}; crop it") from error
         return [int(number) for number in numbers]
 
     def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
         """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
-        is_image, counts = np.isin(ids, self.processor.image_token_ids), self.tokens(cells, folder)
+        is_image, counts = (
+            np.isin(ids, self.processor.image_token_ids),
+            self.tokens(self.headers(cells, folder)),
+        )
         if wrong := self.wrong_tokens(ids, len(counts)):
             raise BadRow("image tokens", wrong)
         repeats = np.ones(len(ids), np.int64)
         repeats[is_image] = counts
         return repeats
 
-    def __call__(self, text: str, cells: Sequence[Any], folder: Path) -> tuple[np.ndarray, Media]:
-        """Token ids int64 [P] of a rendered prompt with its image tokens, and what the model sees. Raises BadRow."""
+    def __call__(
+        self, text: str, cells: Sequence[Any], folder: Path, change: Change | None = None
+    ) -> tuple[np.ndarray, Media]:
+        """Token ids int64 [P] of a rendered prompt with its image tokens, and what the model sees. Raises BadRow.
+
+        change: what is done to the decoded images before.
+        """
         images = [decoded(open_image(cell, folder, urls=self.urls)) for cell in cells]
         self.counts["decoded"] += len(images)
+        images = images if change is None else change(images)
         try:
             made = dict(
                 self.processor(text=[text], images=images, return_tensors="np", add_special_tokens=False)
@@ -242,7 +275,8 @@ class ImageProcessor:
         )
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
-        return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)))
+        files = _for_scoring(images) if self.scored else ()
+        return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)), files)
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""

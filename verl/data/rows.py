@@ -21,6 +21,7 @@ GSM8K = "openai/gsm8k"
 PLAIN = "plain"
 """data_source of plain rows whose response holds no `#### n`: only a custom function can score them."""
 TOOL_AGENT = "tool_agent"
+PLACEHOLDER = "<image>"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
@@ -95,8 +96,18 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
+def cells_of(column: Any) -> list[Any]:
+    """What a media column of a row holds, a single cell as a list of one; [] for nothing."""
+    if isinstance(column, list | tuple):
+        return list(column)
+    empty = column is None or (isinstance(column, Mapping | str | bytes) and not column)
+    return [] if empty else [column]
+
+
 def _no_media(kind: str) -> str:
-    return "which this model does not see" if kind.startswith("image") else "which is not in this release"
+    if kind.startswith("image"):
+        return "which this model does not see; use a vision-language model, or rows without them"
+    return "which is not in this release"
 
 
 class ChatRenderer:
@@ -335,13 +346,13 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
         raise BadRow(*row["row_error"])
     images: Sequence[Any] = ()
     for key in rules.media_keys:
-        media = row.get(key)
-        if media is None or not len(media):
+        media = cells_of(row.get(key))
+        if not media:
             continue
         if not rules.images or key != rules.media_keys[0]:
             kind = "images" if key == rules.media_keys[0] else key
             raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
-        images = media if isinstance(media, list) else [media]
+        images = media
     source = row.get(rules.source_key)
     if not source and not rules.needs_source:
         source = PLAIN

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.dataset import CheckedRows
+from verl.data.dataset import SMALLER, CheckedRows
 from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.media import ImageProcessor, folder_of, with_images
-from verl.data.rows import BadRow, ChatRenderer, as_messages
+from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
 
@@ -129,7 +129,7 @@ class SFTDataset(CheckedRows):
         return options
 
     def _render(self, row: Mapping[str, Any]) -> _Rendered:
-        messages, images = self.messages(row), row.get(self.config.image_key) or []
+        messages, images = self.messages(row), cells_of(row.get(self.config.image_key))
         if self._images is not None and (
             len(images) or any(not isinstance(m["content"], str) for m in messages)
         ):
@@ -168,7 +168,8 @@ class SFTDataset(CheckedRows):
         if len(learned) and (repeats[learned[0] :] > 1).any():
             raise BadRow("image after an answer", "images must come before the first turn that is learned")
         if repeats.sum() > self._limit and len(images):
-            raise BadRow("too long", f"{repeats.sum()} tokens with its images, data.max_length={self._limit}")
+            found = f"{repeats.sum()} tokens with its images, which are never cut"
+            raise BadRow("too long", f"{found}; raise data.max_length={self._limit}, or {SMALLER}")
         return SFTRow(np.repeat(row.ids, repeats), np.repeat(row.mask, repeats))
 
     def _folder(self, index: int) -> Any:
@@ -182,7 +183,7 @@ class SFTDataset(CheckedRows):
         try:
             ids, media = self._images(rendered.text, rendered.images, self._folder(index))
         except BadRow as bad:
-            raise DataError(f"{self.where(index)}: {bad}") from bad
+            raise DataError(f"{self.where(index)}: {bad}; leave the row out to go on") from bad
         if not np.array_equal(ids, row.ids):
             raise DataError(
                 f"{self.where(index)}: {len(ids)} tokens with its images, {len(row.ids)} were measured"

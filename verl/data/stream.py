@@ -6,6 +6,7 @@ Without a custom sampler the order is a function of (seed, epoch) alone, and a p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -21,11 +22,20 @@ class PromptStream:
     A step takes `batch_size` prompts with `take()`. Rows that are left at the end of an epoch, fewer than
     asked for, are not used in that epoch, unless `take(n, cross=True)` (refills) lets a draw run on into the
     next one. A row that fails when it is drawn is skipped, replaced by the next in the order, and recorded
-    in `skipped`. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7); with an `update`
+    in `skipped`; more than `max_bad_ratio` of the rows in one epoch are a DataError. `sampler` is a custom sampler (its order replaces the seeded one, data.md §7); with an `update`
     it `learns` from the batches trained.
     """
 
-    def __init__(self, dataset: Any, *, batch_size: int, seed: int, shuffle: bool, sampler: Any = None):
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        sampler: Any = None,
+        max_bad_ratio: float = 1.0,
+    ):
         self.dataset = dataset
         self.batch_size = batch_size
         seeded = sampler is None
@@ -35,6 +45,8 @@ class PromptStream:
         self.epoch = 0
         self.offset = 0
         self.skipped: list[dict[str, Any]] = []
+        self._max_bad_ratio = max_bad_ratio
+        self._failed: Counter[int] = Counter()  # by epoch
         if self.rows_per_epoch < batch_size:
             todo = "lower the batch size or add data"
             rows = f"{self.rows_per_epoch} usable rows"
@@ -70,9 +82,7 @@ class PromptStream:
                 prompt = self.dataset.prompt(row, self.epoch)
             except BadRow as bad:
                 failed += 1
-                record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
-                self.skipped.append(record)
-                notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
+                self._skip(row, bad)
                 if failed >= self.rows_per_epoch:
                     raise DataError(f"every prompt failed when it was drawn; the last: {bad}") from bad
                 continue
@@ -82,6 +92,19 @@ class PromptStream:
             out.append(prompt)
             failed = 0
         return out
+
+    def _skip(self, row: int, bad: BadRow) -> None:
+        """Record a row that failed when it was drawn. DataError where too many of the epoch's did."""
+        record = {"row": row, "epoch": self.epoch, "problem": bad.problem, "detail": bad.detail}
+        self.skipped.append(record)
+        notice(f"prompt {row} of epoch {self.epoch} is skipped: {bad}")
+        self._failed[self.epoch] += 1
+        if self._failed[self.epoch] > self._max_bad_ratio * self.rows_per_epoch:
+            raise DataError(
+                f"{self._failed[self.epoch]} of {self.rows_per_epoch} rows of epoch {self.epoch} failed when they were "
+                f"drawn, more than data.max_bad_row_ratio={self._max_bad_ratio} allows; the last: {bad}. Repair the rows, "
+                "or raise data.max_bad_row_ratio to go on without them"
+            )
 
     def _next_row(self) -> int:
         while (row := self._order.at(self.epoch, self.offset)) is None:
@@ -185,7 +208,14 @@ def open_stream(dataset: Any, config: Any) -> PromptStream:
         sampler = cls(data_source=dataset, data_config=data)
     seed = int(data.seed if data.seed is not None else config.trainer.seed)
     size = data.train_batch_size
-    stream = PromptStream(dataset, batch_size=size, seed=seed, shuffle=data.shuffle, sampler=sampler)
+    stream = PromptStream(
+        dataset,
+        batch_size=size,
+        seed=seed,
+        shuffle=data.shuffle,
+        sampler=sampler,
+        max_bad_ratio=data.max_bad_row_ratio,
+    )
     if stream.unused_per_epoch:
         what = f"rows are left over at the end of each epoch (fewer than data.train_batch_size={size})"
         notice(f"{stream.unused_per_epoch} of {stream.rows_per_epoch} {what} and not used in it")

@@ -46,6 +46,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def tokenizer_of(model: Any, named: str | None = None) -> Any:
+    """`load_tokenizer` of a model's configuration group; `named`: data.tokenizer."""
+    return load_tokenizer(
+        model.path,
+        tokenizer_path=named or model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+
+
 def save_tokenizer(tokenizer: Any, processor_of: str | None, directory: Path) -> None:
     """Write what stands before a model to its checkpoint: the tokenizer, and the processor's files of the model that has one."""
     from verl.data.media import save_processor

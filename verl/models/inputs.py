@@ -37,7 +37,7 @@ def model_inputs(
         "position_ids": positions.unsqueeze(-2),
         "use_cache": False,
     }
-    return inputs | media if media else inputs
+    return {**inputs, **(media or {})}
 
 
 def special_token_ids(config: Any) -> list[int]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.errors import UserError
 from verl.models import attention, overrides
 from verl.models.inputs import sees_images
@@ -31,13 +31,23 @@ _UNSET = -(2**31) + 7
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
+class NotPacked(UserError):
+    """A model that works by itself, but not on packed tokens."""
+
+
 def load_model(
-    path: str | Path, model_cfg: Any = None, dtype: torch.dtype = torch.float32, *, head: str = "lm"
+    path: str | Path,
+    model_cfg: Any = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    head: str = "lm",
+    packed: bool = True,
 ) -> PreTrainedModel:
     """Any directory or hub id that AutoModelForCausalLM loads, in `dtype`, attention through verl's function.
 
     head: "value" for the same decoder under a linear layer to one number, which starts at 0 unless the directory has it
     (transformers' token classifier with one label); "score" for a sequence classifier with one label.
+    packed: False for a model that is used as transformers has it, with its own attention.
     UserError if the directory is not there, has no configuration or no weights, if weights are missing, or if
     the architecture cannot take another attention function.
     """
@@ -46,10 +56,13 @@ def load_model(
     attention.register()
     where = check_directory(path)
     config = load_config(where, model_cfg)
+    options = _options(model_cfg, dtype)
+    if not packed:
+        del options["attn_implementation"]
     try:
         with _quiet():
             loaded: Any = _kind(config, head, path).from_pretrained(
-                where, config=config, output_loading_info=True, **_options(model_cfg, dtype)
+                where, config=config, output_loading_info=True, **options
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
@@ -69,7 +82,8 @@ def load_model(
             f"model.path={path}: {len(missing)} weights are missing, for example {', '.join(missing[:3])}; "
             "the files are incomplete or belong to another architecture"
         )
-    check_supported(module, path)
+    if packed:
+        check_supported(module, path)
     return module.eval()
 
 
@@ -92,12 +106,12 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
-        PreTrainedModel,
     )
-    from transformers.modeling_layers import GenericForTokenClassification
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     )
 
@@ -107,18 +121,28 @@ def _kind(config: Any, head: str, path: str | Path) -> Any:
         return AutoModelForCausalLM
     if head == "score":
         _check_classifier(config, path)
+        if sees_images(config) and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return _headed(
+                MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], GenericForSequenceClassification
+            )
         return AutoModelForSequenceClassification
     config.num_labels = 1
     if (found := MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
         return found
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None:
         raise UserError(
             f"model.path={path}: {type(config).__name__} has no value head here; choose another model"
         )
-    base = next(kind for kind in causal.__mro__[1:] if issubclass(kind, PreTrainedModel))
-    name = causal.__name__.replace("ForCausalLM", "") + "ForTokenClassification"
-    return type(name, (GenericForTokenClassification, base), {})
+    return _headed(causal, GenericForTokenClassification)
+
+
+def _headed(kind: type, head: type) -> Any:
+    """The class of an architecture under another head, where transformers has none. kind: its class for language."""
+    from transformers import PreTrainedModel
+
+    base = next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
+    return type(kind.__name__.partition("For")[0] + head.__name__.removeprefix("Generic"), (head, base), {})
 
 
 def _check_classifier(config: Any, path: str | Path) -> None:
@@ -153,8 +177,8 @@ def build_model(path: str | Path, model_cfg: Any = None, *, head: str = "lm") ->
     where = check_directory(path)
     config = load_config(where, model_cfg)
     kind, options = _kind(config, head, path), _options(model_cfg, torch.float32)
-    build = kind._from_config if head == "value" else kind.from_config
-    if head == "value":
+    build = getattr(kind, "_from_config", None) or kind.from_config
+    if hasattr(kind, "_from_config"):
         del options["trust_remote_code"]  # only the automatic class takes it
     try:
         with torch.device("meta"):
@@ -294,17 +318,17 @@ def load_config(path: str | Path, model_cfg: Any = None) -> Any:
 
 
 def check_supported(module: PreTrainedModel, path: str | Path) -> None:
-    """UserError for architectures whose attention we cannot stand in for."""
+    """NotPacked for architectures whose attention we cannot stand in for."""
     name = type(module).__name__
     if not getattr(module, "_supports_attention_backend", False):
-        raise UserError(
+        raise NotPacked(
             f"model.path={path}: {name} has its own attention that cannot be replaced; choose another model"
         )
     config = module.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"model.path={path}: {name} attends in chunks, which this release does not have")
+        raise NotPacked(f"model.path={path}: {name} attends in chunks, which this release does not have")
     if why := _differs(module, config):
-        raise UserError(
+        raise NotPacked(
             f"model.path={path}: {name} {why}, which this release does not do; choose another model"
         )
 

@@ -17,6 +17,8 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from verl.platform.cuda import GraphRecorder
+
 # Each is a module of this package with its PLATFORM; in the order in which "auto" looks for them.
 KINDS = ("cuda", "npu", "cpu")
 
@@ -171,7 +173,7 @@ class Platform(ABC):
         `verl.models.flash_attention`."""
         return None
 
-    def graph_recorder(self) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
+    def graph_recorder(self) -> GraphRecorder | None:
         """A new recorder of device graphs (see `verl.platform.cuda.GraphRecorder`), None where there are none."""
         return None
 

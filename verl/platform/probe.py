@@ -6,7 +6,6 @@ Every function returns plain values and None (or an empty list) where the machin
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 import platform
 import re
@@ -22,15 +21,9 @@ from typing import Any
 
 from verl.platform import host
 from verl.platform.host import memory_limit as memory_limit
-
-
-@cache
-def version(package: str) -> str | None:
-    """Installed version of a distribution, None if it is absent."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+from verl.versions import package_folder as package_folder
+from verl.versions import torch_build as torch_build
+from verl.versions import version as version
 
 
 def wants(package: str, other: str) -> str | None:
@@ -45,29 +38,6 @@ def wants(package: str, other: str) -> str | None:
         if found and re.sub(r"[-_.]+", "-", found.group(1)).lower() == other and "extra" not in marker:
             return found.group(2).strip() or None
     return None
-
-
-def package_folder(module: str) -> Path | None:
-    """Folder of a top-level module, found without importing it."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
-
-
-def torch_build() -> str | None:
-    """ "cpu", or what torch was built for ("cuda 13.0", "rocm 6.4"), read from its version.py; None without torch."""
-    folder = package_folder("torch")
-    if folder is None:
-        return None
-    text = host.read(folder / "version.py")
-    for key, name in (("cuda", "cuda"), ("hip", "rocm")):
-        found = re.search(rf"^{key}(?:\s*:[^=]*)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        if found:
-            return f"{name} {found.group(1)}"
-    return "cpu"
 
 
 def needs_cuda(module: str) -> bool | None:
@@ -119,11 +89,13 @@ def bf16_products() -> str | None:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """(total, available) bytes of the machine."""
-    text = host.read(Path("/proc/meminfo"))
-    rows = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", text, re.MULTILINE)
-    found = {name: int(size) * 1024 for name, size in rows}
-    return found.get("MemTotal"), found.get("MemAvailable")
+    """(total, available) bytes of the machine; (None, None) without psutil."""
+    try:
+        import psutil
+    except ImportError:
+        return None, None
+    found = psutil.virtual_memory()
+    return found.total, found.available
 
 
 def disk(path: str | Path) -> dict[str, Any]:

@@ -1,13 +1,10 @@
-"""Which processes a number can mean and whether they live; standard streams whose loss ends no run."""
+"""Which processes a number can mean and whether they live."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, cast
 
 # A process: its id, when it started in 1/100 s, and the namespace of the id.
 Identity = tuple[int, int, int]
@@ -44,32 +41,3 @@ def process_start_time(pid: int) -> int:
 def alive(pid: int, start: int) -> bool:
     """The process of this namespace with that id and start runs."""
     return pid == os.getpid() or abs(process_start_time(pid) - start) <= 1
-
-
-class Spared:
-    """A text stream whose failed writes are dropped: there is nowhere to tell of them, and records are kept elsewhere."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write what can be written."""
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Hand on what can be handed on."""
-        with contextlib.suppress(OSError):  # the stream keeps it for the next time
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def spare() -> None:
-    """Replace both streams of this process, for as long as it lives: its end flushes them, too."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Spared):
-            setattr(sys, name, cast(TextIO, Spared(stream)))

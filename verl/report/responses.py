@@ -195,7 +195,9 @@ class _Packer:
             )
             at = [self._intern(uri, self._image_at, self.packed.images) for uri in uris]
             self._group = group
-            self._seen = {"im": at, "it": number(record.get("image_tokens"))} if at else {}
+            tokens = record.get("image_tokens")
+            counts = [number(one) for one in (tokens if isinstance(tokens, list) else [tokens])]
+            self._seen = {"im": at, "it": counts} if at else {}
         return self._seen
 
     def _cut(self, value: Any) -> str:

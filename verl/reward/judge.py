@@ -4,6 +4,7 @@
     custom_reward_function.reward_kwargs.{reward_router_address, model, …}: the keywords of `compute_score`
 
     question, response, ground truth ──template──→ chat completion ──pattern──→ score
+                  images (`reward_model.images`) ──┘
 
 A judge that does not answer, or whose answer holds no verdict, fails the response; it never earns a 0.
 """
@@ -19,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from verl.data.rows import PLACEHOLDER
 from verl.reward.http import post_json
 from verl.reward.outcome import JudgeFailed
 
@@ -82,8 +84,7 @@ async def compute_score(
         fields["question"] = _question(extra_info or {})
     body = {
         "model": model,
-        # In one pass: what a response holds in braces stays as it is.
-        "messages": [{"role": "user", "content": _FIELD.sub(lambda field: fields[field[1]], text)}],
+        "messages": [{"role": "user", "content": _asked(text, fields, (extra_info or {}).get("images"))}],
         "temperature": temperature,
         "max_tokens": max_tokens,
     }
@@ -99,6 +100,17 @@ async def compute_score(
         cut = ", and is cut at max_tokens" if choice.get("finish_reason") == "length" else ""
         raise JudgeFailed(f"the judge's answer holds no verdict{cut}: ...{said[-200:]!r}")
     return {"score": _score(verdict, low, high, labels), "judgement": said[-_KEPT:]}
+
+
+def _asked(template: str, fields: Mapping[str, str], images: Sequence[str] | None) -> Any:
+    """The content of the message: the template filled, after the prompt's images if there are any."""
+    # In one pass: what a response holds in braces stays as it is.
+    text = _FIELD.sub(lambda field: fields[field[1]], template)
+    if not images:
+        return text
+    text = text.replace(PLACEHOLDER, "")
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}} for uri in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _score(verdict: str, low: float, high: float, labels: Mapping[str, float] | None) -> float:

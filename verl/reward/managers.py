@@ -4,7 +4,7 @@
 
 With `reward_manager.source=importlib` a class with `run_single` scores one response at a time, as responses finish; any
 other is called with a whole batch and returns a reward tensor. Scores come back as those of a function do, under the same
-limits. Classes that plug-ins register by name are kept here; the configuration refuses them (not in this release). The
+limits. A class that a plug-in registered (`verl.reward.registry`) is to a run one of `source=importlib`. The
 built-in managers are settings of `RewardRunner`, not classes.
 """
 
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
 KEY = "reward_manager"
 _PROMPT = ("uid", "ids", "messages", "data_source", "ground_truth", "columns")
 _RESPONSE = ("index", "response_ids", "response_mask", "text", "num_turns")
-_CLASSES: dict[str, type] = {}
-
-
-def register(name: str) -> Callable[[type], type]:
-    """Class decorator: make a manager known under a name. ValueError if another class has it."""
-
-    def add(cls: type) -> type:
-        if _CLASSES.setdefault(name, cls) is not cls:
-            raise ValueError(f"reward manager {name!r}: already registered by {_CLASSES[name].__qualname__}")
-        return cls
-
-    return add
-
-
-def get_reward_manager_cls(name: str) -> type:
-    """The class registered under a name. ValueError naming the known ones."""
-    if name not in _CLASSES:
-        registered = ", ".join(sorted(_CLASSES)) or "none (the built-in managers are no classes)"
-        raise ValueError(f"unknown reward manager: {name!r}. Registered classes: {registered}")
-    return _CLASSES[name]
 
 
 class RewardManagerBase(ABC):
@@ -102,17 +82,12 @@ class Manager:
 
     def __init__(self, path: str, name: str, settings: Mapping[str, Any]):
         from verl.config import Map
-        from verl.data.tokenizer import load_tokenizer
+        from verl.data.tokenizer import tokenizer_of
 
         kind = load_class(path, name)
         config = Map.of(settings)
         model = config.actor_rollout_ref.model
-        self._tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        self._tokenizer = tokenizer_of(model, config.data.tokenizer)
         offered = {
             "config": config,
             "tokenizer": self._tokenizer,

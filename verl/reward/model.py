@@ -1,4 +1,5 @@
-"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes.
+"""A sequence classifier as a reward: dialogues as its own template writes them, scored together in packed passes, or in padded
+batches where the model cannot be packed (an encoder).
 
 trajectory ──its template, its tokenizer──▶ segment ──scores, on the policy's devices──▶ the head's value at the last token
 """
@@ -7,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from verl.data.media import ImageProcessor, load_processor
 from verl.data.rows import BadRow, ChatRenderer, as_messages
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import UserError
 from verl.reward.outcome import Outcome, failed, outcome_of
-from verl.trajectory import Batch, Prompt, Segment, Trajectory
+from verl.trajectory import Batch, Media, Prompt, Segment, Trajectory
 
 
 class RewardModel:
@@ -33,7 +37,17 @@ class RewardModel:
         self.scores: Callable[[Batch], Awaitable[None]] | None = None
         text = load_config(check_directory(own.model.path), own.model).get_text_config()
         tokenizer = load_tokenizer(own.model.path, trust_remote_code=own.model.trust_remote_code)
-        self._renderer, self._limit = ChatRenderer(tokenizer), own.rollout.max_model_len
+        self._renderer, self._limit = ChatRenderer(tokenizer), int(own.rollout.max_model_len)
+        if getattr(text, "rope_parameters", None) is None:  # positions are a table of so many
+            most = getattr(text, "max_position_embeddings", None) or self._limit
+            self._limit = min(self._limit, most, tokenizer.model_max_length)
+        processor = load_processor(
+            own.model.path, tokenizer, {}, trust_remote_code=own.model.trust_remote_code
+        )
+        self._images = None if processor is None else ImageProcessor(processor)
+        self._seen: WeakKeyDictionary[Media, Media] = WeakKeyDictionary()
+        if self._images is not None and not config.reward_model.images:
+            raise UserError(f"{self.label}: it sees images; set reward_model.images=True")
         self._padding = -1 if text.pad_token_id is None else text.pad_token_id
         if not self._renderer.has_template:
             raise UserError(f"{self.label}: its tokenizer has no chat template; add chat_template.jinja")
@@ -57,7 +71,8 @@ class RewardModel:
                 groups.setdefault(trajectories[i].uid, {})[i] = ids
         rows: dict[int, Trajectory] = {}
         for members in groups.values():
-            for i, segment in zip(members, _segments([*members.values()]), strict=True):
+            media = self._media(trajectories[next(iter(members))].prompt)
+            for i, segment in zip(members, _segments([*members.values()], media), strict=True):
                 rows[i] = Trajectory(trajectories[i].prompt, trajectories[i].index, segments=[segment])
         if rows:
             await self.scores(Batch(rows.values()))
@@ -65,24 +80,38 @@ class RewardModel:
         scored = {i: outcome_of(float(row.scores[-1]), seconds) for i, row in rows.items()}
         return [one if isinstance(one, Outcome) else scored[i] for i, one in enumerate(found)]
 
+    def _media(self, prompt: Prompt) -> Media | None:
+        """The prompt's images as the reward model's own processor made them."""
+        return None if prompt.media is None else self._seen.get(prompt.media)
+
     def _ids(self, prompt: Prompt, response: str) -> np.ndarray | Outcome:
         """The dialogue as the model's template writes it, or why it cannot be scored.
 
         transformers takes the score at the last token that is not padding, and padding may be an end token.
         """
         try:
-            messages = [*as_messages(prompt.messages), {"role": "assistant", "content": response}]
-            ids = self._renderer.ids(self._renderer.text(messages, generation=False))
+            asked = as_messages(prompt.messages, images=self._images is not None)
+            messages = [*asked, {"role": "assistant", "content": response}]
+            text = self._renderer.text(messages, generation=False)
+            ids = self._renderer.ids(text)
+            if self._images is not None:
+                files = () if prompt.media is None else prompt.media.files
+                if prompt.media is not None and prompt.media not in self._seen:
+                    self._seen[prompt.media] = self._images(text, files, Path())[1]
+                ids = np.repeat(ids, self._images.expanded(ids, files, Path()))
         except BadRow as error:
             return failed("exception", str(error))
         used = np.flatnonzero(ids != self._padding)
         ids = ids[: used[-1] + 1] if len(used) else ids[:0]
         if 0 < len(ids) <= self._limit:
             return ids
-        return failed("value", f"{len(ids)} tokens, reward_model.rollout.max_model_len={self._limit}")
+        return failed(
+            "value",
+            f"{len(ids)} tokens; the limit is {self._limit} (reward_model.rollout.max_model_len, the model's)",
+        )
 
 
-def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:
+def _segments(sequences: Sequence[np.ndarray], media: Media | None) -> list[Segment]:
     """A segment for each sequence of a group, with one token more: the score of a sequence is said of what follows it."""
     length = min(map(len, sequences))
     same = np.logical_and.reduce([ids[:length] == sequences[0][:length] for ids in sequences])
@@ -90,4 +119,4 @@ def _segments(sequences: Sequence[np.ndarray]) -> list[Segment]:
     context, start = sequences[0][:shared], max(1, shared)
     rests = [np.append(ids[start:], 0) for ids in sequences]
     contexts = [context if shared else ids[:1] for ids in sequences]
-    return [Segment(c, r, np.ones(len(r), bool)) for c, r in zip(contexts, rests, strict=True)]
+    return [Segment(c, r, np.ones(len(r), bool), media=media) for c, r in zip(contexts, rests, strict=True)]

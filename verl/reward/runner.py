@@ -55,8 +55,11 @@ class RewardRunner:
         model: RewardModel | None = None,
         judge: ServedJudge | None = None,
     ):
-        self.settings = settings or RewardSettings.from_config(config, judge and judge.offered)
+        self.settings = settings or RewardSettings.from_config(
+            config, None if judge is None else judge.offered
+        )
         self.model, self.judge = model, judge
+        self.asks_function = self.settings.weights.keys() != {MODEL}  # else a model alone scores
         self._events = events or (lambda kind, **fields: None)
         self._pool: Pool | None = None
         self._shown: Counter[str] = Counter()
@@ -75,7 +78,7 @@ class RewardRunner:
         the batch manager (see `score_batch`). The response needs its `text`.
         """
         if self.per_response and self._asks_function(trajectory):
-            self._apply(trajectory, *await self._run([trajectory]))
+            self._apply(trajectory, (await self._run([trajectory]))[0])
 
     async def score_batch(self, trajectories: Iterable[Trajectory]) -> None:
         """Score all that have no result yet, their greedy baselines too: in one call with the batch manager, else one by one,
@@ -113,7 +116,7 @@ class RewardRunner:
 
     def _asks_function(self, trajectory: Trajectory) -> bool:
         """True if there is a function to score it, and it has not."""
-        return self.settings.asks_function and _open(trajectory) and FUNCTION not in trajectory.score_parts
+        return self.asks_function and _open(trajectory) and FUNCTION not in trajectory.score_parts
 
     async def _run(self, trajectories: Sequence[Trajectory]) -> list[Outcome]:
         """One call for all of them."""
@@ -278,11 +281,14 @@ def _shape(reason: str) -> str:
 
 
 def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
+    media = trajectory.prompt.media
+    seen = {"images": media.uris()} if media is not None and media.files else {}
     return {
         **(trajectory.prompt.extra_info or {}),
         **trajectory.fields,
         "num_turns": trajectory.num_turns,
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
+        **seen,
     }
 
 

@@ -10,24 +10,32 @@ import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from verl.data.media import ImageProcessor
 from verl.data.rows import BadRow, ChatRenderer, text_of
 from verl.engine.rollout.base import RolloutEngine, SamplingParams
 from verl.errors import UserError
 from verl.rollout.event_loop import BackgroundLoop
+from verl.trajectory import Media
 
 
 class ServedJudge:
     """Answers chat completions with `engine` until it is closed. `settings`: the group `reward_model`. `offered`: arguments
     of a reward function that names them.
 
+    `processor`: of a model that sees images (None: a request with images is an error).
+
     UserError for a tokenizer without chat template.
     """
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: Any):
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, settings: Any, processor: Any = None):
         self._engine, self._tokenizer, self._limit = engine, tokenizer, settings.rollout.max_model_len
         self._renderer, self._numbers = ChatRenderer(tokenizer), itertools.count()
+        self._images = None if processor is None else ImageProcessor(processor)
         model = settings.model
         if not self._renderer.has_template:
             raise UserError(f"reward_model.model.path={model.path}: its tokenizer has no chat template")
@@ -48,7 +56,7 @@ class ServedJudge:
         return self._loop.run(self._answer(body))
 
     async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        ids = self._renderer.ids(self._renderer.text(body["messages"]))
+        ids, media = self._prompt(body["messages"])
         room = max(1, self._limit - len(ids))  # the engine refuses what cannot fit
         sampling = SamplingParams(
             max_tokens=min(room, int(body.get("max_tokens") or room)),
@@ -56,10 +64,22 @@ class ServedJudge:
             top_p=float(body.get("top_p", 1.0)),
             seed=int(body.get("seed") or 0),
         )
-        done = await self._engine.generate(ids, sampling, request_id=f"judge {next(self._numbers)}")
+        name = f"judge {next(self._numbers)}"
+        done = await self._engine.generate(ids, sampling, request_id=name, media=media)
         message = {"role": "assistant", "content": text_of(self._tokenizer, done.token_ids)}
         choice = {"index": 0, "message": message, "finish_reason": done.finish_reason}
         return {"object": "chat.completion", "model": body.get("model"), "choices": [choice]}
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[np.ndarray, Media | None]:
+        """Token ids int64 [P] of a request, and its images."""
+        cells: list[str] = []
+        messages = [message | _content(message, cells) for message in messages]
+        if cells and self._images is None:
+            raise ValueError("this judge sees no images (reward_model.images=True sends them)")
+        text = self._renderer.text(messages)
+        return (
+            self._images(text, cells, Path()) if cells and self._images else (self._renderer.ids(text), None)
+        )
 
     def sleep(self) -> None:
         """The trainer needs the device's memory: between two steps nothing is asked."""
@@ -75,6 +95,15 @@ class ServedJudge:
         self._server.server_close()
         self._loop.run(_called(self._engine.close))
         self._loop.__exit__()
+
+
+def _content(message: dict[str, Any], cells: list[str]) -> dict[str, Any]:
+    """The content of a message as the template takes it; the URIs of its images are put into `cells`."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {"content": content}
+    cells += [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    return {"content": [{"type": "image"} if part["type"] == "image_url" else part for part in content]}
 
 
 async def _called(work: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config.weights import MODEL, weights_of
+from verl.config.weights import weights_of
 from verl.reward.managers import manager_function
 from verl.reward.pool import FunctionSpec, RateGate
 from verl.reward.rules import options_of
@@ -40,11 +40,6 @@ class RewardSettings:
     required_parts: tuple[str, ...] = ()
     rate: tuple[int | None, int | None, int | None, int] | None = None
     weights: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def asks_function(self) -> bool:
-        """False where a model alone scores."""
-        return self.weights.keys() != {MODEL}
 
     @classmethod
     def from_config(cls, config: Any, offered: dict[str, Any] | None = None) -> RewardSettings:

@@ -188,7 +188,7 @@ class LoopProcesses:
 def main(channel: ParentChannel) -> None:
     """Run trajectories until the run closes the socket. The first message is the run's configuration."""
     from verl.config import Map
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
 
     init = channel.inbox.get()
@@ -196,12 +196,7 @@ def main(channel: ParentChannel) -> None:
         config = Map.of(init["config"])
         import_modules(init["external_lib"])
         model = config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(model, config.data.tokenizer)
         child = _Child(channel, tokenizer, config)
     except Exception as error:
         channel.send({"unusable": f"{type(error).__name__}: {error}"})

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from verl import interrupt
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.engine.rollout.routes import first_routes
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
 from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
@@ -221,6 +220,14 @@ class RolloutManager:
         rows = list(self._scoring) if batch is None else [*batch]
         rows += [t.baseline for t in rows if t.baseline is not None]
         await asyncio.gather(*(self._scoring.pop(row) for row in rows if row in self._scoring))
+
+    async def drain(self) -> None:
+        """Wait until every response that is under way is back."""
+        pending = {task for begun in self._responses.values() for task in begun}
+        while pending:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if interrupt.noted():
+                raise asyncio.CancelledError
 
     async def pause(self) -> int:
         """Before new weights: stop every request, partial output kept; returns how many there were."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
-from verl.engine.rollout.routes import first_routes
+from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
 from verl.trajectory import Prompt
 
 _ABORT_AGAIN_S = 1.0

@@ -1,11 +1,15 @@
-"""What a person sees: one line per step on stdout, a table on a terminal, the progress bar and notices on stderr."""
+"""What a person sees: one line per step on stdout, a table on a terminal, the progress bar and notices on stderr.
+
+A stream that is lost (a pipe whose reader has gone, a full disk) ends no run: see `spare`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 from verl.tracking.names import NOT_ON_CONSOLE, Number, in_order
 
@@ -148,3 +152,32 @@ def _live_bar() -> Any:
         # Redirecting stdout sends it through stderr's console: only right when both are the same terminal.
         redirect_stdout=sys.stdout.isatty(),
     )
+
+
+class Spared:
+    """A text stream whose failed writes are dropped: there is nowhere to tell of them, and records are kept elsewhere."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on what can be handed on."""
+        with contextlib.suppress(OSError):  # the stream keeps it for the next time
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def spare() -> None:
+    """Replace both streams of this process, for as long as it lives: its end flushes them, too."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Spared):
+            setattr(sys, name, cast(TextIO, Spared(stream)))

@@ -21,7 +21,10 @@ _SECTIONS = (
         "pg_loss kl_loss kl_coef entropy entropy_loss loss pg_clipfrac pg_clipfrac_lower ppo_kl grad_norm lr",
     ),
     ("actor/", "kl_clipped_ratio reward_kl_penalty reward_kl_penalty_coeff *"),
-    ("training/", "skipped_updates refused_steps dropped_groups rollout_failure/* filter_groups/* pf_ppo/*"),
+    (
+        "training/",
+        "skipped_updates skipped_rows refused_steps dropped_groups rollout_failure/* filter_groups/* pf_ppo/*",
+    ),
     ("distillation/", "*"),
     ("critic/", "score/* rewards/* advantages/* returns/* values/* *"),
     (

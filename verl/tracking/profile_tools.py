@@ -44,7 +44,7 @@ class TorchTrace:
         chosen = {names[name] for name in contents if name in ("cpu", device)} or {"CPU"}
         self._activities = [getattr(torch.profiler.ProfilerActivity, name) for name in sorted(chosen)]
         flags = {"profile_memory": "memory", "record_shapes": "shapes", "with_stack": "stack"}
-        self._flags = {flag: name in contents for flag, name in flags.items()}
+        self._flags: dict[str, Any] = {flag: name in contents for flag, name in flags.items()}
         self._profile: Any = None
 
     def start(self) -> None:
@@ -52,7 +52,11 @@ class TorchTrace:
         # A sampler's event loop, a thread that copies weights: the work of a step is not all in one thread. torch records
         # allocations of the starting thread only, and none when it records all threads.
         whose = torch._C._profiler._ExperimentalConfig(profile_all_threads=not self._flags["profile_memory"])
-        kinds = {"activities": self._activities, "acc_events": True, "experimental_config": whose}
+        kinds: dict[str, Any] = {
+            "activities": self._activities,
+            "acc_events": True,
+            "experimental_config": whose,
+        }
         self._profile = torch.profiler.profile(**kinds, **self._flags)
         self._profile.start()
 
@@ -126,7 +130,7 @@ def _living(most: int = 50) -> dict[str, Any]:
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
             kinds[thing.dtype, tuple(thing.shape)] += 1
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (dtype, shape), count in kinds.items():
         size = count * torch.Size(shape).numel() * dtype.itemsize
         name = str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.config.rules.profiling import ROLES
+from verl.config.schema.base import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def plan_for(config: Any, roles: Sequence[str], rank: int) -> ProfilePlan | None
     A role is profiled where its `profiler.enable` is on: on its `ranks` (none named: rank 0), or on `all_ranks`. When no
     role of the configuration is enabled, rank 0 of every role is.
     """
-    groups = {role: found for role, path in ROLES.items() if (found := _select(config, path)) is not None}
+    groups = {role: found for role, path in ROLES.items() if (found := setting(config, path)) is not None}
     chosen = [role for role in roles if role in groups and _wanted(groups, role, rank)]
     plan = plan_of(config, f"{'-'.join(chosen)}.rank{rank}")
     if plan is None or not chosen:
@@ -80,12 +81,6 @@ def _wanted(groups: dict[str, Any], role: str, rank: int) -> bool:
         return rank == 0
     group = groups[role]
     return bool(group.enable and (group.all_ranks or rank in (group.ranks or [0])))
-
-
-def _select(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = config.get(part) if config is not None else None
-    return config
 
 
 class Profiler(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.tracking.jsonl import write_lines
-from verl.trajectory import Trajectory
+from verl.trajectory import Trajectory, data_uris
 
 SAMPLED = 64
 _DIGITS = 6
@@ -95,15 +94,14 @@ def report_rows(step: int, trajectories: Sequence[Trajectory], texts: TokenTexts
 
     log_probs (trainer, start of the step) and rollout_log_probs (sampler) are null on tokens that the policy
     did not write; `advantage` is the mean over the tokens that are trained on. The first row of a group has the prompt's
-    images, scaled down, as data URIs.
+    images, scaled down, as data URIs, and the tokens of each.
     """
     rows = []
     for group in by_group(trajectories):
         text = prompt_text(group[0], texts.tokenizer)
         own = [_report_row(step, t, text, texts) for t in group]
         if (media := group[0].prompt.media) is not None:
-            uris = [f"data:image/jpeg;base64,{b64encode(small).decode()}" for small in media.small]
-            own[0] |= {"images": uris, "image_tokens": media.tokens}
+            own[0] |= {"images": data_uris(media.small), "image_tokens": media.tokens_of_images}
         rows += own
     return rows
 

@@ -95,7 +95,7 @@ def score_metrics(batch: Batch) -> dict[str, Number]:
     rows = [t for t in batch if t.policy_tokens > 0 and valid(t)]
     scores = [float(t.score) for t in rows if t.score is not None]
     given = [t.score if t.token_rewards is None else t.token_rewards for t in rows]
-    rewards = [float(np.sum(reward, dtype=np.float64)) for reward in given]
+    rewards = [float(np.sum(np.asarray(reward), dtype=np.float64)) for reward in given]
     out = spread("critic/score", scores) | spread("critic/rewards", rewards)
     out |= _over_tokens("critic/advantages", rows, "advantages", "loss_mask")
     if all(t.returns is t.advantages for t in rows):  # one column of a large step takes a tenth of a second

@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verl import interrupt
+from verl.tracking.hooks import RunHooks
 from verl.tracking.jsonl import JsonLines
 
 if TYPE_CHECKING:
@@ -250,10 +251,10 @@ class Watchdog:
         *,
         extra: Callable[[], str] = str,
     ):
+        self.extra = extra
         self._phases = phases
         self._timeout = float(timeout or 0)
         self._on_event = on_event
-        self._extra = extra
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
         self.reports = 0
@@ -269,6 +270,16 @@ class Watchdog:
             self._stop.set()
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
+
+    def hooks(self, tracking: Any) -> RunHooks:
+        """What a run's parts tell while this watches it; who they wait for becomes its `extra`."""
+        return RunHooks(
+            tracking.event_of_step,
+            tracking.notice,
+            self._phases.beat,
+            lambda: getattr(self._phases.current, "name", ""),
+            partial(setattr, self, "extra"),
+        )
 
     def _watch(self) -> None:
         pause, due = min(1.0, self._timeout / 4), self._timeout
@@ -286,7 +297,7 @@ class Watchdog:
         self.reports += 1
         stack, stacks, now = self._phases.stack, all_stacks(), time.monotonic()
         try:
-            extra = self._extra()
+            extra = self.extra()
         except Exception as error:  # costs its own lines, not the report and all later ones
             extra = f"the workers cannot be asked: {type(error).__name__}: {error}"
         name, waits_for = (stack[-1].name, stack[-1].waits_for) if stack else (None, None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.tracking import console, responses
 from verl.tracking.names import NOT_ON_CONSOLE, Number, finite, in_order, plain_metrics, with_aliases
-from verl.tracking.run_folder import TRAJECTORIES, RunFolder, mask_secrets
+from verl.tracking.run_folder import TRAJECTORIES, LiveReport, RunFolder, mask_secrets
 from verl.tracking.trackers import ALIASES, Session, Tracker, Unavailable, open_tracker
 from verl.trajectory import Trajectory
 
@@ -47,6 +47,7 @@ class Tracking:
         self._validations: list[tuple[int, dict[str, Number]]] = []
         self._status: str | None = None
         self._closed = False
+        self._page = LiveReport(self.run_dir, self.flush, self.event)
         self.unsaved = ""
         """What the run says last, before it ends with status 4: its last checkpoint could not be written."""
         self.tokenizer = tokenizer
@@ -152,11 +153,15 @@ class Tracking:
         A dataset offers `bad_rows` (records), `report` (counts) and `describe()` (lines); None is passed over.
         """
         found = [dataset for dataset in datasets if dataset is not None]
-        self._folder.data_report(row for dataset in found for row in dataset.bad_rows)
+        self.bad_rows(row for dataset in found for row in dataset.bad_rows)
         for dataset in found:
             self.event("data", **dataset.report)
             for text in dataset.describe():
                 console.notice(text)
+
+    def bad_rows(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Rows that cannot be used into data_report.jsonl, in place of what it says."""
+        self._folder.data_report(records)
 
     def dump_trajectories(self, step: int, batch: Iterable[Trajectory]) -> None:
         """Up to 64 responses in whole groups to trajectories/{step}.jsonl; all to `trainer.rollout_data_dir`.
@@ -224,6 +229,10 @@ class Tracking:
         if status == "finished" and self._validations and self._validations[-1][0] >= self._step:
             console.say(f"Final validation metrics: {_shown(self._validations[-1][1])}")
         self._write_event("run_end", {"status": status, "step": self._step, "text": message})
+
+    def write_page(self, *, last: bool = False) -> None:
+        """Rewrite `report.html` if it is time; see `LiveReport.write`."""
+        self._page.write(last=last)
 
     def flush(self) -> None:
         """Wait until the dumps submitted so far are on disk."""

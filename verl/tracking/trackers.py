@@ -127,7 +127,7 @@ class WandbTracker(Tracker):
         if mode in ("online", "shared", "run", "") and not logged_in(wandb):
             offline = "set WANDB_MODE=offline to log to disk and `wandb sync` later"
             raise Unavailable(f"not logged in; run `wandb login` or set WANDB_API_KEY, or {offline}")
-        patience = {"init_timeout": START_SECONDS, "login_timeout": 5}
+        patience: dict[str, Any] = {"init_timeout": START_SECONDS, "login_timeout": 5}
         start = partial(
             wandb.init,
             project=session.project,

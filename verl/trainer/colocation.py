@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.needs import teacher_roles
+from verl.config.layout import own_pools
 
 if TYPE_CHECKING:
     from verl.engine.rollout.base import RolloutEngine
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Colocation:
     """The sampler lends its memory where it has nothing to do while the trainer works on the same devices. It has something to
     do with trainer.max_staleness > 0, and devices of its own with rollout.nnodes > 0; rollout.free_cache_engine=False keeps its
-    memory. A judge that is served here lends its memory with it.
+    memory. A judge on the same devices lends its memory with it.
 
     A role whose `fsdp_config` names `param_offload` or `optimizer_offload` is in host memory but for its own passes and updates.
     """
@@ -31,7 +32,7 @@ class Colocation:
         arr, lag = config.actor_rollout_ref, config.trainer.max_staleness
         self.sampler_lends = arr.rollout.free_cache_engine and not arr.rollout.nnodes and not lag
         self._lenders: list[RolloutEngine | ServedJudge] = [sampler]
-        if judge is not None:
+        if judge is not None and "judge" not in own_pools(config):
             self._lenders.append(judge)
         groups = {"actor": arr.actor, "ref": arr.ref, "critic": config.critic.model}
         groups |= dict.fromkeys(teacher_roles(config), arr.ref)

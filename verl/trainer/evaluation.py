@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import setting
 from verl.data.dataset import by_problem
 from verl.data.files import DataError, RowFile, absent_column, open_file
+from verl.data.media import folder_of, shown
 from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
@@ -26,11 +28,10 @@ from verl.reward.rules import unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say
-from verl.tracking.evaluation_metrics import source_metrics
+from verl.tracking.evaluation_metrics import source_metrics, text_metrics
 from verl.tracking.jsonl import write_lines
 from verl.tracking.names import Number, plain
 from verl.tracking.responses import by_group, dump_rows
-from verl.tracking.text_metrics import text_metrics
 from verl.tracking.validation_metrics import valid, validation_metrics
 from verl.trajectory import Trajectory
 
@@ -47,8 +48,6 @@ _CHUNK = 512
 
 def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     """Score, and write metrics, scores, sampled responses and the page to the run folder; see `run_guarded` for how it ends."""
-    from verl.tracking.run_folder import LiveReport
-
     table = read_table(config)
     tracking.data_report(table)
     rewards = RewardRunner(None, events=tracking.event, settings=_reward_settings(config))
@@ -65,7 +64,7 @@ def evaluate(config: EvalConfig, tracking: Tracking) -> None:
     write_lines(tracking.run_dir / SCORES, dump_rows(0, table.responses))
     _show(metrics, table)
     tracking.finish("finished")
-    LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+    tracking.write_page(last=True)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -103,7 +102,11 @@ def read_table(config: EvalConfig) -> Table:
     """
     data, file = config.data, open_file(str(config.data.path))
     rules = RowRules(
-        data.prompt_key, data.data_source_key, (), needs_truth=not config.custom_reward_function.path
+        data.prompt_key,
+        data.data_source_key,
+        (data.image_key,) if config.reward_model.images else (),
+        needs_truth=not config.custom_reward_function.path,
+        images=True,
     )
     plain_format = is_plain(file, rules)
     for key in ("response_key",) if plain_format else ("response_key", "data_source_key", "reward_model_key"):
@@ -142,7 +145,8 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
     if not isinstance(texts, list) or not all(text is None or isinstance(text, str) for text in texts):
         raise BadRow("wrong column type", "responses must be a list of strings, or one string")
     nothing = np.zeros(0, np.int64)
-    prompt = fields.prompt(f"0:{row}@0", nothing, fields.cell, file=path, row=row)
+    media = shown(fields.images, folder_of(path)) if fields.images else None
+    prompt = fields.prompt(f"0:{row}@0", nothing, fields.cell, file=path, row=row, media=media)
     state: dict[str, Any] = {"finish_reason": ""}
     lost = {"finish_reason": "lost", "score_error": "lost by the sampler (null in the file)"}
     return [
@@ -155,11 +159,7 @@ def _responses(cell: Any, fields: RowFields, path: str, row: int) -> list[Trajec
 
 def _reference(row: Mapping[str, Any], path: str | None, truth: Any) -> list[str]:
     """Texts that this row's responses are compared with; [] if it has none."""
-    found = truth
-    if path:
-        found = row
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
+    found = setting(row, path) if path else truth
     found = found.get("target") if isinstance(found, Mapping) else found
     texts = found if isinstance(found, list) else [found]
     return [str(text) for text in texts if text is not None and str(text).strip()]

@@ -40,15 +40,12 @@ MAX_LOST_RATIO = 0.1
 
 def generate(config: GenerationConfig, tracking: Tracking) -> None:
     """Sample, write `data.output_path`, and the records to the run folder; see `run_guarded` for how it ends."""
-    from verl.tracking.hooks import RunHooks
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.run import quiet_libraries
     from verl.workers.start import check_cluster
 
     run, phases = training_config(config), Phases()
-    who: list[Callable[[], str]] = [str]
-    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
-    hooks = RunHooks(tracking.event, tracking.notice, phases.beat, watch=who.append)
+    watchdog = Watchdog(phases, run.trainer.watchdog_timeout, tracking.event)
     output = _writable(str(config.data.output_path))
     with asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, model and samplers"):
@@ -56,7 +53,7 @@ def generate(config: GenerationConfig, tracking: Tracking) -> None:
             quiet_libraries()
             data, tokenizer = _open_data(config, run, tracking)
             rows = joined_rows(data.source.files)
-            rollouts, workers = _build(run, tokenizer, tracking, hooks)
+            rollouts, workers = _build(run, tokenizer, tracking, watchdog.hooks(tracking))
         try:
             tracking.event("plan", device=workers.describe)
             with interrupt.patient():
@@ -108,16 +105,11 @@ def _open_data(config: GenerationConfig, run: Config, tracking: Tracking) -> tup
     from verl.data.files import DataError
     from verl.data.media import load_processor
     from verl.data.rows import RowRules
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.rollout.tool_agent import checked_tools
 
     model = run.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model)
     kwargs, trust = config.data.mm_processor_kwargs, model.trust_remote_code
     processor = load_processor(model.path, tokenizer, kwargs, trust_remote_code=trust)
     rules = replace(RowRules.of(run), needs_truth=False, needs_source=False)
@@ -216,12 +208,10 @@ class Generated:
 
     def tell(self, tracking: Tracking) -> None:
         """Metrics, sampled responses and the page, into the run folder."""
-        from verl.tracking.run_folder import LiveReport
-
         tracking.log(0, self.metrics())
         tracking.dump_trajectories(0, sorted(self.shown, key=lambda t: (t.prompt.file, t.prompt.row)))
         tracking.finish("finished")
-        LiveReport(tracking.run_dir, tracking.flush, tracking.event).write(last=True)
+        tracking.write_page(last=True)
 
 
 async def _sample(data: PromptDataset, rollouts: RolloutManager, at_a_time: int, phases: Phases) -> Generated:

@@ -64,7 +64,7 @@ class PPOTrainer:
         parts.tracking.start_progress(self.total_steps, self.step)
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
-            parts.report.write(last=trainer.val_only)
+            parts.tracking.write_page(last=trainer.val_only)
         if not trainer.val_only:
             for step in self.steps():
                 self._train_step(step)
@@ -92,7 +92,7 @@ class PPOTrainer:
                     parts.tracking.flush()  # a step that is never computed again has its responses on disk
                     parts.checkpoints.save(self, batch, metrics | record.facts(step, batch))
         record.log(step, batch, metrics)
-        parts.report.write(last=step == self.total_steps)
+        parts.tracking.write_page(last=step == self.total_steps)
         record.check_limits(step, metrics)
 
     def _sample(self, step: int) -> Batch:
@@ -143,6 +143,9 @@ class PPOTrainer:
         parts, trainer = self.parts, self.config.trainer
         if not self.versions.pushed(step, self.total_steps):
             return SyncResult(0, 0.0)
+        if not trainer.partial_rollout:
+            with parts.phases("gen", waits_for="responses in flight, before new weights"):
+                parts.loop.run(parts.rollouts.drain())
         with parts.phases("update_weights"):
             parts.loop.run(parts.rollouts.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.

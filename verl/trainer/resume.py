@@ -157,27 +157,32 @@ class Storage:
         named = set(self._contents.load_contents)
         return not self._narrowed or part in named or (part == "model" and "hf_model" in named)
 
-    def loaded(self, found: Checkpoint) -> None:
-        """After a resume: say what was left out; with `del_local_ckpt_after_load` drop what is elsewhere too."""
+    def loaded(self, found: Checkpoint, *, lead: bool = True) -> int:
+        """After a resume, whose step is returned: say from where it goes on, and what was left out; with
+        `del_local_ckpt_after_load` drop what is elsewhere too. `lead`: this rank is the one that does it."""
+        self._tracking.resumed(found.step, found.loop_state.get("record"))
+        self._tracking.event("resumed", step=found.step, path=str(found.path))
+        self._tracking.notice(f"resuming from {found.path}, step {found.step}")
         left = sorted(part for part in WHOLE if not self.wants(part))
         if left:
             self._tracking.notice(
                 f"resumed without {', '.join(left)} (checkpoint.load_contents): the run does not go on exactly as it "
                 "would have"
             )
-        if not self._settings.del_local_ckpt_after_load:
-            return
+        if not self._settings.del_local_ckpt_after_load or not lead:
+            return found.step
         copy = Copy(found.manifest.serial, found.step)
         if self._remote is not None and found.path.parent == self.root and self._remote.newest() == copy:
             remove(write.retire(found.path))
             self._tracking.event(
                 "checkpoint_deleted", path=str(found.path), why="trainer.del_local_ckpt_after_load"
             )
-            return
-        self._tracking.notice(
-            f"trainer.del_local_ckpt_after_load: {found.path} is kept, for it is in no other place "
-            "(trainer.default_hdfs_dir would hold copies)"
-        )
+        else:
+            self._tracking.notice(
+                f"trainer.del_local_ckpt_after_load: {found.path} is kept, for it is in no other place "
+                "(trainer.default_hdfs_dir would hold copies)"
+            )
+        return found.step
 
 
 def has_nonfinite_log_probs(
@@ -328,11 +333,7 @@ class Checkpoints:
             parts.kl_controller.load_state_dict(state["kl_controller"])
         if wants("extra"):
             rng.load(found.part("state/rng"))
-        self._tracking.resumed(found.step, state.get("record"))
-        self._tracking.event("resumed", step=found.step, path=str(found.path))
-        self._tracking.notice(f"resuming from {found.path}, step {found.step}")
-        self._storage.loaded(found)
-        return found.step
+        return self._storage.loaded(found)
 
 
 def _optimizer_of(role: Role) -> str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl import interrupt
 from verl.errors import UserError
-from verl.platform import processes
 from verl.platform.host import prepare_process
 from verl.plugins import import_modules
+from verl.tracking.console import spare
 
 if TYPE_CHECKING:
     from verl.algorithms.kl import KLController
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from verl.rollout.event_loop import Loop
     from verl.rollout.manager import RolloutManager
     from verl.tracking.hooks import RunHooks
-    from verl.tracking.run_folder import LiveReport
     from verl.tracking.timer import Phases
     from verl.tracking.tracker import Tracking
     from verl.trainer.resume import Checkpoints
@@ -59,7 +58,7 @@ def run_guarded(config: Any, train: Callable[[Any, Any], None]) -> int:
     could not be written (said last), 130 interrupted.
     """
     prepare_process()
-    processes.spare()
+    spare()
     try:
         import_plugins(config)
         tracking = open_tracking(config)
@@ -79,6 +78,8 @@ def _run(config: Any, tracking: Any, train: Callable[[Any, Any], None]) -> int:
             train(config, tracking)
             return 0
         except UserError as error:
+            if records := getattr(error, "records", ()):
+                tracking.bad_rows(records)
             return _stopped(tracking, "refused", str(error), EXIT_USER)
         except Exception as error:
             import traceback
@@ -151,25 +152,16 @@ def _stopped(tracking: Any, status: str, message: str, code: int) -> int:
 def train_ppo(config: Config, tracking: Any) -> None:
     """Build the parts and train by reinforcement."""
     from verl.rollout.event_loop import BackgroundLoop
-    from verl.tracking.hooks import RunHooks
     from verl.tracking.profiler import announce
     from verl.tracking.timer import Phases, Watchdog
     from verl.trainer.ppo_trainer import PPOTrainer
 
     phases = Phases()
-    who: list[Callable[[], str]] = [str]
-    watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event, extra=lambda: who[-1]())
+    watchdog = Watchdog(phases, config.trainer.watchdog_timeout, tracking.event)
     ahead = config.trainer.max_staleness or config.trainer.weight_sync_every > 1
     with BackgroundLoop() if ahead else asyncio.Runner() as loop, watchdog:
         with phases("start-up", waits_for="data, models and workers"):
-            hooks = RunHooks(
-                tracking.event_of_step,
-                tracking.notice,
-                phases.beat,
-                lambda: getattr(phases.current, "name", ""),
-                who.append,
-            )
-            parts, total_steps = build_parts(config, tracking, loop, phases, hooks)
+            parts, total_steps = build_parts(config, tracking, loop, phases, watchdog.hooks(tracking))
         try:
             announce(config, total_steps, tracking.notice)
             tracking.event("plan", total_steps=total_steps, device=parts.workers.describe)
@@ -195,7 +187,6 @@ class Parts:
     checkpoints: Checkpoints
     tracking: Tracking
     phases: Phases
-    report: LiveReport
     loop: Loop
 
 
@@ -204,15 +195,15 @@ def build_parts(
 ) -> tuple[Parts, int]:
     """Everything the loop drives, in the order that finds a user's mistakes soonest: the cluster's address, then data,
     before models."""
+    from verl.config.layout import own_pools
     from verl.config.weights import user_scores
     from verl.data.media import load_processor
     from verl.data.rows import text_of
     from verl.data.stream import open_stream
-    from verl.data.tokenizer import load_tokenizer, save_tokenizer
+    from verl.data.tokenizer import save_tokenizer, tokenizer_of
     from verl.platform.host import tune_allocator
     from verl.rollout.loop_processes import LoopProcesses
     from verl.rollout.manager import RolloutManager
-    from verl.tracking.run_folder import LiveReport
     from verl.trainer.resume import Checkpoints
     from verl.workers.roles import Classifier
     from verl.workers.start import check_cluster, start_workers
@@ -221,12 +212,7 @@ def build_parts(
     tune_allocator()
     quiet_libraries()
     model = config.actor_rollout_ref.model
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
     processor = load_processor(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )
@@ -234,10 +220,12 @@ def build_parts(
     check_teachers(config, tokenizer, train)
     stream = open_stream(train, config)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
-    rewards = open_rewards(config, tracking)
+    # Rewards are checked before a model loads, unless it is workers that serve the judge.
+    judged = start_workers(config, tokenizer, total_steps, hooks) if "judge" in own_pools(config) else None
+    rewards = open_rewards(config, tracking, judged and judged.judge)
     if user_scores(config) or not config.actor_rollout_ref.rollout.agent.environment.name:
         check_reward(rewards, train, loop)
-    workers = start_workers(config, tokenizer, total_steps, hooks)
+    workers = judged or start_workers(config, tokenizer, total_steps, hooks)
     classifier = workers.roles.get("reward_model")
     if rewards.model is not None and isinstance(classifier, Classifier):
         rewards.model.scores = classifier.scores
@@ -252,19 +240,20 @@ def build_parts(
         event=tracking.event,
         processes=partial(LoopProcesses, loops.num_workers, config) if loops.num_workers else None,
     )
+    validator = build_validator(config, validation, rollouts, rewards, tracking)
+    tracking.bad_rows(row for data in (train, validation) if data is not None for row in data.bad_rows)
     parts = Parts(
         stream=stream,
         rollouts=rollouts,
         rewards=rewards,
         workers=workers,
         kl_controller=kl_controller(config),
-        validator=build_validator(config, validation, rollouts, rewards, tracking),
+        validator=validator,
         checkpoints=Checkpoints(
             config, partial(save_tokenizer, tokenizer, None if processor is None else model.path), tracking
         ),
         tracking=tracking,
         phases=phases,
-        report=LiveReport(tracking.run_dir, tracking.flush, tracking.event),
         loop=loop,
     )
     print(
@@ -273,15 +262,16 @@ def build_parts(
     return parts, total_steps
 
 
-def open_rewards(config: Config, tracking: Any) -> RewardRunner:
-    """What scores responses: the function, and a model or a judge where the configuration names one."""
+def open_rewards(config: Config, tracking: Any, judging: Any = None) -> RewardRunner:
+    """What scores responses: the function, and a model or a judge where the configuration names one. judging: the judge's sampler,
+    if it is not to be one of this process."""
     from verl.config.weights import scores_by_model
     from verl.reward.model import RewardModel
     from verl.reward.runner import RewardRunner
     from verl.workers import build
 
     model = RewardModel(config) if scores_by_model(config) else None
-    judge = build.judge(config) if config.reward_model.enable and model is None else None
+    judge = build.judge(config, judging) if config.reward_model.enable and model is None else None
     return RewardRunner(config, events=tracking.event, model=model, judge=judge)
 
 
@@ -295,18 +285,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
 
 
-def data_seed(config: Config) -> int:
-    """data.seed, or the run's."""
-    return config.data.seed if config.data.seed is not None else config.trainer.seed
-
-
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
     """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
-
-    data = config.data
     from verl.reward.rules import unsupported
     from verl.rollout.tool_agent import checked_tools
+
+    data = config.data
 
     def known(source: str) -> bool:
         return not unsupported([source])
@@ -321,11 +306,6 @@ def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = No
         processor=processor,
     )
     train = open_split(data.train_files, split="train")
-    if len(train) < data.train_batch_size:
-        raise UserError(
-            f"data.train_files hold {len(train)} usable rows, fewer than data.train_batch_size={data.train_batch_size}; "
-            "lower the batch size or add data"
-        )
     validation = open_split(data.val_files, split="val") if data.val_files else None
     tracking.data_report(train, validation)
     return train, validation
@@ -349,18 +329,18 @@ def check_teachers(config: Config, tokenizer: Any, train: Any) -> None:
                 f"and {theirs.get(token, 'absent')} there; use a teacher of the same family"
             )
     choose = teacher_of(config)
-    for row in range(len(train) if len(teachers) > 1 else 0):
-        choose(train.prompt(row))
+    for prompt in train.prompts(range(len(train) if len(teachers) > 1 else 0)):
+        choose(prompt)
 
 
 def check_reward(rewards: Any, train: Any, loop: Loop, rows: int = 8) -> None:
     """Call the reward function on the first rows before anything heavy is loaded; an exception refuses the run."""
     from verl.reward.precheck import precheck
 
-    prompts = [train.prompt(row) for row in range(min(rows, len(train)))]
+    prompts = train.prompts(range(len(train)), most=rows)
     for prompt in prompts if rewards.model is not None else ():
         rewards.model.check(prompt)
-    if rewards.settings.asks_function:
+    if rewards.asks_function:
         loop.run(precheck(rewards, prompts))
 
 
@@ -374,19 +354,13 @@ def rollout_settings(config: Config) -> Any:
     sampling = SamplingParams(
         max_tokens=min(rollout.response_length, config.data.max_response_length),
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop=tuple(rollout.stop),
-        stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
+        **_restrictions(rollout),
     )
-    seed = rollout.seed if rollout.seed is not None else config.trainer.seed
     return RolloutSettings(
         sampling=sampling,
         n=rollout.n,
-        seed=seed,
+        seed=rollout.seed,
         default_loop=rollout.agent.default_agent_loop,
         greedy_baseline=GREEDY_BASELINE in needed_columns(config),
         on_status=dict(rollout.agent.on_status),
@@ -401,13 +375,14 @@ def validation_sampling(config: Config) -> SamplingParams:
     return replace(
         rollout_settings(config).sampling,
         temperature=0.0 if greedy else val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        min_p=val.min_p,
-        repetition_penalty=val.repetition_penalty,
-        stop=tuple(val.stop),
-        stop_token_ids=tuple(val.stop_token_ids),
+        **_restrictions(val),
     )
+
+
+def _restrictions(group: Any) -> dict[str, Any]:
+    """What cuts the distribution or ends a response, the same in training and validation."""
+    cut = {name: group[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    return cut | {name: tuple(group[name]) for name in ("stop", "stop_token_ids")}
 
 
 def kl_controller(config: Config) -> Any:
@@ -423,7 +398,7 @@ def build_validator(config: Config, data: Any, rollouts: Any, rewards: Any, trac
 
     if data is None:
         return None
-    order = data.order(seed=data_seed(config), shuffle=config.data.validation_shuffle)
+    order = data.order(seed=config.data.seed, shuffle=config.data.validation_shuffle)
     prompts = ValidationPrompts(data, order, config.data.train_batch_size)
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     return Validator(prompts, validation_sampling(config), n, rollouts, rewards.score_batch, tracking)

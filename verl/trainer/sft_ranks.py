@@ -130,12 +130,12 @@ class CountedRefusals(RefusedSteps):
 
 def follow(config: Any, train: Callable[[Any, Any], None]) -> int:
     """train(config, …) on a rank other than 0; the exit status as `run_guarded` gives it."""
-    from verl.platform import processes
     from verl.platform.host import prepare_process
+    from verl.tracking.console import spare
     from verl.trainer.run import EXIT_FAILED, EXIT_USER, import_plugins
 
     prepare_process()
-    processes.spare()
+    spare()
     try:
         import_plugins(config)
         train(config, NoRecords(Path(config.trainer.default_local_dir).expanduser()))

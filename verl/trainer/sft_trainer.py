@@ -79,7 +79,6 @@ class SFTTrainer:
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        from verl.tracking.run_folder import LiveReport
         from verl.tracking.timer import Phases, Watchdog
         from verl.trainer.step_record import RefusedSteps
 
@@ -92,7 +91,6 @@ class SFTTrainer:
         self.phases = Phases()
         kind = RefusedSteps if self.ranks.lead else CountedRefusals
         refused = kind(trainer.max_refused_steps, tracking, self.counters)
-        report = LiveReport(tracking.run_dir, tracking.flush, tracking.event) if self.ranks.lead else None
         with Watchdog(self.phases, trainer.watchdog_timeout, tracking.event), interrupt.patient():
             if trainer.val_only or (trainer.val_before_train and self.step == 0 and self.validation):
                 tracking.log(self.step, self._validate())
@@ -106,13 +104,11 @@ class SFTTrainer:
                     if self._due(trainer.save_freq):
                         self._save(metrics)
                 tracking.log(self.step, metrics)
-                if report is not None:
-                    report.write()
+                tracking.write_page()
                 refused.check()
         self.storage.finish()
         tracking.finish("finished")
-        if report is not None:
-            report.write(last=True)
+        tracking.write_page(last=True)
 
     def rows(self, step: int) -> list[Trajectory]:
         """The batch of a step (counted from 1): a function of data, seed and step alone."""
@@ -242,12 +238,7 @@ class SFTTrainer:
             rng.load(found.part("state/rng"))
         self.counters.load(found.loop_state.get("counters", {}))
         self.total_tokens = int(found.loop_state["total_tokens"])
-        self.tracking.resumed(found.step, found.loop_state.get("record"))
-        self.tracking.event("resumed", step=found.step, path=str(found.path))
-        self.tracking.notice(f"resuming from {found.path}, step {found.step}")
-        if self.ranks.lead:
-            self.storage.loaded(found)
-        return found.step
+        return self.storage.loaded(found, lead=self.ranks.lead)
 
     def _find(self) -> Checkpoint | None:
         """The checkpoint to go on from: looked for, tidied up and verified by rank 0."""
@@ -266,7 +257,7 @@ class SFTTrainer:
 def train_sft(config: SFTConfig, tracking: Any) -> None:
     """Build the parts and train, data before the model: a user's mistakes are found soonest."""
     from verl.data.media import load_processor
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.platform.host import tune_allocator
     from verl.trainer.run import quiet_libraries
 
@@ -274,12 +265,7 @@ def train_sft(config: SFTConfig, tracking: Any) -> None:
     tune_allocator()
     quiet_libraries()
     model, trainer = config.model, config.trainer
-    tokenizer = tracking.tokenizer = load_tokenizer(
-        model.path,
-        tokenizer_path=config.data.tokenizer or model.tokenizer_path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    tokenizer = tracking.tokenizer = tokenizer_of(model, config.data.tokenizer)
     processor = load_processor(
         model.path, tokenizer, config.data.mm_processor_kwargs, trust_remote_code=model.trust_remote_code
     )

@@ -206,10 +206,18 @@ class StepRecord:
 
     def log(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
         """The step's one record; adds to `metrics` what follows from the batch and the clock."""
-        metrics |= self.facts(step, batch) | self._times(step)
+        metrics |= self.facts(step, batch) | self._times(step) | self._skipped_rows(step)
         if self._images is not None:
             metrics |= self._images.metrics(batch, self.sampled)
         self._parts.tracking.log(step, metrics)
+
+    def _skipped_rows(self, step: int) -> dict[str, int]:
+        """training/skipped_rows: rows that failed when they were drawn since the last step; {} where none did."""
+        stream = self._parts.stream
+        skipped, stream.skipped = stream.skipped, []
+        for record in skipped:
+            self._parts.tracking.event("row_skipped", step=step, **record)
+        return {"training/skipped_rows": len(skipped)} if skipped else {}
 
     def _times(self, step: int) -> dict[str, float]:
         parts, trainer, rollout = self._parts, self._config.trainer, self._config.actor_rollout_ref.rollout

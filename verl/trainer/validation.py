@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.data.files import notice
-from verl.data.rows import BadRow
 from verl.tracking.console import one_line, say
 from verl.tracking.validation_metrics import validation_metrics
 from verl.trajectory import Batch
@@ -20,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class ValidationPrompts:
-    """The prompts of these rows. Text is held; prompts of a model that sees images are made in parts of `size` when they are
-    asked for, and a row that fails then is left out."""
+    """The prompts of these rows. Text is held; those of a model that sees images are made in parts of `size` when they are asked
+    for."""
 
     def __init__(self, data: PromptDataset, rows: Iterable[int], size: int):
         self._data, self._rows, self._size = data, [int(row) for row in rows], size
-        self._held = [data.prompt(row) for row in self._rows] if data.images is None else None
+        self._held = data.prompts(self._rows) if data.images is None else None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows if self._held is None else self._held)
 
     def parts(self) -> Iterator[list[Prompt]]:
         """All of them, what is sampled at a time together."""
@@ -36,14 +34,7 @@ class ValidationPrompts:
             yield self._held
             return
         for start in range(0, len(self._rows), self._size):
-            yield [*self._drawn(self._rows[start : start + self._size])]
-
-    def _drawn(self, rows: Sequence[int]) -> Iterator[Prompt]:
-        for row in rows:
-            try:
-                yield self._data.prompt(row)
-            except BadRow as bad:
-                notice(f"validation prompt {row} is skipped: {bad}")
+            yield self._data.prompts(self._rows[start : start + self._size])
 
 
 class Validator:

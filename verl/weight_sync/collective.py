@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -127,9 +127,11 @@ class WeightGroup:
 
 def _process_group(
     backend: str, store: dist.Store, rank: int, size: int, limit: timedelta, address: str
-) -> dist.ProcessGroup:
+) -> Any:
+    """A `torch.distributed.ProcessGroup` of its own."""
+    options: Any
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = limit
         return dist.ProcessGroupGloo(store, rank, size, options)

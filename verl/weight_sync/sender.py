@@ -61,7 +61,7 @@ class InProcessSync(WeightSync):
         started = time.monotonic()
         self._sampler.weights_updated(version)
         if verify:
-            self._sampler.check_shared(self._trainer.module, verify)
+            self._sampler.check_shared(self._trainer.module, verify)  # type: ignore[attr-defined]
         return SyncResult(bytes=0, seconds=time.monotonic() - started, verified=bool(verify))
 
 

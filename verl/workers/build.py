@@ -6,11 +6,14 @@ Everything here takes the configuration as typed groups or as the same keys in m
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
-from verl.config.dtypes import sampler_dtype
-from verl.config.layout import samplers_per_node
-from verl.config.rollout_engines import CAPABILITIES
+from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+from verl.config.layout import own_pools, samplers_per_node
+from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
+from verl.config.weights import scores_by_model
+from verl.data.media import load_processor
 from verl.data.tokenizer import load_tokenizer
 from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training import get_engine
@@ -30,6 +33,44 @@ def longest(config: Any) -> int:
     """Most tokens of prompt and response together."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     return int(rollout.max_model_len or data.max_prompt_length + data.max_response_length)
+
+
+def roles_by_pool(config: Any) -> dict[str, list[str]]:
+    """The roles that the ranks of a run play, by the pool of devices they are on: "training", the policy's, or one of
+    `own_pools`."""
+    roles = ["actor"]
+    if needs_reference(config):
+        roles.append("ref")
+    roles += teacher_roles(config)
+    if needs_critic(config):
+        roles.append("critic")
+    if scores_by_model(config):
+        roles.append("reward_model")
+    own, found = own_pools(config), dict[str, list[str]]()
+    for role in roles:
+        pool = "teacher" if role.startswith("teacher_") else role
+        found.setdefault(pool if pool in own else "training", []).append(role)
+    return found
+
+
+def engines_of(
+    config: Any, roles: Sequence[str], total_steps: int, platform: Platform, *, shared: bool = False
+) -> dict[str, TrainingEngine]:
+    """The engines of roles that are on the same ranks; `shared` as in `actor_engine`."""
+    engines: dict[str, TrainingEngine] = {}
+    teachers = teacher_roles(config)
+    for role in roles:
+        if role == "actor":
+            engines[role] = actor_engine(config, total_steps, platform, shared=shared)
+        elif role == "ref":
+            engines[role] = reference_engine(config, engines["actor"], platform)
+        elif role in teachers:
+            engines[role] = teacher_engine(config, role, teachers[role], platform)
+        elif role == "critic":
+            engines[role] = critic_engine(config, total_steps, platform)
+        else:
+            engines[role] = reward_engine(config, platform)
+    return engines
 
 
 def actor_engine(
@@ -61,6 +102,8 @@ def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> 
     inference = teacher.get("inference") or {}
     fsdp = {**arr.ref.fsdp_config, "tensor_parallel_size": inference.get("tensor_model_parallel_size") or 1}
     settings = {**arr.ref, "fsdp_config": fsdp}
+    if "teacher" in own_pools(config):
+        settings["ulysses_sequence_parallel_size"] = 1  # the reference's is that of the policy's ranks
     model = {**arr.model, "hf_config_path": None, "override_config": {}}  # those are of the policy's model
     topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
     try:
@@ -106,22 +149,30 @@ def critic_engine(config: Any, total_steps: int, platform: Platform) -> Training
     return engine
 
 
-def reward_engine(config: Any, platform: Platform) -> TrainingEngine:
-    """The engine of a sequence classifier that scores, cut over all ranks. UserError if it is none with one label."""
-    from verl.models.load import check_directory
+def reward_engine(config: Any, platform: Platform) -> Any:
+    """The engine of a sequence classifier that scores, cut over all ranks; one that cannot be packed is a `PaddedClassifier`, whole
+    on each. UserError if it is none with one label."""
+    from verl.engine.training.padded_classifier import PaddedClassifier
+    from verl.models.load import NotPacked, check_directory
 
     own = config.reward_model
     settings = {
         "strategy": config.actor_rollout_ref.actor.strategy,
         "ppo_max_token_len_per_gpu": own.rollout.max_num_batched_tokens,
-        "fsdp_config": {"dtype": own.rollout.dtype, "param_offload": True},
+        "fsdp_config": {
+            "dtype": own.rollout.dtype,
+            "param_offload": "reward_model" not in own_pools(config),
+        },
     }
     options = {"model_cfg": own.model, "head": "score", "role": "reward_model", "trainable": False}
     try:
         check_directory(own.model.path)
-        return _engine(
-            config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
-        )
+        try:
+            return _engine(
+                config, own.model.path, settings, platform, longest=own.rollout.max_model_len, **options
+            )
+        except NotPacked:
+            return PaddedClassifier(own.model.path, model_cfg=own.model, role_cfg=settings, device=platform)
     except UserError as error:
         raise UserError(f"reward_model.{error}") from error
 
@@ -188,15 +239,26 @@ def own_sampler(config: Any, tokenizer: Any, platform: Platform) -> Any:
     return _OWN_SAMPLERS[config.actor_rollout_ref.rollout.name](config, tokenizer, platform)
 
 
-def judge(config: Any) -> ServedJudge:
-    """`reward_model.model` in an engine of its own, sampled as `reward_model.rollout` says, at an address."""
+def judge(config: Any, sampler: RolloutEngine | None = None) -> ServedJudge:
+    """`reward_model.model`, sampled as `reward_model.rollout` says, at an address; in an engine of this process, or in `sampler`."""
+    run = judge_config(config)
+    model = run.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    engine = own_sampler(run, tokenizer, detect(run.trainer.device)) if sampler is None else sampler
+    processor = load_processor(model.path, tokenizer, {}, trust_remote_code=model.trust_remote_code)
+    return ServedJudge(engine, tokenizer, config.reward_model, processor)
+
+
+def judge_config(config: Any) -> Any:
+    """The configuration of a run whose policy is the judge: what its engine is built from."""
     own, run = config.reward_model, copy.deepcopy(config)
     model = run.actor_rollout_ref.model = type(run.actor_rollout_ref.model)()
     model.path, model.trust_remote_code = own.model.path, own.model.trust_remote_code
-    run.actor_rollout_ref.rollout = own.rollout
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    sampler = own_sampler(run, tokenizer, detect(run.trainer.device))
-    return ServedJudge(sampler, tokenizer, own)
+    rollout = run.actor_rollout_ref.rollout = run.reward_model.rollout
+    run.data.tokenizer = None
+    if pool := own_pools(config).get("judge"):
+        rollout.nnodes, rollout.n_gpus_per_node = pool.nodes, pool.per_node
+    return run
 
 
 def _own_vllm(config: Any, tokenizer: Any, platform: Platform) -> Any:
@@ -227,7 +289,7 @@ def _own_native(config: Any, tokenizer: Any, platform: Platform) -> RolloutEngin
 
     arr = config.actor_rollout_ref
     platform.prepare()
-    module = load_model(arr.model.path, arr.model).to(platform.device())
+    module = load_model(arr.model.path, arr.model).to(platform.device())  # type: ignore[arg-type]
     module.requires_grad_(False)
     if adapter_moves(config):
         from verl.engine.training.lora import AdapterSource, LoraSettings, inject

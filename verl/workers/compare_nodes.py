@@ -45,6 +45,15 @@ def graded(area: str, name: str, text: str, *faults: tuple[bool, str, str]) -> F
     return Finding(area, name, text)
 
 
+def verdict(findings: Collection[Finding], broken: str, fine: str) -> tuple[int, str]:
+    """(exit status, one sentence): 1, and `broken` until …, if a finding says that it does not work at all; else `fine`."""
+    stops = dict.fromkeys(f.name for f in findings if f.level == BAD and f.base)
+    if stops:
+        return 1, f"{broken} until this is put right: {', '.join(stops)}."
+    others = dict.fromkeys(f.name for f in findings if f.level in (BAD, WARN))
+    return 0, f"{fine} Worth a look: {', '.join(others)}." if others else fine
+
+
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
     """What a run needs of every node.

@@ -94,7 +94,8 @@ def _median_seconds(tensor: torch.Tensor, platform: Platform, name: str) -> floa
 
 def _connect(target: tuple[str, int]) -> str:
     try:
-        with socket.create_connection(tuple(target), timeout=_CONNECT_S):
+        host, port = target  # a list, after its way here
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
             return ""
     except OSError as error:
         return str(error) or type(error).__name__

@@ -17,7 +17,7 @@ from verl.algorithms import core_algos  # noqa: F401  (it fills the registries)
 from verl.algorithms.correction import correct, parse_correction
 from verl.algorithms.objective import LossDenominators, count_denominators
 from verl.algorithms.registry import LOSSES, MiniBatchTokens
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.base import StepResult
 from verl.tracking.names import merge_metrics
 from verl.trajectory import Batch, Segment, Trajectory, fill_flat, segments_of, split_groups

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.layout import own_pools
 from verl.errors import UserError
 
 
@@ -38,21 +39,19 @@ def resource_requests(config: Any, given: Collection[str] | None = None) -> tupl
     ]
     if rollout.nnodes:
         pools.append(ResourceRequest(theirs, rollout.nnodes, size(rollout.n_gpus_per_node, named)))
+    pools += [ResourceRequest(pool.keys, pool.nodes, pool.per_node) for pool in own_pools(config).values()]
     return tuple(pools)
 
 
 def placeable(devices: Iterable[int], pools: Sequence[ResourceRequest]) -> bool:
-    """True if nodes with so many devices can hold all of at most two pools."""
-    free, sizes = list(devices), [pool.devices for pool in pools]
-
-    def nodes_with(size: int) -> int:
-        return sum(devices >= size for devices in free)
-
-    if any(pool.nodes > nodes_with(pool.devices) for pool in pools):
-        return False
-    # Two pools share as many nodes as have room for both.
-    shared = nodes_with(sum(sizes))
-    return len(pools) < 2 or sum(pool.nodes for pool in pools) <= nodes_with(min(sizes)) + shared
+    """True if nodes with so many devices can hold all pools: the largest first, each where most is free."""
+    free = list(devices)
+    for pool in sorted(pools, key=lambda pool: -pool.devices):
+        free.sort(reverse=True)
+        if len(free) < pool.nodes or free[pool.nodes - 1] < pool.devices:
+            return False
+        free[: pool.nodes] = [left - pool.devices for left in free[: pool.nodes]]
+    return True
 
 
 def no_cluster(address: str, error: Exception) -> UserError:

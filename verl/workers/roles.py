@@ -203,6 +203,7 @@ class WorkerSet:
     weight_sync  None without a policy: then the samplers have the weights of the model's files
     describe the devices, in words
     devices  training and sampling devices together, for rates per device
+    judge    samples a judge's model, where that has devices of its own
     release  gives the workers back at the end of a run
     profiler of all processes that the roles run in; None when nothing is to be profiled
     """
@@ -212,6 +213,7 @@ class WorkerSet:
     weight_sync: WeightSync | None
     describe: str = ""
     devices: int = 1
+    judge: RolloutEngine | None = None
     release: Callable[[], None] | None = None
     profiler: Profiler | None = None
 

@@ -54,19 +54,14 @@ class RolloutWorker(Profiled):
         Returns what a sender of weights has to know: who reads, and the data type to send (None: as they are).
         """
         from verl.data.rows import text_of
-        from verl.data.tokenizer import load_tokenizer
+        from verl.data.tokenizer import tokenizer_of
         from verl.platform import detect
         from verl.workers import build
         from verl.workers.worker import prepare_process
 
         prepare_process(self.config)
         model = self.config.actor_rollout_ref.model
-        tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=self.config.data.tokenizer or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(model, self.config.data.tokenizer)
         platform = detect(self.config.trainer.device)
         self.engine = build.own_sampler(self.config, tokenizer, platform)
         self._decode = partial(text_of, tokenizer)

@@ -11,6 +11,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from verl.config.devices import ray_address
+from verl.config.layout import own_pools
 from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.platform import detect
@@ -32,7 +33,7 @@ def wants_ray(config: Any) -> bool:
     """True for more than one device, and where a cluster's address is given."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     many = trainer.nnodes * trainer.n_gpus_per_node > 1 or rollout.nnodes > 0
-    return many or bool(ray_address(config))
+    return many or bool(ray_address(config) or own_pools(config))
 
 
 def check_cluster(config: Any) -> None:

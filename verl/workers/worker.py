@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
@@ -71,28 +72,18 @@ class Worker(Profiled):
             timeout = float(self.config.actor_rollout_ref.nccl_timeout)
             init_process_group(self.rank, self.world, address, port, self.platform, timeout)
 
-    def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
-        """Load the models. Returns where this rank stands: dp_rank, holds_outputs, the device in words, its id, its roles.
+    def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
+        """Load the models of a pool's roles. Returns where this rank stands: dp_rank, holds_outputs, the device in words, its
+        id, its roles.
 
         shared: a sampler of this process works on the policy's tensors.
         """
-        from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
-        from verl.config.weights import scores_by_model
-
-        config, platform = self.config, self.platform
-        actor = build.actor_engine(config, total_steps, platform, shared=shared)
-        self.engines["actor"] = actor
-        if needs_reference(config):
-            self.engines["ref"] = build.reference_engine(config, actor, platform)
-        for name, teacher in teacher_roles(config).items():
-            self.engines[name] = build.teacher_engine(config, name, teacher, platform)
-        if needs_critic(config):
-            self.engines["critic"] = build.critic_engine(config, total_steps, platform)
-        if scores_by_model(config):
-            self.engines["reward_model"] = build.reward_engine(config, platform)
+        roles = build.roles_by_pool(self.config)[pool]
+        self.engines = build.engines_of(self.config, roles, total_steps, self.platform, shared=shared)
+        first = self.engines[roles[0]]
         return {
-            "dp_rank": actor.dp_rank,
-            "holds_outputs": actor.holds_outputs,
+            "dp_rank": first.dp_rank,
+            "holds_outputs": first.holds_outputs,
             "device": self.platform.describe(),
             "device_id": self.platform.memory_id(self.platform.device()),
             "roles": list(self.engines),
@@ -154,7 +145,6 @@ class Worker(Profiled):
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
         from verl.algorithms.distillation import Distillation
-        from verl.algorithms.needs import teacher_roles
         from verl.algorithms.objective import ActorObjective, LossDenominators
         from verl.algorithms.value_loss import ValueObjective
 
@@ -166,8 +156,8 @@ class Worker(Profiled):
             values = ValueObjective(self.config.critic, denominators, tokens_of)
             return engine.step(rows, values, ("values",), temperature=self._temperature)
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        taught = teacher_roles(self.config)
-        distilled = Distillation(self.config.distillation.distillation_loss) if taught else None
+        distillation = setting(self.config, "distillation")
+        distilled = Distillation(distillation.distillation_loss) if setting(distillation, "enabled") else None
         objective = ActorObjective(actor, denominators, correction, tokens_of, distilled)
         recording = RecordOldLogProbs(objective)
         outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))

@@ -39,18 +39,21 @@ def test_devices(base, monkeypatch):
     pool = (f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2")
     assert problems(*base, *pool) == [], "two pools of one machine"
     only(problems(*base, *pool, "trainer.n_gpus_per_node=3"), "machine", "5 devices asked for")
+    apart = ("algorithm.adv_estimator=gae", "critic.nnodes=1", "critic.n_gpus_per_node=2")
+    assert problems(*base, *apart) == []
+    only(problems(*base, *pool, *apart), "machine", "6 devices asked for", "critic.n_gpus_per_node=2")
     with monkeypatch.context() as joined:
         joined.setenv("RAY_ADDRESS", "127.0.0.1:1")
         assert problems(*base, "trainer.nnodes=2", "trainer.device=npu") == [], (
             "the cluster's nodes are looked at later"
         )
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: ["nvidia0"] if name == "nvidia" else [])
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cuda 13.0")
     assert problems(*base, "trainer.device=cuda") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     only(problems(*base, "trainer.device=cuda"), "machine", "no cuda device")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr("verl.config.devices._torch_has_cuda", lambda: False)
+    monkeypatch.setattr("verl.config.devices.torch_build", lambda: "cpu")
     only(problems(*base, "trainer.device=cuda"), "machine", "built without CUDA")
 
 
@@ -175,12 +178,23 @@ def test_json_lines(base, tmp_path):
 
 
 def test_rows_with_images(base, tmp_path):
-    images = [[{"bytes": b"x", "path": "a"}]] * 16
+    from PIL import Image
+
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    images = [[{"bytes": None, "path": "a.png"}]] * 16
     file = f"data.train_files={write_rows(tmp_path / 'a.parquet', images=images)}"
     only(problems(*base, file), "configuration", "images", "text model")
     write_model(tmp_path / "vl", model_type="qwen2_5_vl", vision_config={}, text_config=MODEL)
     vision = f"{ARR}.model.path={tmp_path / 'vl'}"
+    only(problems(*base, file, vision), "configuration", "no chat template", "custom_chat_template")
+    (tmp_path / "vl" / "chat_template.jinja").write_text("x")
     assert problems(*base, file, vision) == []
+    images[3] = [{"bytes": None, "path": "b.png"}]
+    bad = f"data.train_files={write_rows(tmp_path / 'c.parquet', images=images)}"
+    told = ("1 × image missing", "c.parquet row 3", "b.png: no such file", "data.max_bad_row_ratio")
+    only(problems(*base, bad, vision), "configuration", *told)
+    enough = (*base, bad, vision, "data.max_bad_row_ratio=0.1")
+    assert problems(*enough) == [] and any("row 3" in note for note in check(load(enough)).check_only)
     only(
         problems(*base, file, vision, "data.video_key=images", "data.image_key=x"),
         "machine",

@@ -37,6 +37,8 @@ NOTICES = [
     (["trainer.test_freq=5", "data.val_files=null"], "nothing to validate on"),
     ([f"{ARR}.model.exclude_modules=[x]"], "LoRA only"),
     ([f"{ARR}.actor.freeze_vision_tower=True"], "no vision tower"),
+    (["data.augmentation.rotate=5"], "data.augmentation.rotate=5.0: this model sees no images"),
+    (["reward_model.images=True"], "sees no images"),
     ([f"{ARR}.rollout.top_p=0.9"], "not truncated"),
     ([f"{ARR}.rollout.top_k=5"], "not truncated"),
     ([f"{ARR}.actor.loss_agg_mode=seq-mean-token-sum-norm"], "Dr. GRPO"),

@@ -22,6 +22,7 @@ TORCH = "global_profiler.tool=torch"
 MEGATRON = f"{ARR}.actor.strategy=megatron"
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=True"]
 
+CRITIC = ("algorithm.adv_estimator=gae", "critic.model.path={model}")
 TEACHER, LOSS = "distillation.teacher_models.teacher_model", "distillation.distillation_loss"
 TAUGHT = ("distillation.enabled=True", f"{TEACHER}.model_path={{model}}")
 
@@ -107,7 +108,6 @@ REFUSED = [
         ["dro_beta", "above 0"],
     ),
     ([*TAUGHT, f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=600"], ["topk=600", "has 512 tokens"]),
-    ([*TAUGHT, "distillation.nnodes=1"], ["nnodes=1", "no pool of their own"]),
     ([*TAUGHT, f"+{TEACHER}.modl_path=x"], ["modl_path", "nearest: model_path"]),
     ([*TAUGHT, "+distillation.teacher_models.other=x"], ["a teacher is a mapping"]),
     (
@@ -118,6 +118,15 @@ REFUSED = [
         [*TAUGHT, f"+{TEACHER}.inference.tensor_model_parallel_size=2"],
         ["inference.tensor_model_parallel_size=2", "set 1"],
     ),
+    (
+        [
+            *TAUGHT,
+            "distillation.nnodes=1",
+            "distillation.n_gpus_per_node=3",
+            f"+{TEACHER}.inference={{tensor_model_parallel_size:2}}",
+        ],
+        ["does not divide the teachers' 3 devices", "distillation.n_gpus_per_node=3"],
+    ),
     # 15
     ([f"{RC}.loss_type=reinforce"], ["bypass_mode=True"]),
     # 16
@@ -125,6 +134,17 @@ REFUSED = [
     ([f"{BUFFER}={{enable:True,len:513}}"], ["513"]),
     # 18
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
+    (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
+    ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
+    (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=0", "set its size"]),
+    (
+        [*CRITIC, "critic.ulysses_sequence_parallel_size=2"],
+        ["2 devices share a row of the critic", "critic.nnodes"],
+    ),
+    (
+        [*CRITIC, "critic.nnodes=1", "critic.n_gpus_per_node=3", "critic.ulysses_sequence_parallel_size=2"],
+        ["critic.ulysses_sequence_parallel_size=2", "does not divide the 3 ranks", "critic.nnodes=1"],
+    ),
     # 20
     (["custom_reward_function.path=/no/such/file.py"], ["no such file", "/no/such/file.py"]),
     (["custom_reward_function.path=pkg://no.such.module"], ["no module no.such.module"]),
@@ -147,7 +167,6 @@ REFUSED = [
         ["agent.environment.path", "environment.name=gym needs it"],
     ),
     ([f"{ARR}.rollout.agent.on_status.timeout=retry"], ["score, mask, drop, resample"]),
-    (["reward_model.enable_resource_pool=True", "reward_model.nnodes=1"], ["a pool for the reward model"]),
     (["reward_model.weights={model: 1}"], ["model needs reward_model.enable=True"]),
     (["reward_model.weights={function: high}"], ["function: a weight is a number"]),
     (["trainer.max_staleness=1"], ["share one model here", f"{ARR}.rollout.nnodes=1"]),
@@ -164,7 +183,8 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("overrides", "parts"), REFUSED, ids=lambda v: v[0][-48:] if isinstance(v, list) else None
 )
-def test_refused(base, tmp_path, overrides, parts):
+def test_refused(base, tmp_path, monkeypatch, overrides, parts):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = [word.replace("{model}", str(tmp_path / "model")) for word in overrides]
     only(problems(*base, *words), "configuration", *parts)
 
@@ -322,7 +342,7 @@ ONE_LABEL = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"
         (
             {},
             ["custom_reward_function.path=pkg://verl.reward.judge", "trainer.n_gpus_per_node=2"],
-            "on one device alone",
+            "a judge has a pool of its own",
         ),
     ],
 )

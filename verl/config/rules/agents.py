@@ -23,7 +23,7 @@ def check(c: Check) -> None:
 
 
 def _tools(c: Check) -> None:
-    from verl.data.tokenizer import load_tokenizer
+    from verl.data.tokenizer import tokenizer_of
     from verl.plugins import import_modules
     from verl.rollout.tool_agent import checked_tools
 
@@ -31,10 +31,5 @@ def _tools(c: Check) -> None:
     import_modules(model.external_lib)
     checked_tools(c.rollout, None, None)
     if Path(str(model.path)).expanduser().is_dir():
-        tokenizer = load_tokenizer(
-            model.path,
-            tokenizer_path=c.cfg.select("data.tokenizer") or model.tokenizer_path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(model, c.cfg.select("data.tokenizer"))
         checked_tools(c.rollout, tokenizer, c.cfg.select("data.apply_chat_template_kwargs"))

@@ -49,6 +49,8 @@ def _estimator(c: Check) -> None:
     name = algorithm.adv_estimator
     if name == "gae" and c.cfg.critic.enable is False:
         c.refuse("critic.enable", "algorithm.adv_estimator=gae needs values; enable the critic or use grpo")
+    if c.cfg.critic.enable:
+        _critic(c)
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
@@ -72,6 +74,19 @@ def _estimator(c: Check) -> None:
     if name == "gdpo" and algorithm.use_kl_in_reward:
         c.notice(
             "algorithm.use_kl_in_reward=True with gdpo: advantages are made of gdpo_reward_keys, which the KL is not in"
+        )
+
+
+def _critic(c: Check) -> None:
+    """A model of its own has the policy's tokens."""
+    key, path = "critic.model.path", c.cfg.critic.model.path
+    facts = c.look(key, path) if path and path != c.model.path else None
+    if facts is None or c.facts is None:
+        return
+    own, theirs = (one.text.get("vocab_size") for one in (facts, c.facts))
+    if own and theirs and own != theirs:
+        c.refuse(
+            key, f"its vocabulary has {own} tokens, the policy's {theirs}; use a model of the same family"
         )
 
 
@@ -202,6 +217,8 @@ def _notices(c: Check) -> None:
     actor = c.cfg.actor_rollout_ref.actor
     if c.trainer.critic_warmup > 0 and not c.cfg.critic.enable:
         c.notice(f"no effect: {c.at('trainer.critic_warmup')}: there is no critic to warm up")
+    if c.cfg.critic.nnodes and not c.cfg.critic.enable:
+        c.notice(f"no effect: {c.at('critic.nnodes')}: there is no critic (critic.enable)")
     if not c.model.use_remove_padding:
         c.notice(f"no effect: {c.model_key}.use_remove_padding=False: sequences are packed without padding")
     if actor.freeze_vision_tower and c.facts is not None and not c.facts.vision:

@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import io
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from verl.errors import UserError
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
+_LOOKED_AT = 256
 
 
 def check(c: Check) -> None:
@@ -38,6 +41,7 @@ def check(c: Check) -> None:
                 c.rows[key] = sum(len(file) for file in opened)
         if c.ppo:
             _sources(c, sources)
+            _without_images(c)
         _enough_rows(c)
 
 
@@ -108,6 +112,15 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
         c.refuse(f"{c.at(key)}, source {source}", message)
 
 
+def _text_scorer(c: Check, file: Any, column: str) -> None:
+    """A sequence classifier that reads text cannot score rows with images."""
+    key = "reward_model.model.path"
+    if c.ppo and scores_by_model(c.cfg) and c.cfg.reward_model.model.path:
+        facts = c.look(key, c.cfg.reward_model.model.path)
+        if facts is not None and not facts.vision:
+            c.lacks(key, f"reads text, and {file.path} has rows with {column}; score these with a function")
+
+
 def _images(c: Check, key: str, file: Any) -> None:
     """Rule 25: rows with images need a model that sees them; videos are not in this release."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
@@ -117,15 +130,100 @@ def _images(c: Check, key: str, file: Any) -> None:
     if c.facts.vision:
         if column == c.cfg.data.video_key:
             c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
-        elif c.ppo and scores_by_model(c.cfg):
-            why = f"reads text, and {file.path} has rows with {column}; score these with a function"
-            c.lacks("reward_model.model.path", why)
+        else:
+            _text_scorer(c, file, column)
+            _template(c)
+            _first_images(c, key, file)
     else:
         c.refuse(
             f"{key}, column {column}",
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+
+
+def _without_images(c: Check) -> None:
+    """What has no effect on a text model."""
+    if c.facts is None or c.facts.vision:
+        return
+    names = [f"data.augmentation.{name}" for name in ("rotate", "crop", "color_jitter", "path")]
+    for key in [key for key in (*names, "reward_model.images") if c.was_set(key)]:
+        c.notice(f"{c.at(key)}: this model sees no images; it has no effect")
+
+
+def _template(c: Check) -> None:
+    """A prompt with images is messages, which a chat template makes text of."""
+    other = {c.cfg.data.tokenizer, c.model.tokenizer_path} - {None, c.model.path}
+    if c.model.custom_chat_template or other or c.facts is None:
+        return
+    folder = c.facts.folder
+    with contextlib.suppress(OSError):
+        if "chat_template" in (folder / "tokenizer_config.json").read_text(encoding="utf-8"):
+            return
+    if next(folder.glob("chat_template.*"), None) is None:
+        c.refuse(
+            f"{c.model_key}.path",
+            "has no chat template, and prompts with images need one; set "
+            f"{c.model_key}.custom_chat_template (Jinja text or a file)",
+        )
+
+
+def _first_images(c: Check, key: str, file: Any) -> None:
+    """The places and headers of the images of the first rows: what is certain to refuse the run is refused here."""
+    from verl.data.dataset import by_problem
+    from verl.data.media import folder_of, open_image, with_images
+    from verl.data.rows import BadRow
+
+    data, bad = c.cfg.data, []
+    if data.allow_image_urls or data.get("prompt_dict_keys"):
+        return  # nothing is fetched here, nor found inside structs
+    dialogue = _dialogues(c, file)
+    for number, row in enumerate(rows := _first(file, _LOOKED_AT)):
+        try:
+            messages, images = dialogue(row, number)
+            for cell in with_images(messages, images)[1] if images else ():
+                open_image(cell, folder_of(file.path))
+        except BadRow as wrong:
+            found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
+            bad.append(found)
+    if not bad:
+        return
+    told = f"{len(bad)} of the first {len(rows)} rows cannot be used: {'; '.join(by_problem(bad))}"
+    if len(bad) > data.max_bad_row_ratio * len(file):
+        most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(data.max_bad_row_ratio * len(file))}"
+        c.refuse(key, f"{told}. Repair the rows, or raise data.max_bad_row_ratio ({most})")
+    else:
+        c.notice(f"{key}: {told}; they are left out", run_says=True)
+
+
+def _dialogues(c: Check, file: Any) -> Callable[[dict[str, Any], int], tuple[list[Any], Sequence[Any]]]:
+    """A function that gives the messages of a row and its images. It raises BadRow."""
+    from verl.data.rows import RowRules, as_messages, cells_of, fields_of, is_plain
+
+    data = c.cfg.data
+    if not c.ppo:
+        column = data.prompt_key or data.messages_key
+        return lambda row, _: (
+            as_messages(row.get(column), column, images=True),
+            cells_of(row.get(data.image_key)),
+        )
+    rules = replace(RowRules.of(c.cfg), images=True)
+    plain = is_plain(file, rules)
+
+    def of_prompt(row: dict[str, Any], number: int) -> tuple[list[Any], Sequence[Any]]:
+        fields = fields_of(row, number, plain, rules)
+        return as_messages(fields.cell, data.prompt_key, images=True), fields.images
+
+    return of_prompt
+
+
+def _first(file: Any, count: int) -> list[dict[str, Any]]:
+    """The first rows; of parquet no more is read."""
+    if file.local.suffix != ".parquet":
+        return list(file.rows(0, min(count, len(file))))
+    import pyarrow.parquet as pq
+
+    return list(next(pq.ParquetFile(file.local).iter_batches(batch_size=count)).to_pylist())
 
 
 def _filled(file: Any, column: str) -> bool:
@@ -156,12 +254,13 @@ def _enough_rows(c: Check) -> None:
 def _sft_file(c: Check, key: str, file: Any) -> set[str]:
     """Check the columns of a file of dialogues; they have no data sources."""
     data = c.cfg.data
-    for column in [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]:
-        if column not in file.columns:
-            absent = (
-                f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
-            )
-            c.refuse(key, f"{file.path}: no column {column!r}{absent}")
+    needed = [k for k in (data.prompt_key, data.response_key) if k] or [data.messages_key]
+    missing = [column for column in needed if column not in file.columns]
+    for column in missing:
+        absent = f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
+        c.refuse(key, f"{file.path}: no column {column!r}{absent}")
+    if not missing:
+        _images(c, key, file)
     return set()
 
 
@@ -228,6 +327,7 @@ def _user_code(c: Check) -> None:
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
         ("data.datagen.path", "data.datagen.name"),
+        ("data.augmentation.path", "data.augmentation.name"),
     ):
         if c.cfg.select(path):
             _object(c, path, name)

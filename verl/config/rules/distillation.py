@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.model_facts import ModelFacts, ModelTrouble, look
+from verl.config.layout import own_pools
+from verl.config.model_facts import ModelFacts
 from verl.config.names import nearest
 from verl.config.rules.context import ACTOR, Check
 from verl.config.rules.sizes import sizes_of
@@ -17,18 +18,14 @@ def check(c: Check) -> None:
     """All rules on distillation, where it is on."""
     if not c.ppo or not c.cfg.distillation.enabled:
         return
-    if c.cfg.distillation.nnodes > 0:
-        c.refuse(
-            "distillation.nnodes", "teachers run on the policy's devices here, no pool of their own; set 0"
-        )
-    elif c.was_set("distillation.n_gpus_per_node"):
+    if not c.cfg.distillation.nnodes and c.was_set("distillation.n_gpus_per_node"):
         c.notice("no effect: distillation.n_gpus_per_node: teachers run on the policy's devices")
     _teachers(c)
     _loss(c)
 
 
 def _teachers(c: Check) -> None:
-    keys: dict[str, str] = {}
+    keys, found = dict[str, str](), []
     for name, teacher in c.cfg.distillation.teacher_models.items():
         at = f"{_TEACHERS}.{name}"
         if not isinstance(teacher, dict) or not isinstance(teacher.get("inference") or {}, dict):
@@ -39,18 +36,26 @@ def _teachers(c: Check) -> None:
         key = str(teacher.get("key") or name)
         if (other := keys.setdefault(key, name)) != name:
             c.refuse(f"{at}.key={key}", f"picks {_TEACHERS}.{other}, too; one key for each teacher")
+        found.append(teacher)
         _model(c, at, teacher)
+    parallel = {str((t.get("inference") or {}).get("tensor_model_parallel_size") or 1) for t in found}
+    if len(parallel) > 1 and own_pools(c.cfg):
+        sizes = f"tensor_model_parallel_size of the teachers: {', '.join(sorted(parallel))}"
+        c.refuse(_TEACHERS, f"{sizes}; they share devices, so make them equal")
     if not c.cfg.distillation.teacher_models:
         c.refuse(_TEACHERS, f"there is no teacher; set {_TEACHERS}.teacher_model.model_path")
 
 
 def _model(c: Check, at: str, teacher: Any) -> None:
-    """Its model is there, and its parallel size fits the policy's ranks, whose rows it gets."""
+    """Its model is there, and its parallel size fits the ranks: those of the policy, whose rows it gets, or the teachers' own."""
     inference, arr = teacher.get("inference") or {}, c.cfg.actor_rollout_ref
     size = inference.get("tensor_model_parallel_size") or 1
     ours, split = sizes_of(arr.actor, "").together, arr.ref.ulysses_sequence_parallel_size
+    message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
+    if pool := own_pools(c.cfg).get("teacher"):
+        ours, split = pool.devices, 1
+        message = f"does not divide the teachers' {ours} devices ({pool})"
     if not isinstance(size, int) or ours % (split * size):
-        message = f"a teacher's rows are the policy's, which {ours} of its devices share; set 1"
         c.refuse(f"{at}.inference.tensor_model_parallel_size={size}", message)
     unread = [f"inference.{key}" for key in inference if key != "tensor_model_parallel_size"]
     unread += ["num_replicas"] if teacher.get("num_replicas") else []
@@ -60,17 +65,11 @@ def _model(c: Check, at: str, teacher: Any) -> None:
         c.refuse(f"{at}.model_path", "is required: a Hugging Face id or a directory")
         return
     where = f"{at}.model_path={teacher['model_path']}"
-    try:
-        facts = look(teacher["model_path"])
-        if c.facts is not None and facts.vision != c.facts.vision:
-            c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
-        elif c.facts is not None and _patches(facts) != _patches(c.facts):
-            c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
-    except ModelTrouble as trouble:
-        if trouble.kind == "machine":
-            c.lacks(where, str(trouble), download=trouble.download)
-        else:
-            c.refuse(where, str(trouble))
+    facts = c.look(where, teacher["model_path"])
+    if facts is not None and c.facts is not None and facts.vision != c.facts.vision:
+        c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
+    elif facts is not None and c.facts is not None and _patches(facts) != _patches(c.facts):
+        c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
 
 
 def _patches(facts: ModelFacts) -> list[Any]:

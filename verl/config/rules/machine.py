@@ -10,6 +10,7 @@ from pathlib import Path
 from verl.config.devices import ray_address
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.engine_packages import EnginePackageError, check_vllm, check_vllm_images, vllm_arguments
+from verl.config.layout import OwnPool, own_pools
 from verl.config.names import LOGGERS
 from verl.config.rollout_engines import CAPABILITIES, RELEASED, VISION_MODELS
 from verl.config.rules.context import ACTOR, Check
@@ -46,7 +47,7 @@ def _devices(c: Check) -> None:
         return
     if not cluster:
         _one_machine(c, sizes, kind, here)
-    several = c.world > 1 or c.rollout.nnodes > 0
+    several = c.world > 1 or c.rollout.nnodes > 0 or bool(c.ppo and own_pools(c.cfg))
     if (several or cluster) and not _installed("ray"):
         c.lacks(sizes, "more than one device needs Ray, which is not installed: pip install 'verl[ray]'")
     if several:
@@ -70,11 +71,15 @@ def _processes(c: Check, sizes: str, kind: str, here: int) -> None:
 
 def _one_machine(c: Check, sizes: str, kind: str, here: int) -> None:
     """Without a cluster's address everything has to be on this machine."""
-    own = c.rollout.nnodes * c.rollout.n_gpus_per_node
-    wanted, nodes = c.world + own, c.trainer.nnodes + c.rollout.nnodes
-    if own:
-        sizes = f"{sizes}, {c.at(f'{c.rollout_key}.nnodes')}, {c.at(f'{c.rollout_key}.n_gpus_per_node')}"
-    if nodes > 1 + (own > 0):
+    own = [*own_pools(c.cfg).values()] if c.ppo else []
+    if c.rollout.nnodes:
+        own.insert(0, OwnPool(c.rollout_key, c.rollout.nnodes, c.rollout.n_gpus_per_node))
+    sizes = ", ".join([sizes, *map(str, own)])
+    wanted, nodes = (
+        c.world + sum(pool.devices for pool in own),
+        c.trainer.nnodes + sum(pool.nodes for pool in own),
+    )
+    if nodes > 1 + len(own):
         c.lacks(
             sizes,
             f"{wanted} devices on {nodes} nodes need a Ray cluster, and here is {here} {kind}: start Ray on each node "

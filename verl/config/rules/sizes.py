@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, rank_problems
+from verl.config.layout import MODEL_KEYS, Sizes, divisors, model_problems, own_pools, rank_problems
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import ACTOR, Check
 from verl.config.schema.trainer import EACH_EPOCH
@@ -119,6 +119,8 @@ def _pools(c: Check) -> None:
     if not c.cfg.actor_rollout_ref.hybrid_engine and c.rollout.nnodes == 0:
         needed = "needs a pool for sampling: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
         c.refuse("actor_rollout_ref.hybrid_engine", needed)
+    if c.cfg.reward_model.enable_resource_pool and not c.cfg.reward_model.nnodes:
+        c.refuse("reward_model.enable_resource_pool=True, reward_model.nnodes=0", "set its size in nodes")
 
 
 def _policy_layout(c: Check) -> None:
@@ -139,8 +141,31 @@ def _policy_layout(c: Check) -> None:
     adapted = c.model.lora_rank > 0 or c.model.lora_adapter_path  # then the reference is the actor's base
     if wanted and (ref.model.path or (not adapted and sizes_of(ref, "") != sizes_of(actor, ""))):
         _ranks(c, theirs, own_model=not ref.model.path)
+    if c.cfg.critic.enable:
+        _critic_layout(c, ours.together)
     if actor.strategy == "megatron":
         _megatron(c, f"{ACTOR}.megatron", actor.megatron)
+
+
+def _critic_layout(c: Check, together: int) -> None:
+    """A critic on the policy's ranks has their rows, which as many of them share as share the actor's."""
+    critic, pool = c.cfg.critic, own_pools(c.cfg).get("critic")
+    cut = critic.model.fsdp_config
+    own = Sizes(
+        critic.ulysses_sequence_parallel_size,
+        cut.tensor_parallel_size,
+        cut.fsdp_size,
+        "critic.",
+        "model.fsdp_config.",
+    )
+    if pool is None and own.together != together:
+        message = (
+            f"= {own.together} devices share a row of the critic and {together} one of the actor on the same devices; make "
+            "them equal, or give the critic devices of its own (critic.nnodes)"
+        )
+        c.refuse(f"{own.sequence_text} × {own.tensor_text}", message)
+    for key, message in rank_problems(own, pool.devices) if pool is not None else ():
+        c.refuse(key, f"{message} (its ranks: {pool})")
 
 
 def sizes_of(role: Any, keys: str) -> Sizes:

@@ -6,10 +6,10 @@ from typing import Any
 
 from verl.config import names
 from verl.config.devices import ray_address
-from verl.config.dtypes import FLOATS, float_name, not_sampled
 from verl.config.fields import Field, Limits, limits_of
+from verl.config.layout import own_pools
 from verl.config.names import built_in, nearest
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import Check
 from verl.errors import UserError
 
@@ -65,7 +65,9 @@ def _dtype(c: Check, path: str, value: Any) -> None:
 def _unread(c: Check) -> None:
     """Say which of the user's keys nothing reads yet; hints to an engine of another name are that engine's."""
     engine = c.rollout.name if c.rollout is not None else "native"
-    several = c.world > 1 or (c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg))))
+    several = c.world > 1 or (
+        c.ppo and (c.rollout.nnodes > 0 or bool(ray_address(c.cfg) or own_pools(c.cfg)))
+    )
     alone = (
         () if several else ("one device", *(["one process"] if CAPABILITIES[engine].in_place_weights else []))
     )
@@ -126,7 +128,7 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         here = built_in(registry)
         if name in here or name in _plugins(c, registry):
             return
-    if name in here:
+    if name in here or (path == "reward_model.reward_manager" and _own_manager(c, name)):
         return
     if name in options:
         default = "" if c.was_set(path) else " (it is the default)"
@@ -142,14 +144,31 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
-def _plugins(c: Check, registry: str) -> set[str]:
-    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
-    from verl.algorithms import registry as registries
+def _own_manager(c: Check, name: str) -> bool:
+    """True for a manager class that a plug-in registers: the run has it as it has a class of a module, `source=importlib`."""
+    from verl.reward.registry import registered
+
+    _import_plugins(c)
+    found = registered(name)
+    if found is not None:
+        own = c.cfg.reward_manager
+        own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
+    return found is not None
+
+
+def _import_plugins(c: Check) -> None:
     from verl.plugins import import_modules
 
     try:
         import_modules(c.model.external_lib if c.model is not None else None)
     except UserError as error:
         c.refuse(f"{c.model_key}.external_lib", str(error))
+
+
+def _plugins(c: Check, registry: str) -> set[str]:
+    """Names that plug-in modules register; they are imported only when a name is not one of ours."""
+    from verl.algorithms import registry as registries
+
+    _import_plugins(c)
     functions = getattr(registries, registry).functions
     return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}

@@ -170,6 +170,9 @@ class CriticConfig(TrainedRoleConfig):
         loss_agg_mode: As the actor's.
         loss_scale_factor: As the actor's.
         cliprange_value: How far a value may move from the old one.
+        ulysses_sequence_parallel_size: Devices a sequence is split over.
+        nnodes: > 0: a pool of its own for the critic; 0 = it shares the policy's devices.
+        n_gpus_per_node: Devices per node of that pool.
     """
 
     enable: bool = key(None, nullable=True)
@@ -185,3 +188,6 @@ class CriticConfig(TrainedRoleConfig):
     loss_agg_mode: str = same_as(_ACTOR + "loss_agg_mode", options=AGG_MODES)
     loss_scale_factor: float = same_as(_ACTOR + "loss_scale_factor", above=0)
     cliprange_value: float = key(0.5, low=0, inf=True)
+    ulysses_sequence_parallel_size: int = same_as(_ACTOR + "ulysses_sequence_parallel_size", low=1, ours=True)
+    nnodes: int = key(0, low=0, ours=True)
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node", low=1, ours=True)

@@ -55,7 +55,7 @@ class RolloutCorrectionConfig(Group):
     """
 
     rollout_is: str | None = choice(None, "token", "sequence")
-    rollout_is_threshold: float | str = key(2.0, inf=True)
+    rollout_is_threshold: float | str | None = key(2.0, inf=True)
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: float | str | None = key(None, inf=True)

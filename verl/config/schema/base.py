@@ -129,6 +129,16 @@ def select(node: Any, path: str, default: Any = None) -> Any:
     return node
 
 
+def setting(group: Any, path: str, default: Any = None) -> Any:
+    """`setting(actor, "optim.lr")`: the value at a path of names of whatever carries the configuration: typed groups, mappings, or
+    nothing at all. `default` where a name is missing or holds None."""
+    for name in path.split("."):
+        if group is None:
+            return default
+        group = group.get(name) if isinstance(group, dict) else getattr(group, name, None)
+    return default if group is None else group
+
+
 def key(default: Any = None, **about: Any) -> Any:
     """A field with facts about it: `low`, `high` (inclusive), `above` (exclusive), `also` (one more value), `inf` (infinity means
     off), `ours` (default differs)."""

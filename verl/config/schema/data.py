@@ -27,6 +27,24 @@ class SamplerConfig(Group):
     class_name: str | None = None
 
 
+class AugmentationConfig(Group):
+    """Images of training rows changed by chance, drawn anew in every epoch.
+
+    Attributes:
+        rotate: Turned by up to so many degrees either way; 0 = not.
+        crop: A window of at least this share of each side, scaled to the image's size; 1 = the whole image.
+        color_jitter: Brightness, contrast and colour changed by up to this share; 0 = not.
+        path: `file.py` or `pkg://module` with a function of your own, `augment(image, rng) -> image`.
+        name: Name of the function in it.
+    """
+
+    rotate: float = key(0.0, low=0, high=180, ours=True)
+    crop: float = key(1.0, above=0, high=1, ours=True)
+    color_jitter: float = key(0.0, low=0, high=1, ours=True)
+    path: FilePath | None = key(None, ours=True)
+    name: str = key("augment", ours=True)
+
+
 class FilesConfig(Group):
     """Files of rows: which of them, their media, their order.
 
@@ -88,6 +106,7 @@ class DataConfig(FilesConfig):
         dataloader_num_workers: At most this many loading processes.
     """
 
+    augmentation: AugmentationConfig = sub(AugmentationConfig)
     val_files: list[FilePath] | None = items("~/data/gsm8k/test.parquet", ours=True)
     train_batch_size: int = key(1024, low=1)
     gen_batch_size: int | None = key(None, low=1)

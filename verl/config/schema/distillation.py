@@ -49,7 +49,7 @@ class DistillationConfig(Group):
             teacher (null = its name). Of `inference` the tensor-parallel size is read.
         teacher_key: Column whose value picks a row's teacher where there are several.
         n_gpus_per_node: Devices of a pool of their own on each node.
-        nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices, the only way here.
+        nnodes: Nodes of that pool; 0 = the teachers are on the policy's devices.
     """
 
     enabled: bool = False

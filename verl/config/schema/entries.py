@@ -92,9 +92,11 @@ class EvalDataConfig(Group):
         response_key: Column of the responses.
         data_source_key: Column that selects the reward function.
         reward_model_key: Column of the ground truth.
+        image_key: Column of the images, for `reward_model.images`.
     """
 
     path: FilePath | None = key(None, required=True)
+    image_key: str = "images"
     prompt_key: str = "prompt"
     response_key: str = "responses"
     data_source_key: str = "data_source"

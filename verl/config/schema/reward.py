@@ -88,10 +88,12 @@ class RewardModelConfig(Group):
         max_rpm: rate_limited: calls a minute.
         max_tpm: rate_limited: tokens a minute.
         estimated_tokens_per_request: rate_limited: tokens one call is counted as.
+        images: What scores gets the prompt's images: the judge and the reward model see them, another function has them as
+            data URIs in `extra_info.images`.
         enable: Score with a model: a sequence classifier, or a judge that `custom_reward_function` asks.
         weights: The score is the sum of these rewards, each times its weight: `function` (the custom or the built-in one),
             `model` (the sequence classifier), and keys that the function returns. Empty: one of the two alone.
-        enable_resource_pool: Devices of its own.
+        enable_resource_pool: Devices of its own, for a sequence classifier.
         nnodes: Nodes of that pool.
         n_gpus_per_node: Devices per node of that pool.
     """
@@ -106,6 +108,7 @@ class RewardModelConfig(Group):
     max_tpm: int | None = key(None, low=1)
     estimated_tokens_per_request: int = key(2000, low=1)
     sandbox_fusion: SandboxConfig = sub(SandboxConfig)
+    images: bool = key(False, ours=True)
     enable: bool = False
     weights: Map = open_map()
     model: RewardModelModelConfig = sub(RewardModelModelConfig)
@@ -121,10 +124,12 @@ class EvalRewardConfig(Group):
     Attributes:
         num_workers: Scoring processes.
         timeout: Seconds per response.
+        images: The judge sees the row's images, another function has them as data URIs in `extra_info.images`.
     """
 
     num_workers: int = key(8, low=1)
     timeout: float = key(300.0, above=0, inf=True)
+    images: bool = False
 
 
 class RewardManagerModuleConfig(Group):

@@ -48,6 +48,7 @@ class TrainerConfig(Group):
         weight_sync_every: Steps between pushes of weights to the sampler; above 1 it needs devices of its own.
         max_steps_per_version: Steps whose groups may be begun under one weight version; null = all that `max_staleness`
             allows.
+        partial_rollout: Responses in flight go on with new weights; False: weights are pushed when all of them are back.
         logprob_diff_limit: Stop when max |sampler − trainer| log-prob exceeds it.
         max_refused_steps: Non-finite updates in a row that stop the run.
         watchdog_timeout: Report who waits for what after this long without progress.
@@ -88,6 +89,7 @@ class TrainerConfig(Group):
     max_staleness: int = key(0, low=0, ours=True)
     weight_sync_every: int = key(1, low=1, ours=True)
     max_steps_per_version: int | None = key(None, low=1, ours=True)
+    partial_rollout: bool = key(True, ours=True)
     logprob_diff_limit: float | None = key(None, above=0, inf=True, ours=True)
     max_refused_steps: int = key(3, low=1, ours=True)
     watchdog_timeout: float = key(600.0, above=0, inf=True, ours=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,7 +196,3 @@ class TrainingEngine(ABC):
 
     def release_cached_memory(self) -> None:  # noqa: B027
         """Memory of a device that is kept for reuse goes back to it: a sampler in another process is about to take it."""
-
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """A phase of the role: `onload`, the block, `offload`."""
-        return nullcontext()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training import lora, weight_files
 from verl.engine.training.base import (
     LOG_PROBS,
@@ -476,15 +476,6 @@ class FSDPEngine(TrainingEngine):
     def onload(self, *, optimizer: bool = False) -> None:
         """See `TrainingEngine.onload`."""
         self._move(self.device, optimizer=optimizer)
-
-    @contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """See `TrainingEngine.on_device`."""
-        self.onload(optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self.offload()
 
     def _move(self, device: torch.device, *, optimizer: bool) -> None:
         # Parameters stay the same objects, so that the optimizer and what names them hold on to them.

@@ -18,7 +18,7 @@ from verl.engine.training.packing import Pack
 from verl.errors import UserError
 from verl.models import adapters, attention
 from verl.models.inputs import model_inputs, special_token_ids
-from verl.models.load import value_layer
+from verl.models.load import NotPacked, value_layer
 from verl.models.packed_attention import PackedPlan, TokenSpan
 
 if TYPE_CHECKING:
@@ -143,12 +143,12 @@ class ScoreHead(ValueHead):
 
     @torch.no_grad()
     def find_layer(self) -> LogitLayer | None:
-        """None. UserError where the model's own score of a probe is none of ours: its head is no linear layer alone."""
+        """None. NotPacked where the model's own score of a probe is none of ours: its head is no linear layer alone."""
         layer, embedding = value_layer(self.module), self.module.get_input_embeddings().weight
         theirs, hidden = _probe(self.module, embedding)
         # Which of the tokens counts depends on the padding token.
         if layer is None or not torch.isclose(layer(hidden).float(), theirs, rtol=1e-2, atol=1e-2).any():
-            raise UserError(f"{type(self.module).__name__}: its head is more than a linear layer")
+            raise NotPacked(f"{type(self.module).__name__}: its head is more than a linear layer")
         return None
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl.config import model_facts
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.process_group import on_all_ranks, this_rank
 from verl.engine.training.sharding import take_share, whole
 from verl.engine.training.weight_files import FileSource, WeightSource, reading, untied
@@ -37,7 +37,14 @@ _TOLERANCE = 1e-5  # of a weight's largest element: what orders of summation may
 
 # Settings of an adapter by which it is more than A and B, those that are no more than a record, and starts that write into
 # the base.
-_MORE = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "modules_to_save")
+_MORE: tuple[str, ...] = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "modules_to_save",
+)
 _MORE += ("bias", "layer_replication", "trainable_token_indices")
 _NO_EFFECT = ("megatron_config", "runtime_config", "loftq_config")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.config.layout import MODEL_KEYS, Sizes, model_problems
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.fuse import FusedForwards
 from verl.engine.training.heads import OutputHead, head_class
 from verl.engine.training.lora import Adapter, AdapterSource, LoraSettings, inject

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.config.dtypes import FLOATS, float_name
-from verl.config.settings import setting
+from verl.config.rollout_engines import FLOATS, float_name
+from verl.config.schema.base import setting
 from verl.engine.training.packing import MicroBatching
 
 if TYPE_CHECKING:

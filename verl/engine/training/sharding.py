@@ -118,7 +118,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with process_group.waiting("gathering a weight"):
         # Where its ranks talk to each other: an offloaded share is brought there.
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
 
 
 def take_share(target: torch.Tensor, full: torch.Tensor) -> None:

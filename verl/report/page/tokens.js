@@ -143,7 +143,7 @@
     R.replace(panel, head(row, at), R.el("div", { class: "panel-body" }, figures(row), group(row, at) || "",
       row.e ? R.el("p", { class: "warning" }, "Scoring failed: ", ...R.shown(row.e)) : "",
       block("Prompt", R.prompt(row)),
-      row.im ? R.el("p", { class: "images" }, ...R.images(row), R.el("span", { class: "muted" }, `${row.it} image tokens`)) : "",
+      row.im ? R.el("p", { class: "images" }, ...R.images(row), R.el("span", { class: "muted" }, `${row.it.join(" + ")} image tokens`)) : "",
       tokenSection(row), row.g ? block("Reference", row.g) : ""),
       row.t ? R.el("footer", { class: "inspector", id: "inspector", role: "status" }) : "");
     if (row.t) { paint(); inspect(-1); }

@@ -12,6 +12,8 @@ from verl.reward.outcome import RewardLoadError, UnknownSource
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+_VQA = ("vqa*", "lmms-lab/VQAv2", "lmms-lab/textvqa", "lmms-lab/OK-VQA", "lmms-lab/VizWiz-VQA")
+_VISUAL = ("visual_qa*", "AI4Math/MathVerse", "AI4Math/MathVista", "mathverse*", "lmms-lab/GQA")
 
 _TABLE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -26,6 +28,8 @@ _TABLE: dict[str, str] = {
     **{f"searchR1_{name}": "search_qa" for name in _SEARCH},
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     "aime*": "math_dapo",
+    **dict.fromkeys(_VQA, "vqa"),
+    **dict.fromkeys(_VISUAL, "visual_qa"),
 }
 _SANDBOX = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb", "max_concurrent")
 

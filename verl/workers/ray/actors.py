@@ -19,9 +19,9 @@ class RayWorker(Worker):
     def __init__(self, config: dict[str, Any], rank: int, world: int):
         super().__init__(Map.of(config), rank, world)
 
-    def build(self, total_steps: int, shared: bool = False) -> dict[str, Any]:
+    def build(self, total_steps: int, shared: bool = False, pool: str = "training") -> dict[str, Any]:
         """See `Worker.build`; opens this process's profiler."""
-        facts = super().build(total_steps, shared)
+        facts = super().build(total_steps, shared, pool)
         roles = tuple(self.engines)
         self.profiler = open_profiler(self.config, roles=roles, rank=self.rank, device=self.platform.name)
         return facts
@@ -37,5 +37,7 @@ class RayWorker(Worker):
         threading.Event().wait()
 
 
-WorkerActor = ray.remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
-RolloutActor = ray.remote(max_restarts=0, max_concurrency=64)(RolloutWorker)
+# Ray's annotations know neither `concurrency_groups` nor `max_concurrency`.
+_remote: Any = ray.remote
+WorkerActor = _remote(max_restarts=0, concurrency_groups={"watch": 1})(RayWorker)
+RolloutActor = _remote(max_restarts=0, max_concurrency=64)(RolloutWorker)

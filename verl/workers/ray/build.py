@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms.needs import needs_reference, teacher_roles
+from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
 from verl.config.fields import for_elsewhere
-from verl.config.layout import sampler_devices
+from verl.config.layout import own_pools, sampler_devices
+from verl.config.weights import scores_by_model
 from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
+from verl.workers.build import judge_config
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
 from verl.workers.ray.actors import RolloutActor, WorkerActor
@@ -25,7 +27,7 @@ from verl.workers.ray.profiling import under_nsys, worker_profiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
 from verl.workers.ray.watch import ClusterLost, Watch
-from verl.workers.roles import WorkerSet, roles_of, update_plan
+from verl.workers.roles import WorkerSet, critic_plan, roles_of, update_plan
 
 if TYPE_CHECKING:
     from verl.config import Config
@@ -79,6 +81,10 @@ class _Builder:
         self.plain["trainer"]["device"] = self.kind
         trainer = self._pool("training", "trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
         own = rollout.nnodes > 0
+        apart = {
+            name: self._pool(name.replace("_", " "), pool.keys, pool.nodes, pool.per_node)
+            for name, pool in own_pools(config).items()
+        }
         sampling = trainer
         if own:
             name = "actor_rollout_ref.rollout"
@@ -86,27 +92,39 @@ class _Builder:
         share_cores(self.cluster, self.pools)
         self._check_nodes()
         self._say(f"starting {_some(trainer.devices, 'training worker')} on {_some(trainer.nodes, 'node')}")
-        group, nodes, devices = self._training_workers(trainer)
+        group, nodes, devices = self._ranks_of(trainer, "training worker")
+        judge = self._judge(apart.pop("judge")) if "judge" in apart else None
+        others = {
+            name: self._ranks_of(pool, f"{name.replace('_', ' ')} worker")[0] for name, pool in apart.items()
+        }
         replicas = self.replicas = self._samplers(sampling, None if own else devices)
         engines = self._group([replica.worker for replica in replicas])
         self._say(f"loading the model, starting {_some(len(replicas), 'sampler')}")
+        loading = {name: calls.start("build", total_steps, False, name) for name, calls in others.items()}
         facts = self._load(group, engines, total_steps, own)
-        training = WorkerGroup(group, facts, plan=update_plan(config), balance=config.trainer.balance_batch)
-        self._record([*group.workers, *engines.workers])
+        training = self._worker_group(group, facts)
+        roles = roles_of(training, config)
+        for name, calls in others.items():
+            there = calls.wait(loading[name], f"loading the {name.replace('_', ' ')}")
+            roles |= roles_of(self._worker_group(calls, there), config)
+        ranks = [handle for _, handle in self.ranks]
+        self._record([*ranks, *engines.workers])
         self._say("all workers are ready")
         pool = ReplicaPool(replicas, event=self._of_sampler)
-        self.watch = Watch(group, lambda error: self._on_death(error, pool), self.hooks.phase)
+        self.watch = Watch(RayCalls(ranks), lambda error: self._on_death(error, pool), self.hooks.phase)
         words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
+        words += "".join(f"; {_some(len(calls), 'rank')} of the {name}" for name, calls in others.items())
         limit = float(config.actor_rollout_ref.nccl_timeout)
         sync = RemoteWeightSync(training, nodes, pool, limit)
         return WorkerSet(
-            roles_of(training, config),
+            roles,
             pool,
             sync,
             f"{words}; {_some(len(replicas), 'sampler')}",
-            devices=trainer.devices + (sampling.devices if own else 0),
+            devices=sum(one.devices for one in self.pools),
+            judge=judge,
             release=self.release,
-            profiler=worker_profiler(config, training, pool),
+            profiler=worker_profiler(config, ranks, pool),
         )
 
     def build_samplers(self) -> WorkerSet:
@@ -129,6 +147,17 @@ class _Builder:
         words = f"{_some(len(replicas), 'sampler')} on {_some(trainer.nnodes, 'node')}, each {self.kind}"
         return WorkerSet({}, sampler, None, words, devices=pool.devices, release=self.release)
 
+    def _judge(self, pool: Pool) -> ReplicaPool:
+        """Samplers of a judge's model on the devices of a pool, started."""
+        config = judge_config(self.config)
+        config.trainer.device = self.kind
+        replicas = self._samplers(pool, None, config, "judge")
+        engines = self._group([replica.worker for replica in replicas])
+        self._say(f"starting {_some(len(replicas), 'judge')}")
+        for replica, fact in zip(replicas, engines.call("start", doing="starting the judges"), strict=True):
+            replica.started(fact)
+        return ReplicaPool(replicas, event=self._of_sampler)
+
     def _record(self, workers: Sequence[WorkerHandle]) -> None:
         """Which process is which, for the record."""
         named = [{"name": worker.name, "node": worker.node, "pid": worker.pid} for worker in workers]
@@ -149,6 +178,10 @@ class _Builder:
         if needs_reference(self.config) and (other := arr["ref"]["model"].get("path")):
             models[other] = None
         models |= dict.fromkeys(one["model_path"] for one in teacher_roles(self.config).values())
+        if needs_critic(self.config) and (other := self.plain["critic"]["model"].get("path")):
+            models[other] = None
+        if scores_by_model(self.config):
+            models[self.plain["reward_model"]["model"]["path"]] = None
         unsaid = self.agents.check(needs_of(self.config, *models), folder)
         for text in unsaid:
             self.hooks.notice(text)
@@ -211,16 +244,21 @@ class _Builder:
             replica.started(fact)
         self.restart_limit = max(_RESTART_S, _PATIENCE * (time.monotonic() - began))
 
-    def _training_workers(self, pool: Pool) -> tuple[RayCalls, list[str], list[list[str]]]:
-        """Ranks that have met; the node of each, and the ids of its devices."""
+    def _worker_group(self, calls: RayCalls, facts: list[dict[str, Any]]) -> WorkerGroup:
+        plan = critic_plan if facts[0]["roles"] == ["critic"] else update_plan
+        return WorkerGroup(calls, facts, plan=plan(self.config), balance=self.config.trainer.balance_batch)
+
+    def _ranks_of(self, pool: Pool, what: str) -> tuple[RayCalls, list[str], list[list[str]]]:
+        """Ranks on all devices of a pool, which have met; the node of each, and the ids of its devices."""
         bundles = [rank // pool.per_node for rank in range(pool.devices)]
         nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
+        workers: list[WorkerHandle] = []
         for rank, (bundle, node) in enumerate(zip(bundles, nodes, strict=True)):
             options = under_nsys(pool.owner_options(bundle, 1), self.config)
             handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
-            self.workers.append(WorkerHandle(handle, f"training worker {rank}", addresses[node]))
-        workers = list(self.workers)
-        self.ranks = list(zip(nodes, workers, strict=True))
+            workers.append(WorkerHandle(handle, f"{what} {rank}", addresses[node]))
+        self.workers += workers
+        self.ranks += zip(nodes, workers, strict=True)
         group, doing = self._group(workers), "starting the workers"
         for worker, pid in zip(workers, group.call("prepare", doing=doing), strict=True):
             worker.pid = pid
@@ -229,9 +267,15 @@ class _Builder:
         group.call("join", address, port, doing="joining the training ranks")
         return group, nodes, group.call("device_ids", doing=doing)
 
-    def _samplers(self, pool: Pool, shared: list[list[str]] | None) -> list[Replica]:
-        """Replicas of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started."""
-        size = sampler_devices(self.config.actor_rollout_ref.rollout)
+    def _samplers(
+        self, pool: Pool, shared: list[list[str]] | None, config: Config | None = None, what: str = "sampler"
+    ) -> list[Replica]:
+        """Replicas of `tensor_model_parallel_size` devices each; on the devices of the ranks when `shared`. Not started.
+
+        config: what they are built from, if it is not the run's; what: their names begin so.
+        """
+        size = sampler_devices((config or self.config).actor_rollout_ref.rollout)
+        plain = self.plain if config is None else for_elsewhere(config)
         replicas, engines = [], pool.per_node // size
         for number in range(pool.nodes * engines):
             bundle, place = divmod(number, engines)
@@ -242,7 +286,7 @@ class _Builder:
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
             options, node = under_nsys(options, self.config), pool.node_of(bundle)
-            starter = _Starter(self, number, options, pool, bundle)
+            starter = _Starter(self, number, options, pool, bundle, plain, what)
             replicas.append(Replica(number, starter, starter.create(node), node))
         return replicas
 
@@ -268,11 +312,13 @@ class _Starter:
     options: dict[str, Any]
     pool: Pool
     bundle: int
+    plain: dict[str, Any]
+    what: str
 
     def create(self, node: str) -> WorkerHandle:
         """The process; its engine is not there yet. It ends with the run."""
-        handle = RolloutActor.options(**self.options).remote(self.builder.plain, self.number)
-        worker = WorkerHandle(handle, f"sampler {self.number}", self.builder.cluster.addresses()[node])
+        handle = RolloutActor.options(**self.options).remote(self.plain, self.number)
+        worker = WorkerHandle(handle, f"{self.what} {self.number}", self.builder.cluster.addresses()[node])
         self.builder.workers.append(worker)
         return worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -9,15 +10,15 @@ import ray
 from ray import exceptions as faults
 
 from verl.tracking.profiler import ProfilePlan, nsight_options, plan_of
-from verl.workers.group import WorkerGroup
+from verl.workers.ray.calls import WorkerHandle
 from verl.workers.ray.replicas import ReplicaPool
 
 
 class WorkerProfiler:
     """See `verl.tracking.profiler.Profiler`. A worker that died has no profile, which is noticed elsewhere."""
 
-    def __init__(self, training: WorkerGroup, pool: ReplicaPool, plan: ProfilePlan):
-        self._training, self._pool, self._plan = training, pool, plan
+    def __init__(self, ranks: Sequence[WorkerHandle], pool: ReplicaPool, plan: ProfilePlan):
+        self._ranks, self._pool, self._plan = list(ranks), pool, plan
         self._running = False
 
     def start(self, step: int) -> None:
@@ -44,7 +45,7 @@ class WorkerProfiler:
 
     def _on_all(self, *args: Any, seconds: float = 300) -> list[str]:
         """The files that come within so many seconds, from workers that live."""
-        workers = [*self._training.calls.workers, *(replica.worker for replica in self._pool.replicas)]
+        workers = [*self._ranks, *(replica.worker for replica in self._pool.replicas)]
         refs = [worker.handle.profile.remote(*args) for worker in workers]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         files: list[str] = []
@@ -54,10 +55,10 @@ class WorkerProfiler:
         return files
 
 
-def worker_profiler(config: Any, training: WorkerGroup, pool: ReplicaPool) -> WorkerProfiler | None:
+def worker_profiler(config: Any, ranks: Sequence[WorkerHandle], pool: ReplicaPool) -> WorkerProfiler | None:
     """The profiler of a run's workers, None when nothing is to be profiled."""
     plan = plan_of(config, "driver")
-    return WorkerProfiler(training, pool, plan) if plan is not None else None
+    return WorkerProfiler(ranks, pool, plan) if plan is not None else None
 
 
 def under_nsys(options: dict[str, Any], config: Any) -> dict[str, Any]:

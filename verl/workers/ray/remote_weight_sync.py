@@ -115,7 +115,7 @@ class RemoteWeightSync(WeightSync):
         for replica, why in failed:
             raise WeightSyncError(f"{replica.worker}: {why}")
         ray.get(relays)
-        sums = next((response["checksums"] for response in sent if response["checksums"]), {})
+        sums: dict[str, str] = next((response["checksums"] for response in sent if response["checksums"]), {})
         for replica, ref in receiving.items() if verify else ():
             try:
                 compare(sums, ray.get(ref))

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from verl.trajectory import Media
 from verl.weight_sync.base import FULL, SAMPLED, WeightSyncError
 from verl.weight_sync.receiver import WeightReceiver
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,7 +57,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         eos_token_ids: Sequence[int],
         max_model_len: int,

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.engine.rollout.base import RecordedRoutes
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
-from verl.engine.rollout.routes import RecordedRoutes
 from verl.models.attention import AttentionOptions
 from verl.models.inputs import text_axes
 from verl.platform import platform_of

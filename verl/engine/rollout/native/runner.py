@@ -39,6 +39,8 @@ from verl.platform import platform_of
 from verl.weight_sync.base import WeightSyncError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from verl.platform.cuda import GraphRecorder
 
 # Above this many rows per call oneDNN's choice of layout no longer depends on the hint.
@@ -175,7 +177,7 @@ class Runner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         scheduler: Scheduler,
         dtype: torch.dtype,
         forbidden: Sequence[int] = (),

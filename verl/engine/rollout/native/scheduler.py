@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.engine.rollout.base import Completion, SamplingParams
+from verl.engine.rollout.base import Completion, RecordedRoutes, SamplingParams
 from verl.engine.rollout.native.cache import KVBlockPool, KVSlotTable
 from verl.engine.rollout.native.prefill_plan import PrefillSpan
-from verl.engine.rollout.routes import RecordedRoutes
 
 if TYPE_CHECKING:
     from verl.engine.rollout.native.vision import PromptImages
@@ -83,7 +82,7 @@ class Request:
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
         prompt = self.prompt_routes
-        routed = prompt is not None and prompt.count
+        routed = [] if prompt is None or not prompt.count else [*prompt.parts, *self.routes.parts]
         return Completion(
             token_ids=np.array(self.tokens, np.int64),
             log_probs=np.array(self.log_probs, np.float32),
@@ -92,7 +91,7 @@ class Request:
             num_preempted=self.num_preempted,
             started=self.started,
             finished=time.monotonic(),
-            routed_experts=np.concatenate([*prompt.parts, *self.routes.parts]) if routed else None,
+            routed_experts=np.concatenate(routed) if routed else None,
         )
 
 
@@ -314,7 +313,7 @@ class Stopper:
     """Decides after each token. Stop strings need the tokenizer; the string stays in the response."""
 
     def __init__(self, tokenizer: Any | None):
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._piece = functools.cache(lambda token: self._decode([token]))
 
     def reason(self, request: Request) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl.config.dtypes import sampler_dtype
 from verl.config.engine_kwargs import OURS, translate
 from verl.config.layout import samplers_per_node
-from verl.config.rollout_engines import CAPABILITIES
+from verl.config.rollout_engines import CAPABILITIES, sampler_dtype
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 from verl.models.layers import attention_sizes

@@ -238,7 +238,7 @@ def lora_requests(path: str) -> tuple[Any, Any]:
     """The name under which requests ask for the adapter, and the order to load it again in place."""
     from vllm.lora.request import LoRARequest
 
-    given = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
+    given: dict[str, Any] = {"lora_name": "policy", "lora_int_id": 1, "lora_path": path}
     return LoRARequest(**given), LoRARequest(**given, load_inplace=True)
 
 

@@ -54,7 +54,8 @@ class WorkerWeights:
     def verl_try_channel(self, places: list[tuple[str, int]], timeout: float) -> str:
         """See `WeightReceiver.try_channel`."""
         worker: Any = self
-        return attempt(*places[worker.rank], timeout)
+        channel, number = places[worker.rank]
+        return attempt(channel, number, timeout)
 
     def verl_load_weights(
         self, places: list[tuple[str, int]], version: int, timeout: float, verify: str

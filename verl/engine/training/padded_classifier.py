@@ -1,0 +1,79 @@
+"""A sequence classifier in batches padded to their longest sequence: for one that cannot be packed (an encoder such as BERT, or
+a head of several layers). Every rank holds all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config.settings import setting
+from verl.engine.training.process_group import this_rank
+from verl.engine.training.settings import compute_dtype
+from verl.models.load import load_model
+from verl.platform import Platform
+from verl.trajectory import Segment
+
+
+class PaddedClassifier:
+    """What `TrainingEngine` is to a role that only scores. role_cfg: `ppo_max_token_len_per_gpu` limits the tokens of a batch,
+    padding among them; `fsdp_config` names `dtype` and `param_offload`. UserError for a model that cannot be loaded."""
+
+    holds_outputs = True
+
+    def __init__(self, model_path: str | Path, *, model_cfg: Any, role_cfg: Any, device: Platform) -> None:
+        device.prepare()
+        self.platform, self.device = device, device.device()
+        self.dp_rank = this_rank()
+        dtype = compute_dtype(role_cfg, device)
+        self._module = load_model(model_path, model_cfg, dtype, head="score", packed=False)
+        self._module.requires_grad_(False).to(self.device)
+        self._tokens = int(role_cfg["ppo_max_token_len_per_gpu"])
+        self._padding = self._module.config.get_text_config().pad_token_id
+        self._leaves = bool(setting(role_cfg, "fsdp_config.param_offload", False))
+
+    @torch.no_grad()
+    def forward(
+        self, rows: Sequence[Segment], outputs: Collection[str] = ("scores",), *, temperature: float
+    ) -> dict[str, np.ndarray]:
+        """{"scores": float32 [ΣL]}: of each row the score of its tokens without the last, on every response token."""
+        sequences = [np.concatenate((row.context_ids, row.response_ids[:-1])) for row in rows]
+        scores = np.zeros(len(rows), np.float32)
+        for batch in self._batches([len(ids) for ids in sequences]):
+            scores[batch] = self._scores([sequences[i] for i in batch])
+        return {"scores": np.repeat(scores, [row.length for row in rows])}
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Positions of the sequences of each batch, the longest first, which those of like length join."""
+        batch: list[int] = []
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            full = batch and lengths[batch[0]] * (len(batch) + 1) > self._tokens
+            if full or (batch and self._padding is None):
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _scores(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        ids = np.full((len(sequences), max(map(len, sequences))), self._padding or 0, np.int64)
+        mask = np.zeros_like(ids)
+        for row, own in enumerate(sequences):
+            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+        given = {"input_ids": ids, "attention_mask": mask}
+        tensors = {name: torch.from_numpy(array).to(self.device) for name, array in given.items()}
+        found: np.ndarray = self._module(**tensors).logits[:, 0].float().cpu().numpy()
+        return found
+
+    def onload(self, *, optimizer: bool = False) -> None:
+        """See `TrainingEngine.onload`."""
+        self._module.to(self.device)
+
+    def offload(self) -> None:
+        """See `TrainingEngine.offload`."""
+        if self._leaves:
+            self._module.to("cpu")
+            self.platform.empty_cache()

@@ -1,0 +1,70 @@
+r"""Visual questions with one right answer: exact match of the final answer, a choice by its letter or its text, a number or
+formula by math-verify."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.reward.rules import numina
+from verl.reward.rules.math import same_answer
+from verl.reward.rules.search_qa import last_answer
+
+_LETTER = re.compile(r"[(\[]?([A-Za-z])(?:[)\].:]|$)")
+_CHOICE = re.compile(r"^\(?([A-Z])[).:]\s*(.*)", re.S)
+_MATHEMATICAL = re.compile(r"[\d\\^=]")
+
+
+def final_text(response: str) -> str:
+    r"""The final answer: of the last `<answer>`, the last `\boxed{…}`, what follows "answer is", else all after the thinking."""
+    rest = response.rpartition("</think>")[2]
+    found = last_answer(rest) or numina.extract(rest)
+    return (rest if found is None else found).strip()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.strip().strip("$").rstrip(".").split()).casefold()
+
+
+def _same(answer: str, truth: str) -> bool:
+    if _plain(answer) == _plain(truth):
+        return True
+    return bool(_MATHEMATICAL.search(truth)) and same_answer(answer, truth)
+
+
+def _truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
+    """Accepted answers, and the choices' texts by letter. ValueError where there is none."""
+    known = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
+    answer, choices = known.get("answer"), known.get("choices") or ()
+    found = [answer] if isinstance(answer, str | int | float) else list(answer or ())
+    if not found:
+        raise ValueError("visual question: the ground truth must hold an answer (a text, or a list of texts)")
+    return [str(one) for one in found], _lettered(choices)
+
+
+def _lettered(choices: Sequence[str]) -> dict[str, str]:
+    """The choices by letter: "A: text" says its own, another has that of its place."""
+    out = {}
+    for place, choice in enumerate(choices):
+        named = _CHOICE.match(str(choice))
+        letter, text = named.groups() if named else (chr(ord("A") + place), str(choice))
+        out[letter] = text
+    return out
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """1 if the final answer is an accepted one, else 0. VerifyFailed if equality cannot be decided.
+
+    ground_truth: a text, a list of texts, or `{answer, choices}` with the letter of a choice as the answer.
+    """
+    said, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
+    letter = _LETTER.match(said)
+    right = False
+    for truth in accepted:
+        by_letter = (
+            bool(letter) and len(truth) == 1 and truth.isalpha() and letter[1].upper() == truth.upper()
+        )
+        texts = [truth, *([choices[truth]] if truth in choices else [])]
+        right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
+    return {"score": float(right), "acc": float(right), "pred": said}
