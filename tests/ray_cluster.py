@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from tests import ray_setup_worker
+from tests.chaos.fork_server import ForkServer
 from tests.runs import environment
 
 STORE = 80 << 20
@@ -29,12 +31,30 @@ NODE = {"num_cpus": 1, "resources": {"NPU": 2}}
 START_S = 120
 
 
+def node_options(server: ForkServer | None) -> dict[str, Any]:
+    """Those of a node of one core."""
+    options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE}
+    if server is not None:
+        from ray._private.workers import default_worker
+
+        shim = ray_setup_worker.__file__
+        variables = {
+            ray_setup_worker.SERVER: str(server.address),
+            ray_setup_worker.WORKER: default_worker.__file__,
+        }
+        options |= {"setup_worker_path": shim, "worker_path": shim, "env_vars": variables}
+    return options
+
+
 @contextmanager
-def cluster_of(nodes: int, head: dict[str, Any] | None = None, **each: Any) -> Iterator[Any]:
-    """A running `ray.cluster_utils.Cluster`; its `address` is for RAY_ADDRESS. `head`: what only its head has."""
+def cluster_of(
+    nodes: int, server: ForkServer | None = None, head: dict[str, Any] | None = None, **each: Any
+) -> Iterator[Any]:
+    """A running `ray.cluster_utils.Cluster`; its `address` is for RAY_ADDRESS. `server` forks its workers, None: they are
+    started afresh, with code of their own. `head`: what only its head has."""
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 1, "object_store_memory": STORE} | each
+    options = node_options(server) | each
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"include_dashboard": False, **options, **(head or {})},
@@ -81,7 +101,7 @@ def _start(address: Path) -> None:
 
 def serve(address: Path, run: int) -> None:
     """Keep the cluster until the process `run` has ended."""
-    with cluster_of(4, **NODE) as cluster:
+    with ForkServer(address.parent) as server, cluster_of(4, server, **NODE) as cluster:
         address.with_suffix(".new").write_text(cluster.address)
         address.with_suffix(".new").rename(address)
         while _lives(run):

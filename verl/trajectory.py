@@ -113,10 +113,6 @@ class Media:
         """Number of images."""
         return len(self.inputs["image_grid_thw"])
 
-    def drop_pixels(self) -> None:
-        """Nobody computes with the images any more: only what is counted and shown of them stays."""
-        self.inputs = {"image_grid_thw": self.inputs["image_grid_thw"]}
-
     @property
     def tokens_of_images(self) -> list[int]:
         """`tokens`, image by image."""
@@ -128,6 +124,10 @@ class Media:
     def uris(self) -> list[str]:
         """`files` as data URIs."""
         return data_uris(self.files)
+
+    def drop_pixels(self) -> None:
+        """Nobody computes with the images any more: only what is counted and shown of them stays."""
+        self.inputs = {"image_grid_thw": self.inputs["image_grid_thw"]}
 
     def blanked(self) -> Media:
         """The same places with nothing to see in them."""

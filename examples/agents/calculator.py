@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -81,9 +82,9 @@ def demonstration(draw: random.Random) -> dict[str, list[dict[str, str]]]:
     return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
-def make_model(out: Path, seed: int) -> None:
+def make_model(out: Path, seed: int, demonstrate: Callable[[random.Random], dict] = demonstration) -> None:
     draw = random.Random(seed)
-    texts = [m["content"] for _ in range(500) for m in demonstration(draw)["messages"]]
+    texts = [m["content"] for _ in range(500) for m in demonstrate(draw)["messages"]]
     build_tokenizer(texts, out)
     from transformers import AutoTokenizer
 

@@ -2,7 +2,7 @@
 
 As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
 "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has ended
-(negative: the signal). The child is what a fresh `python -m MODULE ARGV…` would be: a session of its own, its own
+(negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh `python -m MODULE ARGV…` would be: a session of its own, its own
 streams, default signals, sys.argv, exit through the interpreter's normal way out.
 
 `ForkServer` is the client for tests.
@@ -16,12 +16,15 @@ import importlib
 import json
 import os
 import pkgutil
+import runpy
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,11 @@ LAZY = (
 
 
 def import_everything() -> None:
-    """All of verl, and what it imports lazily. Raises RuntimeError if an import started a thread: fork forbids it."""
+    """All of verl, and what it imports lazily, without Ray, which takes its settings from the environment as it is imported.
+    Raises RuntimeError if an import started a thread: fork forbids it."""
     import verl
 
+    sys.modules["ray"] = None  # type: ignore[assignment] # an ImportError for whoever asks
     for name in LAZY:
         importlib.import_module(name)
     import transformers
@@ -55,58 +60,96 @@ def import_everything() -> None:
     for found in pkgutil.walk_packages(verl.__path__, "verl."):
         if found.name.rsplit(".", 1)[-1] == "__main__":
             continue
-        # An engine that is not installed: the child's own import says so if it is asked for.
+        # Ray's, or an engine that is not installed: the child's own import says so if it is asked for.
         with contextlib.suppress(ImportError):
             importlib.import_module(found.name)
+    del sys.modules["ray"]
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     if lost := {(task / "comm").read_text().strip() for task in others} - set(FORKS_WELL):
         raise RuntimeError(f"threads after the imports, which a fork would lose: {lost}")
 
 
-def serve() -> None:
-    """Fork children until stdin closes."""
-    import_everything()
-    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
-    response({"ready": True})
-    running: dict[int, int] = {}
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
-    selector.register(woken, selectors.EVENT_READ)
-    pending = b""
-    while True:
-        for key, _ in selector.select():
-            if key.fd == woken:
-                os.read(woken, 4096)
-                continue
-            data = os.read(0, 1 << 16)
-            if not data:
+@dataclass
+class Client:
+    """One that sends orders: to a child's end its process answers to, on `out`."""
+
+    out: int
+    pending: bytes = b""
+    children: set[int] = field(default_factory=set)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """One line; a client that has gone needs none."""
+        with contextlib.suppress(OSError):
+            os.write(self.out, json.dumps(message).encode() + b"\n")
+
+
+class Server:
+    """Forks children until stdin closes. Orders come from there, and from the connections to a socket if it has one."""
+
+    def __init__(self, address: str | None = None):
+        self._selector = selectors.DefaultSelector()
+        self._running: dict[int, tuple[Client, int]] = {}
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(0, selectors.EVENT_READ, Client(out=1))
+        self._listener = None
+        if address is not None:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(address)
+            self._listener.listen()
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Until stdin closes."""
+        Client(out=1).tell({"ready": True})
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._woken:
+                    os.read(self._woken, 4096)
+                    self._reap()
+                elif key.data is None:
+                    self._accept()
+                elif data := os.read(key.fd, 1 << 16):
+                    self._heard(key.data, data)
+                elif key.fd == 0:
+                    return
+                else:
+                    self._gone(key.fd, key.data)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        handle = self._listener.accept()[0].detach()
+        self._selector.register(handle, selectors.EVENT_READ, Client(out=handle))
+
+    def _gone(self, handle: int, client: Client) -> None:
+        """A client that was killed: its children go with it."""
+        self._selector.unregister(handle)
+        os.close(handle)
+        for pid in client.children & self._running.keys():
+            os.kill(pid, signal.SIGKILL)
+
+    def _heard(self, client: Client, data: bytes) -> None:
+        *lines, client.pending = (client.pending + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                become(order)
+            self._running[pid] = client, order["id"]
+            client.children.add(pid)
+            client.tell({"id": order["id"], "pid": pid})
+
+    def _reap(self) -> None:
+        """Report the children that have ended."""
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
                 return
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    become(order)
-                running[pid] = order["id"]
-                response({"id": order["id"], "pid": pid})
-        reap(running)
-
-
-def reap(running: dict[int, int]) -> None:
-    """Report the children that have ended."""
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        response({"id": running.pop(pid), "status": os.waitstatus_to_exitcode(status)})
-
-
-def response(message: dict[str, Any]) -> None:
-    """One line to the client."""
-    os.write(1, json.dumps(message).encode() + b"\n")
+            client, number = self._running.pop(pid)
+            client.tell({"id": number, "status": os.waitstatus_to_exitcode(status)})
 
 
 def become(order: dict[str, Any]) -> None:
@@ -121,9 +164,18 @@ def become(order: dict[str, Any]) -> None:
     os.closerange(3, 256)
     faulthandler.enable()
     os.chdir(order["cwd"])
+    if "path" in order:  # its environment is the whole one
+        os.environ.clear()
     for name, value in order["environment"].items():
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    if "path" in order:
+        from verl.plugins import import_modules
+
+        import_modules(None)  # Ray holds on to an actor's methods before the actor imports what changes them
+        sys.argv = [order["path"], *order["argv"]]
+        runpy.run_path(order["path"], run_name="__main__")
+        sys.exit()
     module = importlib.import_module(order["module"])
     sys.argv = [str(module.__file__), *order["argv"]]
     sys.exit(module.main())
@@ -187,16 +239,18 @@ class Run:
 
 
 class ForkServer:
-    """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in `folder`."""
+    """The helper process; `with ForkServer(folder) as fork_server: fork_server.run([...])`. Streams are kept in `folder`, and
+    `address` there is a socket for other processes' orders."""
 
     def __init__(self, folder: Path):
         from tests.runs import environment
 
         self._folder = folder
+        self.address = folder / "fork_server.socket"
         self._runs: dict[int, Run] = {}
         self._ready = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.fork_server"],
+            [sys.executable, "-m", "tests.chaos.fork_server", str(self.address)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -214,11 +268,21 @@ class ForkServer:
             else:
                 self._runs[message["id"]].heard(message)
 
-    def start(self, argv: list[str], *, module: str = ENTRY, cwd: Path = ROOT, **more: str | None) -> Run:
-        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset)."""
+    def start(
+        self,
+        argv: list[str],
+        *,
+        module: str = ENTRY,
+        cwd: Path = ROOT,
+        streams: Path | None = None,
+        **more: str | None,
+    ) -> Run:
+        """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to the file
+        `streams`, if one is given."""
         assert self._ready.wait(120), "the fork_server did not come up"
         number = len(self._runs)
-        run = Run(number, self._folder / f"{number}.out", self._folder / f"{number}.err")
+        out, err = (streams or self._folder / f"{number}.{name}" for name in ("out", "err"))
+        run = Run(number, out, err)
         self._runs[number] = run
         order = {
             "id": number,
@@ -267,4 +331,5 @@ def until(what: Any, timeout: float = 60.0, pause: float = 0.005) -> Any:
 
 
 if __name__ == "__main__":
-    serve()
+    import_everything()
+    Server(*sys.argv[1:]).serve()

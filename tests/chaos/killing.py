@@ -164,6 +164,16 @@ def assert_none_left(variable: str, value: str) -> None:
     until(lambda: not processes_with(variable, value), timeout=10, pause=0.1)
 
 
+def one_of_each(rng: random.Random) -> list[Kill]:
+    """Eight kills, in random order, that meet every part of a run, none of them by chance."""
+    kills = [
+        Kill("", delay=0.02),
+        *(Kill(where, slow=True) for where in ("gen", "update_actor", *MOMENTS[:5])),
+    ]
+    rng.shuffle(kills)
+    return kills
+
+
 def moments(rng: random.Random) -> list[Kill]:
     """Twenty kills that meet every part of a run, in random order and with random delays."""
     kills = [Kill("", delay=rng.uniform(*span)) for span in ((0.02, 0.15), (0.05, 1.2), (0.05, 1.2))]

@@ -132,6 +132,12 @@ def update(self, *args):
 RolloutWorker.start, Worker.update = start, update
 """
 
+SHORT_PATIENCE = """
+from verl.workers.ray import watch
+
+watch._SILENCE_S = {seconds}
+"""
+
 DYING_VLLM = """
 import os, signal
 from pathlib import Path

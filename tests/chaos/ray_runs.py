@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import ray_plans
-from tests.runs import TinyRun, environment, records
+from tests.chaos.fork_server import ForkServer, Run
+from tests.runs import TinyRun, records
 
 WORDS = (
     "trainer.nnodes=2",
@@ -28,14 +27,11 @@ LIMIT_S = 60
 
 @contextmanager
 def started(
-    tiny: TinyRun, address: str, out: Path, *words: str, **more: str
-) -> Iterator[subprocess.Popen[str]]:
-    """The command in a fresh process (a plan that changes workers has no effect with a forked driver); it is ended with the
-    block. It prints to OUT.log beside its run folder."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *tiny.overrides(out, *WORDS, *words)]
-    env = environment(RAY_ADDRESS=address, **more)
-    with (out.parent / f"{out.name}.log").open("w") as file:
-        run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True, env=env)
+    server: ForkServer, tiny: TinyRun, address: str, out: Path, *words: str, **more: str
+) -> Iterator[Run]:
+    """The command; it is ended with the block. It prints to OUT.log beside its run folder."""
+    words = tiny.overrides(out, *WORDS, *words)
+    run = server.start(words, streams=out.parent / f"{out.name}.log", RAY_ADDRESS=address, **more)
     try:
         yield run
     finally:
@@ -64,13 +60,12 @@ def reports(out: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in events(out, "watchdog") if event["phase"] == phase]
 
 
-def until(what: Callable[[], Any], run: subprocess.Popen[str], out: Path, timeout: float = 240) -> Any:
+def until(what: Callable[[], Any], run: Run, out: Path, timeout: float = 240) -> Any:
     """What `what` gives once it is true; the run must go on until then."""
     end = time.monotonic() + timeout
     while not (found := what()):
-        said = log_of(out)[-3000:]
-        assert run.poll() is None, f"the run ended ({run.returncode}):\n{said}"
-        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{said}"
+        assert not run.ended, f"the run ended ({run.status}):\n{log_of(out)[-3000:]}"
+        assert time.monotonic() < end, f"nothing happened for {timeout} s:\n{log_of(out)[-3000:]}"
         time.sleep(0.1)
     return found
 

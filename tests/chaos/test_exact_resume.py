@@ -14,6 +14,7 @@ from tests.chaos.killing import (
     assert_none_left,
     moments,
     newest_step,
+    one_of_each,
     responses,
     run_and_kill,
     sealed_steps,
@@ -22,7 +23,6 @@ from tests.chaos.killing import (
 )
 from tests.runs import records, weights
 
-KILLS = 20
 STEPS = 32
 # What each of the kills may be seen to have hit, by the last mark before it.
 PARTS = {
@@ -64,11 +64,13 @@ def whole(tiny, fork_server, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_twenty_kills(tiny, fork_server, whole, tmp_path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_many_kills(tiny, fork_server, whole, tmp_path, count) -> None:
+    """Eight that meet every part of a run once; or several of each, at random."""
     seed = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
     rng = random.Random(seed)
-    plan = moments(rng)
-    assert len(plan) == KILLS
+    plan = moments(rng) if count == 20 else one_of_each(rng)
+    assert len(plan) == count
     out, hit = tmp_path / "run", []
     for number, kill in enumerate(plan):
         before = newest_step(out)

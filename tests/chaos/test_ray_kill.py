@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import ray_plans
+from tests.chaos.fork_server import Run
 from tests.chaos.killing import sealed_steps
 from tests.chaos.ray_runs import (
     LIMIT_S,
@@ -35,13 +35,13 @@ from tests.vllm_cases import require_vllm, vllm_model
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-Begin = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+Begin = Callable[..., AbstractContextManager[Run]]
 
 
 @pytest.fixture(scope="module")
-def begin(tiny, ray_address) -> Begin:
+def begin(fork_server, tiny, ray_address) -> Begin:
     """`with begin(out, *words, **environment) as run`: a short run of two ranks on the shared cluster."""
-    return partial(started, tiny, ray_address)
+    return partial(started, fork_server, tiny, ray_address)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_sigterm_stops_a_run_on_a_cluster_at_a_safe_point(begin, tmp_path) -> No
     out = tmp_path / "out"
     with begin(out, "trainer.total_training_steps=500") as run:
         until(lambda: steps_logged(out) >= 1, run, out)
-        run.terminate()
+        run.kill(signal.SIGTERM)
         assert run.wait(LIMIT_S) == 130, log_of(out)[-3000:]
     assert "SIGTERM: stopping after what is in progress" in log_of(out)
     assert "interrupted. Run the same command again" in last_word(out)

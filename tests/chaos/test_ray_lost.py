@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.chaos import ray_plans
 from tests.chaos.ray_runs import (
     LIMIT_S,
     events,
@@ -26,7 +26,7 @@ from tests.chaos.ray_runs import (
     steps_logged,
     until,
 )
-from tests.ray_cluster import STORE, cluster_of
+from tests.ray_cluster import cluster_of, node_options
 from verl.config import load
 
 ray = pytest.importorskip("ray")
@@ -37,10 +37,16 @@ ALONE = "trainer.nnodes=1"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(fork_server) -> Iterator[Any]:
     """A head without work and three nodes of one core. The last tests take the head away."""
-    with cluster_of(4, head={"num_cpus": 0}) as running:
+    with cluster_of(4, fork_server, head={"num_cpus": 0}) as running:
         yield running
+
+
+def node_of(cluster: Any, pid: int) -> str:
+    """Id of the node that an actor's process is on."""
+    actors = cluster.global_state.actor_table(None).values()
+    return next(actor["Address"]["NodeID"] for actor in actors if actor["Pid"] == pid)
 
 
 def remove(cluster: Any, node_id: str) -> None:
@@ -82,28 +88,28 @@ def test_the_bundle_of_a_lost_node_moves_to_one_with_room(cluster) -> None:
         ray.shutdown()
 
 
-def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, tiny, tmp_path) -> None:
+def test_a_run_goes_on_when_a_node_that_only_samples_is_lost(cluster, fork_server, tiny, tmp_path) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     own = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
-    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.add_node(**node_options(fork_server))
     slow = slow_sampling(tmp_path, mark, 0.3)
-    with started(tiny, cluster.address, out, ALONE, *own, **slow) as run:
+    with started(fork_server, tiny, cluster.address, out, ALONE, *own, **slow) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         mark.unlink()
         until(mark.exists, run, out)
         time.sleep(0.5)  # step 2 is being sampled
-        raylet = psutil.Process(pid_of(out, "sampler 0")).ppid()
-        node = next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == raylet)
-        cluster.remove_node(node, allow_graceful=False)
+        remove(cluster, node_of(cluster, pid_of(out, "sampler 0")))
         assert run.wait(200) == 0, log_of(out)[-3000:]
     assert replaced_once(out)["unfinished"] == 12
     nothing_lost(out, [2])
 
 
-def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, tiny, tmp_path) -> None:
+def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
+    cluster, fork_server, tiny, tmp_path
+) -> None:
     out, mark = tmp_path / "out", tmp_path / "sampling"
     slow = slow_sampling(tmp_path, mark)
-    with started(tiny, cluster.address, out, **slow) as run:
+    with started(fork_server, tiny, cluster.address, out, **slow) as run:
         until(mark.exists, run, out)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
         assert run.wait(LIMIT_S) == 1
@@ -112,25 +118,29 @@ def test_a_lost_node_of_the_training_ends_the_run_with_that_said(cluster, tiny, 
 
 
 @pytest.mark.parametrize(
-    ("kill", "words"),
+    ("kill", "said"),
     [
         (
             "kill_raylet",
             r"the Ray daemon of the driver's node \(.*; head {address}\) was lost in gen: its process ended",
         ),
-        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 30 s"),
+        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 10 s"),
     ],
     ids=["daemon", "head"],
 )
-def test_a_run_that_is_cut_off_ends_with_that_said(cluster, tiny, tmp_path, kill, words) -> None:
+def test_a_run_that_is_cut_off_ends_with_that_said(cluster, fork_server, tiny, tmp_path, kill, said) -> None:
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
     out, mark, address = tmp_path / "out", tmp_path / "sampling", cluster.address
     slow = slow_sampling(tmp_path, mark, 0.6)
-    with started(tiny, address, out, ALONE, "trainer.total_training_steps=9", **slow) as run:
+    patience = ray_plans.plan(tmp_path / "plug", "short_patience", ray_plans.SHORT_PATIENCE, seconds=10.0)
+    plugins = ",".join(one["VERL_USE_EXTERNAL_MODULES"] for one in (slow, patience))
+    words = (ALONE, "trainer.total_training_steps=9")
+    more = slow | {"VERL_USE_EXTERNAL_MODULES": plugins}
+    with started(fork_server, tiny, address, out, *words, **more) as run:
         until(lambda: steps_logged(out) >= 1, run, out)
         getattr(cluster.head_node, kill)(check_alive=False)
         assert run.wait(LIMIT_S) == 1
     last = last_word(out)
-    assert re.search(words.format(address=re.escape(address)), last), log_of(out)[-3000:]
+    assert re.search(said.format(address=re.escape(address)), last), log_of(out)[-3000:]
     assert "the same command goes on from the newest checkpoint" in last
     assert events(out, "cluster_lost")[0]["error"] in last

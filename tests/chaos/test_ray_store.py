@@ -29,8 +29,8 @@ NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 
 
 @pytest.fixture(scope="module")
-def training() -> Iterator[Any]:
-    with cluster_of(1, _system_config=NO_DISK) as running:
+def training(fork_server) -> Iterator[Any]:
+    with cluster_of(1, fork_server, _system_config=NO_DISK) as running:
         ray.init(address=running.address, namespace="verl", logging_level="ERROR", log_to_driver=False)
         handles = [ray.remote(ray_stubs.Rank).options(num_cpus=0).remote() for _ in range(2)]
         calls = RayCalls([WorkerHandle(h, f"training worker {i}", "here") for i, h in enumerate(handles)])

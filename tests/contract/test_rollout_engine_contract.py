@@ -173,3 +173,20 @@ def test_request_ids_are_unique(sampler: Sampler) -> None:
 
     with pytest.raises(ValueError, match="ids must be unique"):
         asyncio.run(twice())
+
+
+def test_a_later_turn_of_a_session_computes_what_is_new(sampler: Sampler) -> None:
+    async def turns() -> tuple[list[int], Completion]:
+        ask = sampler.engine.generate
+        fresh = [(11 * i) % 250 for i in range(100)]
+        first = await ask(
+            fresh, SamplingParams(max_tokens=40, ignore_eos=True), request_id="turns", session="turns"
+        )
+        longer = fresh + first.token_ids.tolist() + PROMPT[:10]
+        params = SamplingParams(max_tokens=20, ignore_eos=True, call=1)
+        return longer, await ask(longer, params, request_id="turns.1", session="turns")
+
+    longer, second = asyncio.run(turns())
+    sampler.engine.end_session("turns")
+    assert 11 <= second.prefilled <= 11 + 32, "whole blocks of 32 tokens are shared at least"
+    assert sampler.difference(longer, second) < 1e-4

@@ -71,6 +71,7 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
         )
         assert record["agent/segments_per_trajectory/max"] == 1 and record["actor/grad_norm"] > 0
         assert record["agent/unrecorded_tokens"] == 0
+        assert record["agent/prefill_ratio"] == 1.0, "later turns prefill only what is new"
 
     parts = tmp_path / "parts"
     run(tiny, parts, 0, "trainer.total_training_steps=1")
@@ -96,7 +97,13 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    "words", [*BAD, "kimi cannot read a call.*hermes or minimax or qwen can", "no support for tools"]
+    "words",
+    [
+        *BAD,
+        "kimi cannot read a call.*hermes or minimax or qwen can",
+        "no support for tools",
+        "max_response_length=40 cannot hold a turn after a call",
+    ],
 )
 def test_what_cannot_work_is_refused_before_the_run(
     tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str
@@ -109,6 +116,8 @@ def test_what_cannot_work_is_refused_before_the_run(
     if words == "no support for tools":
         (tmp_path / "plain.jinja").write_text(CHAT_TEMPLATE)
         more.append(f"actor_rollout_ref.model.custom_chat_template={tmp_path / 'plain.jinja'}")
+    if "cannot hold" in words:
+        more.append("data.max_response_length=40")
     if words == "kimi cannot read a call.*hermes or minimax or qwen can":
         more.append(f"{ROLLOUT}multi_turn.format=kimi")
     assert main([*tiny.overrides(tmp_path, *WORDS, *more), "--check"]) == 2

@@ -4,8 +4,6 @@ is the one that validation logged."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import TinyRun, environment
+from tests.runs import TinyRun
 from verl.trainer import main_eval, main_generation, main_ppo
 
 
@@ -146,7 +144,7 @@ def test_lost_responses_are_null_and_too_many_end_the_run(tiny, tmp_path, capfd,
 
 
 @pytest.mark.slow
-def test_two_devices_give_the_same_responses(tiny: TinyRun, tmp_path: Path) -> None:
+def test_two_devices_give_the_same_responses(tiny, fork_server, ray_address, tmp_path) -> None:
     """Under the other public name of the module, with its keys."""
     one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
     assert main_generation.main(words(tiny, one)) == 0
@@ -156,7 +154,6 @@ def test_two_devices_give_the_same_responses(tiny: TinyRun, tmp_path: Path) -> N
         for word in words(tiny, two)
     ]
     spelled = [f"actor_rollout_ref.{word}" if word.startswith("rollout.") else word for word in spelled]
-    command = [sys.executable, "-m", module, *spelled, "trainer.n_gpus_per_node=2"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode == 0, done.stderr
+    done = fork_server.run([*spelled, "trainer.nnodes=2"], module=module, RAY_ADDRESS=ray_address)
+    assert done.status == 0, done.stderr
     assert "all samplers are ready" in done.stderr and responses(two) == responses(one)

@@ -1,6 +1,7 @@
 """`ray job submit --runtime-env=verl/trainer/runtime_env.yaml --working-dir .`: the code travels, and the run finishes.
 
-Its cluster is its own: it takes jobs, and every node of it unpacks code that no other test wants.
+Its cluster is its own: it takes jobs, and unpacks code that no other test wants. It has one node: simulated nodes share one
+folder of Ray's, and one that unpacks a package there removes what another one unpacked, with a driver in it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,19 +28,6 @@ from pathlib import Path
 import verl
 Path(os.environ["VERL_WITNESS"], str(os.getpid())).write_text(verl.__file__)
 """
-# The simulated nodes share one folder of Ray's, and a node that unpacks a package there removes what another one unpacked,
-# with a driver in it: so every node has it before the job comes.
-UNPACK = textwrap.dedent(
-    """
-    import sys, yaml, ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-    env = yaml.safe_load(open("verl/trainer/runtime_env.yaml")) | {"working_dir": "."}
-    ray.init(address=sys.argv[1], runtime_env=env, logging_level="ERROR", log_to_driver=False)
-    for node in ray.nodes():
-        ray.get(ray.remote(lambda: 0).options(scheduling_strategy=On(node["NodeID"], soft=False)).remote())
-    """
-)
 
 
 @pytest.fixture
@@ -79,7 +66,6 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
     seen.mkdir()
     words = tiny.overrides(
         out,
-        "trainer.nnodes=2",
         "trainer.n_gpus_per_node=1",
         "trainer.total_training_steps=2",
         "trainer.test_freq=-1",
@@ -91,14 +77,12 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
     line += ["env", *variables.split(), "python3", "-m", "verl.trainer.main_ppo", *words]
     # An agent that finds its usual port taken, by another test's cluster, serves no jobs.
     head = {"include_dashboard": True, "dashboard_port": port, "dashboard_agent_listen_port": free_port()}
-    with cluster_of(2, head=head) as cluster:
-        unpack = [sys.executable, "-c", UNPACK, cluster.address]
-        subprocess.run(unpack, cwd=source, env=environment(), check=True, timeout=120)
+    with cluster_of(1, head=head):
         done = submitted(line, source)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert sorted(records(out))[-1] == 2 and (out / "global_step_2").is_dir()
     used = {Path(file.read_text()) for file in seen.iterdir()}
-    assert len(list(seen.iterdir())) == 5, "the driver, two ranks and two samplers"
+    assert len(list(seen.iterdir())) == 3, "the driver, a rank and a sampler"
     for file in used:
         assert "working_dir_files" in file.parts, f"{file} is not what was sent along"
         assert not (file.parents[1] / "checkpoints").exists(), "runs and models stay at home"
@@ -108,4 +92,4 @@ def test_a_submitted_job_trains_with_the_code_it_brought(
         if e["event"] == "workers"
         for w in e["workers"]
     }
-    assert len(names) == 4
+    assert len(names) == 2

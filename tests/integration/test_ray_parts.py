@@ -146,10 +146,12 @@ def test_a_worker_that_dies_while_nobody_calls_it_is_noticed() -> None:
     assert "training worker 0" in str(found[0])
 
 
-def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(ray_driver) -> None:
+def test_a_meeting_port_that_was_taken_meanwhile_is_named_soon(ray_driver, monkeypatch) -> None:
     """The other rank waits for the first one for ten minutes; the user does not."""
+    from verl.workers.ray import calls
     from verl.workers.ray.actors import WorkerActor
 
+    monkeypatch.setattr(calls, "_GRACE_S", 1.0)
     plain = json.loads(json.dumps(load(["trainer.device=cpu"]).to_dict(), default=str))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         handles = [WorkerActor.options(num_cpus=0).remote(plain, rank, 2) for rank in range(2)]
@@ -247,8 +249,11 @@ def test_a_dead_engine_in_a_living_host_is_a_dead_host(pool) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_fresh_host_may_die_before_it_samples(pool, ends: bool) -> None:
+def test_a_fresh_host_may_die_before_it_samples(pool, monkeypatch, ends: bool) -> None:
     """Once in its start, once (or for good) while it loads weights: these are deaths as any other."""
+    from verl.workers.ray import replicas
+
+    monkeypatch.setattr(replicas, "_OTHERS_S", 1.0)
     one, seen = pool(hosts=1)
     host, starts, loads = one.replicas[0], [], []
     start, refill = host.start, one.refill

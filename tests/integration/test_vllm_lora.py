@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import TinyRun, records
 from tests.unit.engine_cases import simple_loss
 from tests.unit.lora_cases import disturb, engine, lora, trained
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
@@ -54,8 +54,8 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
-def test_two_steps_as_a_user_starts_them(tmp_path: Path, arch: str) -> None:
+@pytest.mark.parametrize("arch", [pytest.param("qwen3", marks=pytest.mark.long), "qwen3_moe"])
+def test_two_steps_as_a_user_starts_them(fork_server, tmp_path: Path, arch: str) -> None:
     """A dense model's adapter is held by vLLM, rank 4 in the room of 8; experts come merged."""
     tiny, out = TinyRun(tmp_path / "tiny"), tmp_path / "out"
     tiny.model = vllm_model(tmp_path / "heads", arch)
@@ -68,8 +68,8 @@ def test_two_steps_as_a_user_starts_them(tmp_path: Path, arch: str) -> None:
         "trainer.verify_weight_sync=True",
         "trainer.logprob_diff_limit=1e-4",
     )
-    done = main_ppo(tiny.overrides(out, *words), timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = fork_server.run(tiny.overrides(out, *words), timeout=600)
+    assert done.status == 0, done.stderr[-4000:]
     said = done.stdout + done.stderr
     assert ("room aside for rank 8" in said) is (arch == "qwen3")
     assert ("sends the merged weights" in said) is (arch == "qwen3_moe")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import TinyRun, main_ppo, records
+from tests.integration.test_agent_runs import WORDS as DIALOGUE
+from tests.runs import TinyRun, records
+from tests.tiny import tiny_tokenizer
+from tests.unit.test_session import _QWEN
 from tests.vllm_cases import require_vllm, vllm_model
 
 require_vllm()
@@ -20,9 +25,16 @@ def run(tmp_path: Path) -> TinyRun:
     return tiny
 
 
-def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
+def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
+    """Every other row is a dialogue with a tool; sampler and trainer agree on every turn."""
     out = tmp_path / "out"
+    tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(run.model)
+    rows = pq.read_table(run.train)
+    loops = pa.array(["tool_agent", "single_turn_agent"] * (len(rows) // 2))
+    pq.write_table(rows.append_column("agent_name", loops), run.train)
     words = (
+        *DIALOGUE,
+        "trainer.val_before_train=True",
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.total_training_steps=2",
         "trainer.save_freq=2",
@@ -32,25 +44,27 @@ def test_two_steps(run: TinyRun, tmp_path: Path) -> None:
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         'actor_rollout_ref.rollout.stop=["zq"]',
     )
-    done = main_ppo(run.overrides(out, *words))
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = fork_server.run(run.overrides(out, *words), timeout=400)
+    assert done.status == 0, done.stderr[-4000:]
     assert "Exception ignored" not in done.stderr, "vLLM is let go of before the interpreter ends"
     found = records(out)
     assert sorted(found) == [0, 1, 2]
     for step in (1, 2):
         assert found[step]["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert found[step]["actor/grad_norm"] > 0
+        assert found[step]["agent/status/max_turns"] > 0 and found[step]["num_turns/max"] == 6
+        assert found[step]["agent/prefill_ratio"] < 2, "vLLM finds whole blocks of the turns before"
     assert any(name.startswith("val-core/") for name in found[2])
     assert (out / "global_step_2/actor/model.safetensors").is_file()
 
 
-def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, tmp_path: Path) -> None:
+def test_bad_settings_are_said_before_anything_is_loaded(run: TinyRun, fork_server, tmp_path: Path) -> None:
     words = run.overrides(
         tmp_path / "out",
         "actor_rollout_ref.rollout.name=vllm",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seq=4",
         "--check",
     )
-    done = main_ppo(words)
-    assert done.returncode == 2
+    done = fork_server.run(words)
+    assert done.status == 2
     assert "the installed vLLM has no such argument; nearest: max_num_seqs" in done.stdout + done.stderr

@@ -20,6 +20,8 @@ from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.errors import UserError
 from verl.models.routing import Routing
+from verl.rollout import agent_loop
+from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.rollout.manager import RolloutManager, RolloutSettings
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Segment
@@ -49,10 +51,10 @@ def model_of(arch: str = "qwen3_moe", router: float = 1.0) -> Any:
     return model.eval()
 
 
-def sampled(model: Any, **options: Any) -> list[Segment]:
+def sampled(model: Any, loop: str = "single_turn_agent", **options: Any) -> list[Segment]:
     """Groups of three responses of the native sampler, as the rollout manager makes them."""
     engine = NativeEngine(model, eos_token_ids=[], max_model_len=120, record_routes=True, **options)
-    settings = RolloutSettings(SamplingParams(max_tokens=30, ignore_eos=True), n=3, seed=1)
+    settings = RolloutSettings(SamplingParams(30, ignore_eos=True), n=3, seed=1, default_loop=loop)
     rng = np.random.default_rng(0)
     prompts = [Prompt(f"0:{i}@0", rng.integers(0, 256, size), None) for i, size in enumerate((5, 40, 1, 17))]
 
@@ -97,6 +99,42 @@ def test_trainer_agrees_with_a_sampler_whose_experts_are_nearly_tied(arch: str) 
     )
     metrics = engine.step(rows, simple_loss(360), temperature=1.0).metrics
     assert 0.5 < metrics["actor/router_replay/changed_frac"] <= 1.0
+
+
+class TwoTurns(AgentLoopBase):
+    """Two turns of one segment, what is said between them the policy's not."""
+
+    async def run(self, sampling_params, **row):
+        first = await self.generate(row["prompt_ids"], {"max_tokens": 12})
+        between = np.arange(5)
+        second = await self.generate(
+            np.concatenate([row["prompt_ids"], first.token_ids, between]), {"max_tokens": 12}
+        )
+        parts = [
+            (first.token_ids, first.log_probs, 1),
+            (between, np.zeros(5), 0),
+            (second.token_ids, second.log_probs, 1),
+        ]
+        ids, log_probs = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+        mask = np.concatenate([np.full(len(ids), policy, bool) for ids, _, policy in parts])
+        return AgentLoopOutput(row["prompt_ids"], ids, mask, log_probs)
+
+
+def test_later_turns_bring_their_routes() -> None:
+    """The routes of tokens that are in the cache already come with the turn that computed them."""
+    agent_loop.register("two_turns")(TwoTurns)
+    try:
+        rows = sampled(model := model_of(), loop="two_turns")
+    finally:
+        agent_loop._LOOPS.pop("two_turns")
+    engine = engine_of(model)
+    assert all((row.columns["routed_experts"][:-1] >= 0).all() for row in rows)
+    found = np.split(
+        engine.forward(rows, temperature=1.0)["log_probs"], np.cumsum([row.length for row in rows])[:-1]
+    )
+    for row, log_probs in zip(rows, found, strict=True):
+        mask = row.columns["response_mask"]
+        assert np.abs(log_probs - row.rollout_log_probs)[mask].max() <= 1e-4
 
 
 def test_a_bfloat16_sampler_and_preemption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ chunked: ARR.ref.entropy_from_logits_chunk_size=2048 ARR.actor.calculate_entropy
 one_stream: data.val_batch_size=8
 plugins: data.return_raw_chat=True data.return_full_prompt=True data.return_raw_input_ids=True
 plugins: data.return_multi_modal_inputs=True
-re-tokenised: ARR.rollout.multi_turn.use_inference_chat_template=True
+re-tokenised: ARR.rollout.multi_turn.num_repeat_rollouts=2
 re-tokenised: ARR.rollout.multi_turn.tokenization_sanity_check_mode=strict
 re-tokenised: ARR.rollout.multi_turn.num_repeat_rollouts=2
 set_by_the_system: ARR.actor.fsdp_config.use_orig_params=True ARR.ref.fsdp_config.forward_only=True

@@ -74,6 +74,91 @@ def test_a_late_member_uses_the_cached_prompt(model: Any) -> None:
     assert tokens(other) == tokens(run(engine_of(model), [(prompt(1), GREEDY, None)]))
 
 
+def dialogue(engine: NativeEngine, number: int, *, session: bool, how: SamplingParams, cut: int = 0) -> Any:
+    """Four turns of the response `number` of a group; before the third `cut` tokens of the second are taken back."""
+
+    async def go() -> list[Completion]:
+        ids, done, name = prompt(0, 20), [], f"d{number}"
+        for turn in range(4):
+            which = {"group": "g"} if turn == 0 else {}
+            params = replace(how, seed=number, call=turn)
+            done.append(
+                await engine.generate(
+                    ids, params, request_id=f"{name}.{turn}", session=name if session else None, **which
+                )
+            )
+            ids = [*ids, *done[-1].token_ids.tolist()]
+            ids = ids[: len(ids) - cut] if turn == 1 else ids
+            ids += prompt(10 * number + turn + 1, 3 + number)
+            await asyncio.sleep(0)
+        engine.end_session(name)
+        return done
+
+    return go()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"cache_tokens": 400},
+        {"max_num_seqs": 2},
+        {"cut": 9},
+        {"how": "end"},
+    ],
+    ids=str,
+)
+def test_later_turns_prefill_only_what_is_new(model: Any, more: dict[str, Any]) -> None:
+    """Whatever the cache has room for, the responses are those of an engine that computes every turn anew."""
+    cut, stops = more.pop("cut", 0), more.pop("how", "") == "end"
+    how = SamplingParams(
+        max_tokens=12, ignore_eos=True, repetition_penalty=1.2, stop=("e", "a") if stops else ()
+    )
+
+    def play(session: bool, **options: Any) -> tuple[list[list[Completion]], NativeEngine]:
+        engine = engine_of(model, **({"tokenizer": tiny_tokenizer()} | options))
+
+        async def all_of_them() -> Any:
+            calls = [dialogue(engine, i, session=session, how=how, cut=cut) for i in range(5)]
+            return await asyncio.gather(*calls)
+
+        return asyncio.run(all_of_them()), engine
+
+    (found, engine), (expected, _) = play(True, **more), play(False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert tokens(ours) == tokens(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert np.allclose(one.log_probs, other.log_probs, atol=1e-5)
+    assert engine._scheduler.idle == {} and not engine._scheduler.responses.taken.any()
+    if not more:
+        new = [
+            [1 + 3 + i] * 3 for i in range(5)
+        ]  # the last token of the turn before, and what was said after it
+        if cut:
+            new = [[n[0], n[1] - 1, n[2]] for n in new]
+        assert [[done.prefilled for done in turns[1:]] for turns in found] == new
+
+
+def test_new_weights_end_what_sessions_share(model: Any) -> None:
+    engine = engine_of(model)
+
+    async def two_turns() -> list[Completion]:
+        first = await engine.generate(prompt(0), GREEDY, request_id="s", session="s")
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.0)
+            model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+        engine.weights_updated(1)
+        longer = [*prompt(0), *first.token_ids.tolist(), 5]
+        return [
+            await engine.generate(longer, GREEDY, request_id="s.1", session="s"),
+            await engine_of(model).generate(longer, GREEDY, request_id="r"),
+        ]
+
+    ours, fresh = asyncio.run(two_turns())
+    assert ours.token_ids.tolist() == fresh.token_ids.tolist() and ours.prefilled == 12 + 40 + 1
+
+
 def test_a_small_cache_gives_the_same_responses(model: Any) -> None:
     work = [
         (prompt(i // 3, 20), replace(GREEDY if i % 2 else DRAWN, seed=i, max_tokens=60), f"{i // 3}")

@@ -151,6 +151,14 @@ def test_missing_token_columns_and_failed_scores_are_kept_as_such(tmp_path: Path
     first, second = packed.rows
     assert "t" not in first and first["sc"] == 0.5 and first["a"] is None
     assert second["sc"] is None and second["e"].startswith("ValueError")
+    assert [m.get("v") for m in second["dl"]] == [
+        None,
+        None,
+        None,
+        [0.0, 0.25, -0.5],
+        None,
+        [2.25, 1.0, None],
+    ]
     assert not {"l", "q", "w", "m"} & set(second) and second["r"][6] is None
 
 

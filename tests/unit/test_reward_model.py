@@ -142,6 +142,17 @@ def test_encoders_score_in_padded_batches(tmp_path: Path, arch: str) -> None:
         assert "the limit is 160" in str(long.error)
 
 
+def test_a_dialogue_is_scored_with_its_roles(tmp_path: Path) -> None:
+    model = RewardModel(run_config(classifier(tmp_path / "m")))
+    said = [("user", "3*4?"), ("assistant", "call"), ("tool", "12"), ("assistant", "It is 12.")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    ids = model._ids(Prompt("0:0@0", np.zeros(2, np.int64), messages[:1]), "call12It is 12.", messages)
+    text = tiny_tokenizer().decode(ids)
+    assert [text.index(f"<|im_start|>{role}\n{content}<|im_end|>") >= 0 for role, content in said] == [
+        True
+    ] * 4
+
+
 def test_a_last_token_that_is_the_padding_token_does_not_count(tmp_path: Path) -> None:
     path = classifier(tmp_path / "rm", template=CHAT_TEMPLATE + "{{ '<|endoftext|>' }}")
     rows, (model, _) = dialogues(), scorer(path)

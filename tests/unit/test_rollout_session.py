@@ -116,10 +116,14 @@ class Recorder:
 
     async def generate(self, prompt_ids, sampling, *, request_id, group=None, session=None, media=None):
         self.asked.append((request_id, group, session, sampling.call))
-        return Completion(np.arange(3), np.zeros(3, np.float32), "stop")
+        return Completion(np.arange(3), np.zeros(3, np.float32), "stop", prefilled=2)
+
+    def end_session(self, session: str) -> None:
+        self.asked.append(("end", None, session, 0))
 
 
 def test_later_calls_name_their_session(two_turns) -> None:
-    engine = Recorder()
-    sample(engine, two_turns, n=1)
-    assert engine.asked == [("0:0@0#0", "0:0@0", None, 0), ("0:0@0#0.1", None, "0:0@0#0", 1)]
+    engine, name = Recorder(), "0:0@0#0"
+    (t,) = sample(engine, two_turns, n=1)
+    assert engine.asked == [(name, "0:0@0", name, 0), (f"{name}.1", None, name, 1), ("end", None, name, 0)]
+    assert t.extra["prefill"][0] == 2 < t.extra["prefill"][1]

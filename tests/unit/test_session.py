@@ -186,6 +186,25 @@ def test_history_that_changes_opens_a_segment(change: str) -> None:
     assert first.mask.all() and second.mask.all()
 
 
+@pytest.mark.parametrize(
+    ("thinks", "as_inference", "segments"), [(True, True, 2), (True, False, 1), (False, True, 1)]
+)
+def test_thinking_that_the_template_drops(thinks: bool, as_inference: bool, segments: int) -> None:
+    drops = "message['content'].split('</think>')[-1] if not loop.last else message['content']"
+    tokenizer = tiny_tokenizer(template=CHAT_TEMPLATE.replace("message['content']", f"({drops})"))
+    send, seen = script(tokenizer, "<think>Hm</think>" * thinks + "One.<|im_end|>", "Two.<|im_end|>")
+    session = session_of(tokenizer, send, as_inference=as_inference)
+
+    async def talk() -> None:
+        first = [{"role": "user", "content": "Hi"}]
+        reply = await session.chat(first)
+        await session.chat([*first, reply.message, {"role": "user", "content": "More"}])
+
+    asyncio.run(talk())
+    assert len(session.segments()) == segments
+    assert ("Hm" in tokenizer.decode(seen[1])) is (thinks and not as_inference)
+
+
 def test_generate_records_what_goes_on_and_what_does_not() -> None:
     async def send(ids: Any, sampling: SamplingParams, media: Any) -> Completion:
         return Completion(np.array([len(ids), 9]), np.full(2, -1.0, np.float32), "stop")

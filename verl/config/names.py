@@ -143,9 +143,7 @@ NO_EFFECT: dict[str, str] = {
     "data.{return_raw_chat, return_full_prompt, return_raw_input_ids, return_multi_modal_inputs}": (
         "all forms are available to plugins"
     ),
-    "*.multi_turn.{use_inference_chat_template, tokenization_sanity_check_mode, num_repeat_rollouts}": (
-        "tokens are never re-tokenised"
-    ),
+    "*.multi_turn.{tokenization_sanity_check_mode, num_repeat_rollouts}": ("tokens are never re-tokenised"),
     "{*.fsdp_config.use_orig_params, *.fsdp_config.forward_only, *.engine.use_orig_params, *.engine.forward_only, "
     "*.fsdp_config.strategy, *.fsdp_config.use_torch_compile, *.rollout_n}": "set by the system",
     "reward_model.{micro_batch_size*, max_length, forward_max_token_len_per_gpu, use_dynamic_bsz, strategy, ulysses_*, "

@@ -117,7 +117,7 @@ class _Packer:
         return min(size, read_limit)
 
     def _add(self, step: int, record: Record) -> None:
-        row = self._text(step, record) | self._images(step, record)
+        row = self._text(step, record) | self._images(step, record) | self._dialogue(record)
         tokens = self._tokens(record)
         if tokens:
             row.update(tokens)
@@ -199,6 +199,30 @@ class _Packer:
             counts = [number(one) for one in (tokens if isinstance(tokens, list) else [tokens])]
             self._seen = {"im": at, "it": counts} if at else {}
         return self._seen
+
+    def _dialogue(self, record: Record) -> Record:
+        """`dl`: its messages, each with role, content, calls and, of the policy's turns, when they began, seconds, reward."""
+        messages, turns = record.get("messages"), record.get("turns")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            return {}
+        left = list(turns) if isinstance(turns, list) else []
+        packed: list[Record] = []
+        for message in reversed(messages):
+            calls = [
+                call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)
+            ]
+            entry: Record = {"r": str(message.get("role", "")), "c": self._cut(message.get("content"))}
+            entry["k"] = [
+                [self._cut(c.get("name")), self._cut(c.get("arguments"))]
+                for c in calls
+                if isinstance(c, dict)
+            ]
+            if message.get("name"):
+                entry["n"] = self._cut(message["name"])
+            if entry["r"] == "assistant" and left and isinstance(turn := left.pop(), dict):
+                entry["v"] = [number(turn.get(name)) for name in ("at", "seconds", "reward")]
+            packed.append(entry)
+        return {"dl": packed[::-1]}
 
     def _cut(self, value: Any) -> str:
         return text_of(value, self.limits.text, " … [more characters in the file]")

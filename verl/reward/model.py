@@ -64,7 +64,7 @@ class RewardModel:
         """A score or a failure for each, in order. Those of a group share what their dialogues begin with."""
         assert self.scores is not None
         started = time.monotonic()
-        found = [self._ids(t.prompt, t.text or "") for t in trajectories]
+        found = [self._ids(t.prompt, t.text or "", t.fields.get("messages")) for t in trajectories]
         groups: dict[str, dict[int, np.ndarray]] = {}
         for i, ids in enumerate(found):
             if not isinstance(ids, Outcome):
@@ -84,15 +84,17 @@ class RewardModel:
         """The prompt's images as the reward model's own processor made them."""
         return None if prompt.media is None else self._seen.get(prompt.media)
 
-    def _ids(self, prompt: Prompt, response: str) -> np.ndarray | Outcome:
-        """The dialogue as the model's template writes it, or why it cannot be scored.
+    def _ids(self, prompt: Prompt, response: str, dialogue: Any = None) -> np.ndarray | Outcome:
+        """The dialogue as the model's template writes it, or why it cannot be scored. dialogue: its messages, of an agent loop.
 
         transformers takes the score at the last token that is not padding, and padding may be an end token.
         """
         try:
-            asked = as_messages(prompt.messages, images=self._images is not None)
-            messages = [*asked, {"role": "assistant", "content": response}]
-            text = self._renderer.text(messages, generation=False)
+            images = self._images is not None
+            said = [*as_messages(prompt.messages, images=images), {"role": "assistant", "content": response}]
+            if isinstance(dialogue, list) and dialogue:
+                said = dialogue
+            text = self._renderer.text(said, generation=False)
             ids = self._renderer.ids(text)
             if self._images is not None:
                 files = () if prompt.media is None else prompt.media.files

@@ -46,6 +46,11 @@ class Boundaries:
         """Ids int64 [P] of a whole dialogue with the generation prompt. BadRow where the template refuses it."""
         return self._chat.ids(self._chat.text(messages, **_with(tools)))
 
+    def keeps(self, ids: np.ndarray, messages: Sequence[Message], tools: Any = None) -> bool:
+        """True if these ids are what the template writes of the whole dialogue."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return bool(text == self._chat.text(messages, **_with(tools)))
+
     def between(
         self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
     ) -> np.ndarray | None:

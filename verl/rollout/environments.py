@@ -185,6 +185,8 @@ class EnvironmentAgent(AgentLoopBase):
         segment = self.session.latest
         place = len(segment.tokens) - 1 if segment is not None else 0
         self._earned.append((segment, place, float(step.reward or 0.0)))
+        if self.session.turns:
+            self.session.turns[-1]["reward"] = float(step.reward or 0.0)
         self._metrics |= step.metrics
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:
@@ -211,7 +213,7 @@ class EnvironmentAgent(AgentLoopBase):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode and not self.session.full:
             raise EnvironmentFailed(f"{spec['path']}: exit status {process.returncode}")
-        self._messages = list(row["raw_prompt"])
+        self._messages = self.session.messages or list(row["raw_prompt"])
         self._read(output.decode(errors="replace"))
         return "length" if self.session.full else None
 

@@ -6,7 +6,7 @@
                               ←─outputs, or error─
 
 A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
-busy, up to a limit. A process that ends loses its trajectories, which are counted as any other that the sampler lost.
+busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded).
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may stil
 
 class LoopFailed(RuntimeError):
     """An agent loop failed in its process; the text is that of the error there."""
+
+
+class LoopEnded(LoopFailed):
+    """The process of an agent loop ended, with all of its trajectories."""
 
 
 class LoopUnusable(UserError):
@@ -146,7 +150,7 @@ class LoopProcesses:
                 watching.cancel()
             await process.end()
             process.started.set()
-            ended = LoopFailed(f"the process of the agent loop ended: {process.exit_text()}{why}")
+            ended = LoopEnded(f"the process of the agent loop ended: {process.exit_text()}{why}")
             for run in process.running.values():
                 run.fail(unusable or ended)
 

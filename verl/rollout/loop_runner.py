@@ -56,6 +56,7 @@ class LoopRunner:
             tokenizer=self.tokenizer,
             longest=self._key("max_model_len"),
             tool_format=self._key("multi_turn.format", "hermes"),
+            as_inference=self._key("multi_turn.use_inference_chat_template", False),
         )
 
     async def run(
@@ -79,15 +80,18 @@ class LoopRunner:
             if not deadline.expired():
                 raise
             why = f"the trajectory took longer than rollout.agent.trajectory_timeout={self._timeout} s"
-            return outputs_of(session, status="timeout", extra_fields={"failure": why})
+            outputs = outputs_of(session, status="timeout", extra_fields={"failure": why})
         except EnvironmentFailed as error:
-            return outputs_of(session, status="environment_error", extra_fields={"failure": str(error)})
+            outputs = outputs_of(session, status="environment_error", extra_fields={"failure": str(error)})
         finally:
             session.close()
         found = outputs if isinstance(outputs, list) else [outputs]
         for output in found:
             if not isinstance(output, AgentLoopOutput):
                 raise TypeError(f"an agent loop returns AgentLoopOutput, not {type(output).__name__}")
+        if session.turns and found:
+            found[-1].metrics.setdefault("turns", session.turns)
+            found[-1].extra_fields.setdefault("messages", session.messages)
         return found
 
     def _loop(self, name: str, session: Session) -> agent_loop.AgentLoopBase:

@@ -20,9 +20,9 @@ import numpy as np
 from verl import interrupt
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
 from verl.rollout import agent_loop
-from verl.rollout.loop_processes import LoopFailed, LoopProcesses
+from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
-from verl.rollout.requests import ResumableGeneration, TrajectoryCalls
+from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
 from verl.trajectory import Batch, Prompt, Segment, Trajectory
 
 SINGLE_TURN = "single_turn_agent"
@@ -312,11 +312,13 @@ class RolloutManager:
             if attempt:
                 trajectory.extra["resamples"] = attempt
             policy = self.settings.on_status.get(trajectory.status, "score")
-            if policy != "resample" or trajectory.finish_reason == "lost":
+            if policy != "resample" or (
+                trajectory.finish_reason == "lost" and trajectory.status == "completed"
+            ):
                 break
             self._event(
                 "trajectory_failed", uid=prompt.uid, index=index, status=trajectory.status,
-                attempt=attempt, error=trajectory.fields.get("failure"),
+                attempt=attempt, error=trajectory.fields.get("failure") or trajectory.score_error,
             )  # fmt: skip
         if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
@@ -330,7 +332,10 @@ class RolloutManager:
         self, prompt: Prompt, index: int, sampling: SamplingParams, prefix: str, attempt: int
     ) -> Trajectory:
         settings = self.settings
-        calls = TrajectoryCalls(self.requests, prompt, index, prefix, attempt)
+        name = prompt.agent_name or settings.default_loop
+        calls = TrajectoryCalls(
+            self.requests, prompt, index, prefix, attempt, more_follow=name != SINGLE_TURN
+        )
         number = f"{index}r{attempt}" if attempt else index
         params = replace(sampling, seed=response_seed(settings.seed, prompt.uid, number))
         own = {
@@ -341,7 +346,6 @@ class RolloutManager:
             "uid": prompt.uid,
             "sample_index": index,
         }
-        name = prompt.agent_name or settings.default_loop
         started = time.monotonic()
         try:
             if self._open_processes is not None and agent_loop.runs_apart(name):
@@ -352,10 +356,17 @@ class RolloutManager:
         except Exception as error:
             if getattr(error, "ends_the_run", False):
                 raise
-            return self._lost(prompt, index, error)
+            lost = self._lost(prompt, index, error)
+            if isinstance(error, LoopEnded) and settings.on_status.get("environment_error") == "resample":
+                lost.status = "environment_error"
+            return lost
+        finally:
+            calls.end()
         trajectory = self._trajectory(prompt, index, outputs, calls, time.monotonic() - started)
         if name != SINGLE_TURN:
             trajectory.extra["agent_loop"] = name
+        if calls.prefill[1]:
+            trajectory.extra["prefill"] = calls.prefill.tolist()
         return trajectory
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
@@ -482,26 +493,21 @@ def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completio
     left, count = [c.token_ids for c in completions], 0
     for segment in segments:
         ids, mask = segment.columns["response_ids"], segment.columns["response_mask"].copy()
-        at = 0
+        at = int(np.argmax(np.append(mask, True)))  # what others wrote is passed over
         while at < len(ids):
-            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]  # empty where others wrote
-            sizes = [_common(run, known) for known in left] or [0]
+            run = ids[at : at + int(np.argmin(np.append(mask[at:], False)))]
+            sizes = [common_prefix(run, known) for known in left] or [0]
             best = int(np.argmax(sizes))
             if sizes[best]:
                 del left[best]
             else:
-                count, mask[at] = count + int(mask[at]), False
+                count, mask[at] = count + 1, False
             at += max(1, sizes[best])
+            at += int(np.argmax(np.append(mask[at:], True)))
         segment.columns["response_mask"] = mask
         if segment.rollout_log_probs is not None:
             segment.rollout_log_probs = segment.rollout_log_probs * mask
     return count
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning of two arrays of ids."""
-    size = min(len(a), len(b))
-    return int(np.argmin(np.append(a[:size] == b[:size], False)))
 
 
 def _add_routes(segment: Segment, given: Any, calls: TrajectoryCalls) -> None:

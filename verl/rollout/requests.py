@@ -25,28 +25,39 @@ _ABORT_AGAIN_S = 1.0
 class TrajectoryCalls:
     """Numbers the calls of one trajectory, so that no two of them draw from the same random stream.
 
-    The first calls of a group's trajectories share the prefill of the prompt; later ones go to the replica that holds the
-    trajectory's prefix. `completions`: what came back so far, in the order it did. prefix: keeps requests apart whose prompts
-    come from different files; attempt: those of a trajectory that is sampled again.
+    The first calls of a group's trajectories share the prefill of the prompt; later ones go on from what the sampler holds of the
+    trajectory. `completions`: what came back so far, in the order it did; `prefill`: of later calls, how many tokens were
+    prefilled, and how many the sampler had not seen. prefix: keeps requests apart whose prompts come from different files;
+    attempt: those of a trajectory that is sampled again; more_follow: there may be more than one call.
     """
 
     def __init__(
-        self, requests: ResumableGeneration, prompt: Prompt, index: int, prefix: str = "", attempt: int = 0
+        self,
+        requests: ResumableGeneration,
+        prompt: Prompt,
+        index: int,
+        prefix: str = "",
+        attempt: int = 0,
+        *,
+        more_follow: bool = True,
     ):
         self.completions: list[Completion] = []
+        self.prefill = np.zeros(2, np.int64)
         self._contexts: list[np.ndarray] = []
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
         self.id = f"{self._group}#{index}" + (f"r{attempt}" if attempt else "")
+        self._session = self.id if more_follow else None
         self._calls = 0
 
     async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Any = None) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call)."""
         call, self._calls = self._calls, self._calls + 1
-        options: dict[str, Any] = {"request_id": self.id}
+        options: dict[str, Any] = {"request_id": f"{self.id}.{call}" if call else self.id}
+        if self._session is not None:
+            options["session"] = self._session
         if call:
             sampling = replace(sampling, call=call)
-            options = {"request_id": f"{self.id}.{call}", "session": self.id}
         elif np.array_equal(
             prompt_ids, self._prompt.ids
         ):  # what a loop puts before it is its trajectory's alone
@@ -54,9 +65,25 @@ class TrajectoryCalls:
         result = await self._requests.generate(
             prompt_ids, sampling, media=media if self._prompt.media is None else self._prompt.media, **options
         )
+        context = np.asarray(prompt_ids, np.int64)
+        if call:
+            self.prefill += result.prefilled, max(1, len(context) - self._seen(context))
         self.completions.append(result)
-        self._contexts.append(np.asarray(prompt_ids, np.int64))
+        self._contexts.append(context)
         return result
+
+    def _seen(self, ids: np.ndarray) -> int:
+        """How many of these first tokens an earlier call has computed: all of its own but the last it sampled."""
+        sequences = (
+            np.concatenate((context, done.token_ids))[:-1]
+            for context, done in zip(self._contexts, self.completions, strict=True)
+        )
+        return max((common_prefix(ids, sequence) for sequence in sequences), default=0)
+
+    def end(self) -> None:
+        """No more calls come."""
+        if self._session is not None:
+            self._requests.engine.end_session(self._session)
 
     def routes(self, ids: np.ndarray) -> np.ndarray | None:
         """The experts that the tokens of a sequence, int64 [S], went to, int16 [S, layers, k]: of each token those of the call
@@ -156,6 +183,12 @@ class ResumableGeneration:
         return spans
 
 
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning of two arrays of ids."""
+    size = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:size] == b[:size], False)))
+
+
 def _continued(prompt_ids: Sequence[int] | np.ndarray, parts: list[Completion]) -> np.ndarray:
     return np.concatenate([np.asarray(prompt_ids, np.int64), *(part.token_ids for part in parts)])
 
@@ -174,6 +207,7 @@ def _joined(parts: list[Completion], reason: str) -> Completion:
         started=parts[0].started,
         finished=parts[-1].finished,
         parts=len(parts),
+        prefilled=sum(part.prefilled for part in parts),
         text=parts[-1].text,
         routed_experts=first_routes(routed, len(routed[-1])) if routed else None,
     )

@@ -8,6 +8,7 @@ put in between is not the policy's), any other opens a new segment. A token samp
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -80,9 +81,13 @@ class _Dialogue:
 
 class Session:
     """What an agent loop writes its tokens through. send: one request to the sampler; sampling: of the run, with the seed of this
-    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model writes calls.
+    trajectory; boundaries, tokenizer: for dialogues; longest: tokens of context and response together; tool_format: how the model
+    writes calls; as_inference: a turn sees the dialogue as the template writes it, in a new segment where that is not what was
+    written so far.
 
-    latest: the segment that was written last. full: a turn was refused because it had no room.
+    latest: the segment that was written last. full: a turn was refused because it had no room. messages: the dialogue up to the
+    latest turn of `chat`; turns: of each of those turns, `at` and `seconds` (when it was asked for, and how long it took), and
+    what a loop notes of it (`reward`).
     """
 
     def __init__(
@@ -94,18 +99,22 @@ class Session:
         tokenizer: Any = None,
         longest: int | None = None,
         tool_format: str = "hermes",
+        as_inference: bool = False,
     ):
         self.sampling = sampling
         self.tokenizer = tokenizer
         self.longest = longest
         self.boundaries: Boundaries = boundaries
-        self._send, self._format = send, tool_format
+        self._send, self._format, self._as_inference = send, tool_format, as_inference
         self._segments: list[Recorded] = []
         self._dialogues: list[_Dialogue] = []
         self._opening: tuple[Any, Any, np.ndarray] | None = None
         self._url: str | None = None
         self.latest: Recorded | None = None
         self.full = False
+        self.messages: list[dict[str, Any]] = []
+        self.turns: list[dict[str, float]] = []
+        self._began = time.monotonic()
 
     async def generate(
         self, prompt_ids: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, media: Any = None
@@ -145,13 +154,17 @@ class Session:
             raise ValueError(
                 f"session.chat takes {', '.join(_OWN)}, not {', '.join(wrong)}: the run sets them"
             )
-        messages = [_normal(message) for message in messages]
-        ids = self._prompt(messages, tools)
+        asked = time.monotonic()
+        said = [_normal(message) for message in messages]
+        ids = self._prompt(said, tools)
         completion = await self.generate(ids, self.fitting(ids, sampling))
         reply = self._reply(completion, tools)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         full = np.concatenate([ids, completion.token_ids])
-        self._dialogues.append(_Dialogue(_keys([*messages, reply.message]), reply.message, full, last))
+        self.messages = [*said, reply.message]
+        self._dialogues.append(_Dialogue(_keys(self.messages), reply.message, full, last))
+        taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
+        self.turns.append({name: round(value, 4) for name, value in taken.items()})
         return reply
 
     def fitting(self, ids: np.ndarray, given: Mapping[str, Any]) -> SamplingParams:
@@ -216,8 +229,11 @@ class Session:
         if earlier is not None:
             following = messages[len(earlier.messages) :]
             between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
-            if between is not None:
-                return np.concatenate([earlier.ids, between])
+            ids = None if between is None else np.concatenate([earlier.ids, between])
+            if ids is not None and not (
+                self._as_inference and not self.boundaries.keeps(ids, messages, tools)
+            ):
+                return ids
         if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
             return self._opening[2]
         return self.boundaries.whole(messages, tools)

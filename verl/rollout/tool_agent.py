@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
+from verl.rollout.boundary import Boundaries
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
@@ -89,6 +90,7 @@ class ToolAgent(AgentLoopBase):
             if status := self._limit(answered, invalid, len(reply.calls)):
                 return status
             following = await self._following(reply)
+            self._note_rewards()
             if not following:
                 return "completed"
             self.messages += following
@@ -107,6 +109,13 @@ class ToolAgent(AgentLoopBase):
     async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> str:
         async with room:
             return await self.tools.call(call)
+
+    def _note_rewards(self) -> None:
+        """What the calls and the answer to the last turn earned, for the report."""
+        rewards = self.tools.rewards + (self.partner.rewards if self.partner is not None else [])
+        earned = sum(rewards) - sum(turn.get("reward", 0.0) for turn in self.session.turns)
+        if any(rewards):
+            self.session.turns[-1]["reward"] = round(earned, 6)
 
     def _limit(self, answered: int, invalid: int, asked: int) -> str | None:
         """The status of a trajectory that may not go on: what the last turn asks for is not done."""
@@ -149,11 +158,37 @@ def checked_tools(rollout: Any, tokenizer: Any, kwargs: Any) -> RowTools | None:
         return None
     schemas = Toolbox.load(turns).schemas
     if schemas and tokenizer is not None:
-        _check_template(ChatRenderer(tokenizer, kwargs), list(schemas.values()), turns.format)
+        chat = ChatRenderer(tokenizer, kwargs)
+        written = _check_template(chat, list(schemas.values()), turns.format)
+        _check_room(
+            chat, Boundaries(tokenizer, kwargs), list(schemas.values()), written, rollout.response_length
+        )
     return RowTools(schemas, rollout.agent.default_agent_loop == TOOL_AGENT)
 
 
-def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_format: str) -> None:
+def _check_room(
+    chat: ChatRenderer,
+    boundaries: Boundaries,
+    schemas: list[dict[str, Any]],
+    written: str | None,
+    longest: int,
+) -> None:
+    """ToolError if the shortest call and its answer leave no token for a turn after them."""
+    call = ToolCall(schemas[0]["function"]["name"], {}, id="call_0")
+    turn = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
+    answer = boundaries.between(turn, [_tool_message(call, "")], schemas, chat.tokenizer.eos_token_id)
+    if not written or answer is None:
+        return
+    called = len(chat.ids(written))
+    if called + len(answer) >= longest:
+        raise ToolError(
+            f"data.max_response_length={longest} cannot hold a turn after a call of a tool: the shortest call has {called} tokens, "
+            f"the message with its answer {len(answer)} more; raise it to {2 * (called + len(answer))} or more"
+        )
+
+
+def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_format: str) -> str | None:
+    """A call as the template writes it, None if it writes none."""
     ask = [{"role": "user", "content": "Hello."}]
     try:
         plain, offered = chat.text(ask), chat.text(ask, tools=schemas)
@@ -166,7 +201,7 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
         )
     written = _written_call(chat, ask, schemas)
     if written is None or _reads(tool_format, written, schemas):
-        return
+        return written
     fitting = [name for name in PARSERS if _reads(name, written, schemas)] or ["none of the known"]
     what = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"
     raise ToolError(f"{what}; {' or '.join(fitting)} can")

@@ -132,7 +132,14 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
         "log_probs": _rounded(t.old_log_probs, mask),
         "rollout_log_probs": _rounded(t.rollout_log_probs, mask),
         "advantages": _rounded(t.advantages, None),
+        **_dialogue(t),
     }
+
+
+def _dialogue(t: Trajectory) -> dict[str, Any]:
+    """`messages` and `turns` of an agent loop's trajectory (see `Session.turns`); {} for others."""
+    messages = t.fields.get("messages") if "agent_loop" in t.extra else None
+    return {"messages": messages, "turns": t.extra.get("turns", [])} if messages else {}
 
 
 def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:

@@ -201,6 +201,9 @@ def dialogue_metrics(batch: Iterable[Trajectory]) -> dict[str, Number]:
     out |= spread("agent/segments_per_trajectory", [len(t.segments) for t in rows])
     for name in ("unrecorded_tokens", "resamples"):
         out[f"agent/{name}"] = sum(int(t.extra.get(name, 0)) for t in rows)
+    prefill = np.array([t.extra["prefill"] for t in rows if "prefill" in t.extra])
+    if len(prefill):
+        out["agent/prefill_ratio"] = _ratio(*prefill.sum(0).tolist())
     counts = [t.extra["tool_counts"] for t in rows if "tool_counts" in t.extra]
     if counts:
         out |= spread("tool_call_counts", [c.get("calls", 0) for c in counts])

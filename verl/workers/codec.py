@@ -155,13 +155,14 @@ def fill(rows: Sequence[Segment], columns: Mapping[str, np.ndarray]) -> None:
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One request. prompt_ids int64 [P]; `group` and `media` as in `RolloutEngine.generate`."""
+    """One request. prompt_ids int64 [P]; `group`, `session` and `media` as in `RolloutEngine.generate`."""
 
     id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
     group: str | None = None
     media: Media | None = None
+    session: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -191,7 +192,8 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> Payload:
             prompts.append(ids)
             media.append(request.media)
             last = ids
-        entries.append((request.id, request.group, len(prompts) - 1, _SAMPLING(request.sampling)))
+        place = len(prompts) - 1
+        entries.append((request.id, request.group, request.session, place, _SAMPLING(request.sampling)))
     ids_of = {"lengths": _lengths(prompts), "prompt_ids": _join(prompts, np.int32)}
     return {"entries": entries, **ids_of, **_encode_media(media)}
 
@@ -201,8 +203,8 @@ def decode_requests(payload: Mapping[str, Any]) -> list[GenerateRequest]:
     prompts = _cut(payload["prompt_ids"].astype(np.int64), payload["lengths"].tolist())
     media = _decode_media(payload, len(prompts))
     return [
-        GenerateRequest(name, prompts[place], SamplingParams(*sampling), group, media[place])
-        for name, group, place, sampling in payload["entries"]
+        GenerateRequest(name, prompts[place], SamplingParams(*sampling), group, media[place], session)
+        for name, group, session, place, sampling in payload["entries"]
     ]
 
 
@@ -231,7 +233,7 @@ def decode_results(payload: Mapping[str, Any]) -> list[GenerateResult]:
 
 
 def _facts(completion: Completion) -> dict[str, Any]:
-    names = ("finish_reason", "versions", "num_preempted", "text", "routed_experts")
+    names = ("finish_reason", "versions", "num_preempted", "prefilled", "text", "routed_experts")
     return {name: getattr(completion, name) for name in names}
 
 

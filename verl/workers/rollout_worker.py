@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -75,8 +75,10 @@ class RolloutWorker(Profiled):
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         }
 
-    async def submit(self, payload: Mapping[str, np.ndarray]) -> None:
-        """Begin requests; returns at once. A request id that is under way already is left as it is."""
+    async def submit(self, payload: Mapping[str, np.ndarray], ended: Sequence[str] = ()) -> None:
+        """Begin requests, after these sessions have ended; returns at once. A request id that is under way is left as it is."""
+        for session in ended:
+            self.engine.end_session(session)
         known = {task.get_name() for task in self._running}
         for request in codec.decode_requests(payload):
             if request.id not in known:
@@ -86,7 +88,8 @@ class RolloutWorker(Profiled):
 
     async def _serve(self, request: codec.GenerateRequest) -> None:
         try:
-            more = {} if request.media is None else {"media": request.media}
+            given = {"session": request.session, "media": request.media}
+            more = {name: value for name, value in given.items() if value is not None}
             done = await self.engine.generate(
                 request.prompt_ids, request.sampling, request_id=request.id, group=request.group, **more
             )

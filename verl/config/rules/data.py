@@ -112,15 +112,6 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
         c.refuse(f"{c.at(key)}, source {source}", message)
 
 
-def _text_scorer(c: Check, file: Any, column: str) -> None:
-    """A sequence classifier that reads text cannot score rows with images."""
-    key = "reward_model.model.path"
-    if c.ppo and scores_by_model(c.cfg) and c.cfg.reward_model.model.path:
-        facts = c.look(key, c.cfg.reward_model.model.path)
-        if facts is not None and not facts.vision:
-            c.lacks(key, f"reads text, and {file.path} has rows with {column}; score these with a function")
-
-
 def _images(c: Check, key: str, file: Any) -> None:
     """Rule 25: rows with images need a model that sees them; videos are not in this release."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
@@ -131,9 +122,15 @@ def _images(c: Check, key: str, file: Any) -> None:
         if column == c.cfg.data.video_key:
             c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
         else:
-            _text_scorer(c, file, column)
             _template(c)
             _first_images(c, key, file)
+            if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
+                why = (
+                    f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
+                )
+                c.lacks(
+                    "reward_model.model.path", f"{why} reward_model.images=True for a model that sees them"
+                )
     else:
         c.refuse(
             f"{key}, column {column}",

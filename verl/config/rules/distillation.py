@@ -66,9 +66,11 @@ def _model(c: Check, at: str, teacher: Any) -> None:
         return
     where = f"{at}.model_path={teacher['model_path']}"
     facts = c.look(where, teacher["model_path"])
-    if facts is not None and c.facts is not None and facts.vision != c.facts.vision:
+    if facts is None or c.facts is None:
+        return
+    if facts.vision != c.facts.vision:
         c.refuse(where, "a teacher sees images if the policy does, and only then; choose another teacher")
-    elif facts is not None and c.facts is not None and _patches(facts) != _patches(c.facts):
+    elif _patches(facts) != _patches(c.facts):
         c.refuse(where, "its images have other patches than the policy's; choose a teacher of the family")
 
 

@@ -85,6 +85,8 @@ class MultiTurnConfig(Group):
         tool_config_path: Tools YAML.
         function_tool_path: File of functions that are tools.
         interaction_config_path: Interactions YAML.
+        use_inference_chat_template: Each turn sees the dialogue as the template writes it (many drop earlier thinking), in a segment
+            of its own where that differs from the tokens so far; false: the tokens stay as they were sampled.
         format: How the model writes tool calls.
     """
 
@@ -97,6 +99,7 @@ class MultiTurnConfig(Group):
     tool_config_path: FilePath | None = None
     function_tool_path: FilePath | None = None
     interaction_config_path: FilePath | None = None
+    use_inference_chat_template: bool = False
     format: str = choice("hermes", *TOOL_FORMATS, registry="a tool parser in a module of model.external_lib")
 
 

@@ -48,7 +48,8 @@ class Completion:
     [P + L − 1, layers, k], where recorded: the experts that the tokens of prompt and response went to, the last left out.
 
     finish_reason: "stop" (end token or stop string), "length" (budget spent), "abort" (partial output kept).
-    `parts`: how many requests it took, more than one after changes of weights. `text`: of the whole response (the `start`
+    `parts`: how many requests it took, more than one after changes of weights. `prefilled`: tokens that were computed before
+    the first was sampled (those computed again too), not those found in the cache. `text`: of the whole response (the `start`
     tokens that the prompt ends with, then token_ids), where the engine has decoded it as
     `verl.data.rows.text_of` does.
     """
@@ -61,6 +62,7 @@ class Completion:
     started: float = field(default_factory=time.monotonic)
     finished: float = 0.0
     parts: int = 1
+    prefilled: int = 0
     text: str | None = None
     routed_experts: np.ndarray | None = None
 
@@ -113,7 +115,8 @@ class RolloutEngine(ABC):
         media: Media | None = None,
     ) -> Completion:
         """Sample one response. Requests that name the same `group` have the same prompt: it is prefilled once.
-        `session`: the request_id of the first call of a trajectory, whose prefix this call goes on from.
+        `session`: names the trajectory in all its calls: where this one goes on from an earlier one, what that computed is
+        used again. Without it no call follows.
 
         Raises ValueError for a prompt that cannot fit (prompt + 1 > max_model_len), naming both numbers.
         """
@@ -121,6 +124,9 @@ class RolloutEngine(ABC):
     @abstractmethod
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Stop requests (None: all); each `generate` returns what it has with finish_reason "abort"."""
+
+    def end_session(self, session: str) -> None:  # noqa: B027
+        """No further call of this session comes. The default keeps nothing for one."""
 
     @abstractmethod
     def sleep(self) -> None:
@@ -164,6 +170,11 @@ class RecordedRoutes:
         if len(new):
             self.parts.append(new)
             self.count += len(new)
+
+    def cut(self, count: int) -> None:
+        """Forget those of all tokens but the first `count`."""
+        if count < self.count:
+            self.parts, self.count = [np.concatenate(self.parts)[:count]], count
 
 
 def first_routes(parts: Iterable[np.ndarray], length: int) -> np.ndarray | None:

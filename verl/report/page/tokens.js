@@ -117,6 +117,23 @@
 
   const block = (title, text) => R.el("section", { class: "block" }, R.el("h3", {}, title), R.el("div", { class: "prose" }, ...R.shown(text)));
 
+  // Turn by turn: who said what, tool calls and their results folded, seconds and step rewards of the policy's turns.
+  const folded = (title, text) => R.el("details", {}, R.el("summary", {}, ...R.shown(title)), R.el("pre", {}, ...R.shown(text)));
+  const dialogue = (row) => {
+    const turns = row.dl.filter((m) => m.v);
+    const waited = (m) => { const next = turns[turns.indexOf(m) + 1]; return next ? next.v[0] - m.v[0] - m.v[1] : null; };
+    const figures = (m) => {
+      if (!m.v) return [];
+      const [, took, reward] = m.v, after = waited(m);
+      return [took !== null && R.duration(took), after !== null && `then ${R.duration(after)}`, reward !== null && R.el("strong", { class: reward < 0 ? "minus" : "plus" }, `reward ${R.signed(reward)}`)];
+    };
+    const said = (m) => (m.r === "tool" ? folded(`result of ${m.n || "a tool"}`, m.c) : m.c.trim() ? R.el("div", {}, ...R.shown(m.c)) : "");
+    const turn = (m) => R.el("li", { class: m.v ? "said own" : "said" },
+      R.el("header", {}, R.el("strong", {}, R.plain(m.r)), ...figures(m).map((f) => f && R.el("span", {}, f))),
+      said(m), ...m.k.map(([name, args]) => folded(`calls ${name}`, args)));
+    return R.el("section", { class: "block" }, R.el("h3", {}, "Dialogue"), R.el("ol", { class: "dialogue" }, ...row.dl.map(turn)));
+  };
+
   const tokenSection = (row) => {
     if (!row.t) return block("Response", R.output(row) || "(empty)");
     const options = Object.entries(MODES).filter(([, m]) => m.has(row)).map(([key, m]) => [key, m.label]);
@@ -142,7 +159,7 @@
     if (!panel.open) opener = document.activeElement;
     R.replace(panel, head(row, at), R.el("div", { class: "panel-body" }, figures(row), group(row, at) || "",
       row.e ? R.el("p", { class: "warning" }, "Scoring failed: ", ...R.shown(row.e)) : "",
-      block("Prompt", R.prompt(row)),
+      row.dl ? dialogue(row) : block("Prompt", R.prompt(row)),
       row.im ? R.el("p", { class: "images" }, ...R.images(row), R.el("span", { class: "muted" }, `${row.it.join(" + ")} image tokens`)) : "",
       tokenSection(row), row.g ? block("Reference", row.g) : ""),
       row.t ? R.el("footer", { class: "inspector", id: "inspector", role: "status" }) : "");

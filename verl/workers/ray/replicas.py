@@ -85,6 +85,7 @@ class Replica:
     devices: list[str] = field(default_factory=list)
     dtype: str | None = None
     queue: list[GenerateRequest] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # sessions it has not heard of
     submitted: list[Any] = field(default_factory=list)  # calls of `submit` that have not been looked at
     requests: dict[str, _Waiting] = field(default_factory=dict)
     poll: asyncio.Task[None] | None = None
@@ -162,10 +163,11 @@ class ReplicaPool(RolloutEngine):
         """See `RolloutEngine.generate`."""
         if self._ended is not None:
             raise self._ended
-        request = GenerateRequest(request_id, np.asarray(prompt_ids, np.int64), sampling, group, media)
+        ids = np.asarray(prompt_ids, np.int64)
+        request = GenerateRequest(request_id, ids, sampling, group, media, session)
         replica = self._sessions.get(session or "") or self._replica_for(group)
-        if session is None:
-            self._remember(request_id, replica)
+        if session is not None:
+            self._remember(session, replica)
         if request_id in replica.requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
@@ -190,6 +192,11 @@ class ReplicaPool(RolloutEngine):
         if len(self._sessions) > _SESSIONS:
             del self._sessions[next(iter(self._sessions))]
 
+    def end_session(self, session: str) -> None:
+        """See `RolloutEngine.end_session`. The replica hears of it with its next requests."""
+        if (replica := self._sessions.pop(session, None)) is not None:
+            replica.ended.append(session)
+
     def _replica_for(self, group: str | None) -> Replica:
         """The one that has requests of this group, else the one with least to do."""
         having = [replica for replica in self.replicas if group is not None and group in replica.groups]
@@ -203,9 +210,10 @@ class ReplicaPool(RolloutEngine):
             if replica.reviving or not replica.queue:
                 continue
             queue, replica.queue = replica.queue, []
+            ended, replica.ended = replica.ended, []
             try:
                 payload = codec.encode_requests(queue)
-                replica.submitted.append(replica.worker.handle.submit.remote(payload))
+                replica.submitted.append(replica.worker.handle.submit.remote(payload, ended))
             except calls.STORE_FULL as error:
                 self._ended = SamplerLost(calls.store_full(error))
                 for each in self.replicas:

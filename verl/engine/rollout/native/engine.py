@@ -130,6 +130,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
             max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt)),
             stop_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self._eos),
             images=images,
+            session=session,
         )
         self._scheduler.add(request)
         self._requests[request_id] = request
@@ -159,6 +160,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         for name in list(self._requests if request_ids is None else request_ids):
             if name in self._requests:
                 self._finish(self._requests[name], "abort")
+
+    def end_session(self, session: str) -> None:
+        """See `RolloutEngine.end_session`."""
+        self._scheduler.end_session(session)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._scheduler.finish(request)
@@ -213,7 +218,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
 
     def _advance(self, requests: list[Request], logits: Tensor) -> None:
         """Draw the next token of each request and see who is done."""
-        rows = Rows.of([r.sampling for r in requests], [r.sampling.start + len(r.tokens) for r in requests])
+        rows = Rows.of([r.sampling for r in requests], [r.sampling.start + r.written for r in requests])
         seen = {}
         for i in np.flatnonzero(rows.penalty != 1.0):
             ids = np.concatenate((requests[i].prompt, requests[i].tokens)).astype(np.int64)
@@ -221,7 +226,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         tokens, log_probs = sample(logits, rows, seen=seen)
         for request, token, log_prob in zip(requests, tokens.tolist(), log_probs.tolist(), strict=True):
             if math.isnan(log_prob):
-                raise not_finite(len(request.tokens), self._version)
+                raise not_finite(request.written, self._version)
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             if not request.versions or request.versions[-1] != self._version:

@@ -6,6 +6,9 @@
 
 Prefill goes before decode, so that the decode batch is as wide as it can be. When the cache is full the newest
 request loses its place: it keeps its tokens, goes back to waiting, and is prefilled again with prompt and tokens.
+
+A finished request of a session keeps its place in the cache. The session's next request takes it over: what it shares with the
+sequence there is not computed again. Sessions without a request are the first to leave a full cache, the longest idle of them first.
 """
 
 from __future__ import annotations
@@ -58,13 +61,16 @@ class Request:
     prompt: np.ndarray
     sampling: SamplingParams
     future: asyncio.Future[Completion]
-    max_tokens: int
+    max_tokens: int  # that it may sample
     stop_ids: frozenset[int]
     images: PromptImages | None = None
     group: Group | None = None
+    session: str | None = None
     slot: int = -1
-    computed: int = 0  # response tokens whose keys and values are in the cache
-    tokens: list[int] = field(default_factory=list)
+    computed: int = 0  # of `tokens`: how many have their keys and values in the cache
+    tokens: list[int] = field(default_factory=list)  # what follows `prompt`
+    given: int = 0  # the first of `tokens`: earlier turns of the session, and what came after them
+    prefilled: int = 0
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: RecordedRoutes = field(default_factory=RecordedRoutes)
@@ -74,23 +80,35 @@ class Request:
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
 
     @property
+    def written(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) - self.given
+
+    @property
     def response(self) -> list[int]:
-        """The response's tokens, those that the prompt ends with included."""
-        start = self.sampling.start
-        return [*self.prompt[len(self.prompt) - start :].tolist(), *self.tokens] if start else self.tokens
+        """The response's tokens, those that were sampled before this request included."""
+        in_prompt = self.sampling.start - self.given
+        if in_prompt < 0:
+            return self.tokens[-in_prompt:]
+        return (
+            [*self.prompt[len(self.prompt) - in_prompt :].tolist(), *self.tokens]
+            if in_prompt
+            else self.tokens
+        )
 
     def completion(self, reason: str) -> Completion:
         """What there is of the response, and why it is no more."""
         prompt = self.prompt_routes
         routed = [] if prompt is None or not prompt.count else [*prompt.parts, *self.routes.parts]
         return Completion(
-            token_ids=np.array(self.tokens, np.int64),
+            token_ids=np.array(self.tokens[self.given :], np.int64),
             log_probs=np.array(self.log_probs, np.float32),
             finish_reason=reason,
             versions=tuple(self.versions),
             num_preempted=self.num_preempted,
             started=self.started,
             finished=time.monotonic(),
+            prefilled=self.prefilled,
             routed_experts=np.concatenate(routed) if routed else None,
         )
 
@@ -118,6 +136,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, Group] = {}
+        self.idle: dict[
+            str, Request
+        ] = {}  # by session: finished requests that keep their place, longest idle first
         self.preempted = 0
         self._budget = max_num_batched_tokens
         self._clock = 0
@@ -154,7 +175,7 @@ class Scheduler:
             return False
         self._hold = False
         while not self._place(request):
-            if not self._evict_idle(keep=request.group_key):
+            if not self._evict_idle(keep=request):
                 assert self.running, f"{request.id!r} does not fit an empty cache: a bug in KVCacheLayout.fit"
                 return False
         self.waiting.pop(0)
@@ -163,6 +184,8 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Give the request its slots and first blocks, or change nothing."""
+        if (earlier := self._earlier(request)) is not None:
+            return self._go_on(request, earlier)
         group = self.groups.get(request.group_key)
         if group is not None and not _same_prompt(group, request):
             self._evict(group)  # idle by `add`'s check: the key was used before for another prompt
@@ -182,6 +205,35 @@ class Scheduler:
         request.group, request.slot, request.computed, request.ready = group, slot, 0, False
         return True
 
+    def _earlier(self, request: Request) -> Request | None:
+        """The idle request of the same session whose prompt this one begins with."""
+        earlier = None if request.tokens else self.idle.get(request.session or "")
+        if earlier is None or earlier.group is None:
+            return None
+        shared, ours = earlier.group, request.images and request.images.media
+        same = np.array_equal(request.prompt[: len(shared.prompt)], shared.prompt)
+        theirs = shared.images and shared.images.media
+        return earlier if same and len(request.prompt) > len(shared.prompt) and ours is theirs else None
+
+    def _go_on(self, request: Request, earlier: Request) -> bool:
+        """Give the request the place of an idle one, or change nothing."""
+        group = earlier.group
+        assert group is not None and request.session is not None
+        tokens = request.prompt[len(group.prompt) :].tolist()
+        if not self.responses.reserve(earlier.slot, len(tokens) + 1):
+            return False
+        del self.idle[request.session]
+        pairs = enumerate(zip(earlier.tokens, tokens, strict=False))
+        common = next((i for i, (one, other) in pairs if one != other), len(tokens))
+        # The newest token is always computed: it gives the logits.
+        request.computed = min(earlier.computed, common, len(tokens) - 1)
+        request.routes, request.prompt_routes = earlier.routes, group.routes
+        request.routes.cut(request.computed)
+        request.prompt, request.images, request.group_key = group.prompt, group.images, group.group_key
+        request.tokens, request.given = tokens, len(tokens)
+        request.group, request.slot, request.ready = group, earlier.slot, False
+        return True
+
     def _feed(self, request: Request, work: Prefill, last_row: dict[int, int]) -> None:
         """Add what the request still needs to the pass, as far as the token budget goes."""
         group = request.group
@@ -195,6 +247,7 @@ class Scheduler:
                 PrefillSpan(self.prompts, group.slot, group.computed, ids, group.routes, images=group.images)
             )
             group.computed += len(ids)
+            request.prefilled += len(ids)
             last_row[id(group)] = work.tokens - 1
         if group.computed < length:
             return
@@ -205,6 +258,7 @@ class Scheduler:
                     self.prompts, group.slot, length - 1, last, group.routes, images=group.images
                 )
                 work.add(again)
+                request.prefilled += 1
                 last_row[id(group)] = work.tokens - 1
             request.ready, request.prompt_routes = True, group.routes
             work.sampled.append((request, last_row[id(group)]))
@@ -218,6 +272,7 @@ class Scheduler:
         )
         work.add(span)
         request.computed += len(ids)
+        request.prefilled += len(ids)
         if request.computed == len(request.tokens):
             request.ready = True
             work.sampled.append((request, work.tokens - 1))
@@ -242,7 +297,7 @@ class Scheduler:
             return False
         moved = table.repack()
         if table is self.responses:
-            for request in self.running:
+            for request in (*self.running, *self.idle.values()):
                 request.slot = moved[request.slot]
         else:
             for group in self.groups.values():
@@ -275,14 +330,38 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.running.remove(request)
-        self._leave(request)
+        if request.session is None:
+            self._leave(request)
+        else:
+            self._keep(request, request.session)
         self._hold = False
         if sum(not g.users for g in self.groups.values()) > max(2, len(self.groups) // 4):
-            self._evict_idle()
+            self._evict_prompt()
 
-    # ---- cached prompts
+    def _keep(self, request: Request, session: str) -> None:
+        """Leave a finished request in the cache for the session's next one."""
+        self.end_session(session)
+        if request.ready:
+            request.computed, request.ready = len(request.tokens) - 1, False
+        self.idle[session] = request
 
-    def _evict_idle(self, keep: str | None = None) -> bool:
+    def end_session(self, session: str) -> None:
+        """Nothing goes on from this session any more."""
+        if (request := self.idle.pop(session, None)) is not None:
+            self._leave(request)
+
+    # ---- what is cached and not in use
+
+    def _evict_idle(self, keep: Request | None = None) -> bool:
+        """Free the place of a session without a request, else of a prompt; not what `keep` goes on from."""
+        needed = self._earlier(keep) if keep is not None else None
+        session = next((name for name, request in self.idle.items() if request is not needed), None)
+        if session is None:
+            return self._evict_prompt(keep.group_key if keep is not None else None)
+        self.end_session(session)
+        return True
+
+    def _evict_prompt(self, keep: str | None = None) -> bool:
         idle = [g for g in self.groups.values() if not g.users and g.group_key != keep]
         if idle:
             self._evict(min(idle, key=lambda g: g.last_used))
@@ -294,6 +373,8 @@ class Scheduler:
 
     def forget_cache(self) -> None:
         """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""
+        for session in list(self.idle):
+            self.end_session(session)
         for request in list(self.running):
             self._requeue(request)
         for group in list(self.groups.values()):
@@ -324,7 +405,7 @@ class Stopper:
         stops = request.sampling.stop
         if stops and self._may_end(token, stops) and self._ended(request.response, stops):
             return "stop"
-        return "length" if len(request.tokens) >= request.max_tokens else ""
+        return "length" if request.written >= request.max_tokens else ""
 
     def check(self, stops: tuple[str, ...]) -> None:
         """Raises ValueError for stop strings that cannot be looked for."""

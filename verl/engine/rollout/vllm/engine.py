@@ -206,6 +206,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             if not live.aborted:
                 output = await self._final_output(live, arguments)
             completion = live.completion(output)
+            completion.prefilled = len(live.prompt) - int(getattr(output, "num_cached_tokens", 0) or 0)
             return completion
         except Exception as error:
             if not self._engine.errored:
@@ -213,8 +214,7 @@ class VLLMEngine(RolloutEngine, WeightReceiver):
             raise EngineDead("vLLM's own process ended; what it printed before says why") from error
         finally:
             self._live.pop(live.id, None)
-            cached = getattr(output, "num_cached_tokens", 0) or 0
-            self._counters.end(completion, len(live.prompt) - int(cached))
+            self._counters.end(completion)
 
     async def _final_output(self, live: Live, arguments: dict[str, Any]) -> Any:
         """vLLM's last word on a request, None if it was aborted before the first."""

@@ -94,13 +94,13 @@ class Counters:
             self._clock()
             self._running += 1
 
-    def end(self, completion: Completion | None, prefilled: int) -> None:
+    def end(self, completion: Completion | None) -> None:
         """It came back."""
         with self._lock:
             self._clock()
             self._running -= 1
             if completion is not None:
-                self._sums["prompt_tokens"] += prefilled
+                self._sums["prompt_tokens"] += completion.prefilled
                 self._sums["tokens"] += len(completion.token_ids)
                 self._sums["preempted"] += completion.num_preempted
 

@@ -1,0 +1,112 @@
+"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.fork_server import ForkServer
+from tests.chaos.killing import Kill, assert_none_left, processes_with, run_and_kill
+from tests.integration.test_agent_runs import ROLLOUT, WORDS
+from tests.runs import TinyRun, records, weights
+from tests.tiny import tiny_tokenizer
+from tests.unit.test_session import _QWEN
+
+# Who finds the file "kill" takes it away and kills itself, once.
+TOOLS = """
+import os, time
+from pathlib import Path
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def calculate(expression: str) -> str:
+    '''Works out a product.
+
+    Args:
+        expression: Like 3*4.
+    '''
+    time.sleep(0.02)
+    try:
+        (Path(__file__).parent / "kill").unlink()
+    except FileNotFoundError:
+        return expression
+    os.kill(os.getpid(), 9)
+"""
+PROGRAM = """
+import json, os, sys, time, urllib.request
+from pathlib import Path
+base, row = os.environ["OPENAI_BASE_URL"], json.loads(os.environ["VERL_ROW"])
+def ask():
+    body = json.dumps({"messages": row["messages"]}).encode()
+    urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, {"Content-Type": "application/json"})).read()
+ask()
+try:
+    Path(os.environ["KILL"]).unlink()
+except FileNotFoundError:
+    ask()
+    print(json.dumps({"reward": 0.5}))
+else:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    tiny = TinyRun(tmp_path_factory.mktemp("dialogues"))
+    tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(tiny.model)
+    (tiny.root / "tools.py").write_text(TOOLS)
+    (tiny.root / "program.py").write_text(PROGRAM)
+    return tiny
+
+
+def words_of(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[str]:
+    tools = f"{ROLLOUT}multi_turn.function_tool_path={tiny.root / 'tools.py'}"
+    return tiny.overrides(
+        out, *WORDS, tools, f"{ROLLOUT}agent.num_workers={workers}", "trainer.save_freq=1", *more
+    )
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_in_the_middle_of_a_dialogue_resumes_exactly(
+    dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    done = fork_server.run(words_of(dialogues, tmp_path / "whole", 0))
+    assert done.status == 0, done.stderr
+    words = words_of(dialogues, tmp_path / "killed", 0)
+    _, mark = run_and_kill(fork_server, words, Kill("gen", 2, 0.15), tmp_path / "marks")
+    assert mark == "gen"
+    assert fork_server.run(words).status == 0
+    assert weights(tmp_path / "killed", 2) == weights(tmp_path / "whole", 2)
+    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["tool", "program"])
+def test_a_tool_process_or_a_program_that_is_killed_is_an_outcome(
+    dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path, what: str
+) -> None:
+    kill, more = dialogues.root / "kill", []
+    if what == "program":
+        import sys
+
+        environment = f"{ROLLOUT}agent.environment."
+        program = f"{environment}path='{sys.executable} {dialogues.root / 'program.py'}'"
+        more = [f"{environment}name=command", program, f"{environment}kwargs.KILL={kill}"]
+    kill.touch()
+    words = words_of(dialogues, tmp_path / "run", 1, "trainer.total_training_steps=1", *more)
+    done = fork_server.run(words, AGENT_KILL=str(tmp_path))
+    assert done.status == 0 and not kill.exists(), done.stderr
+    (record,) = [r for r in records(tmp_path / "run").values() if "agent/resamples" in r]
+    lost = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    lost = [event for event in lost if event["event"] == "trajectory_failed"]
+    assert record["agent/resamples"] == len(lost) >= 1 and record["agent/status/environment_error"] == 0
+    assert all(event["status"] == "environment_error" for event in lost)
+    assert ("exit status -9" if what == "program" else "SIGKILL") in lost[0]["error"]
+    assert processes_with("AGENT_KILL", str(tmp_path)) == []
+
+    if what == "program":  # neither does a program outlive a trainer that is killed
+        words = words_of(dialogues, tmp_path / "run2", 1, *more)
+        run_and_kill(fork_server, words, Kill("gen", 1, 0.6), tmp_path / "marks")
+        assert_none_left("CHAOS_MARKS", str(tmp_path / "marks"))
