@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class ValidationPrompts:
-    """The prompts of these rows. Text is held; prompts of a model that sees images are made in parts of `size` when they are
-    asked for, and a row that fails then is left out."""
+    """The prompts of these rows. Text is held; those of a model that sees images are made in parts of `size` when they are asked
+    for."""
 
     def __init__(self, data: PromptDataset, rows: Iterable[int], size: int):
         self._data, self._rows, self._size = data, [int(row) for row in rows], size
         self._held = data.prompts(self._rows) if data.images is None else None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows if self._held is None else self._held)
 
     def parts(self) -> Iterator[list[Prompt]]:
         """All of them, what is sampled at a time together."""
