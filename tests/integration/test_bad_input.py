@@ -457,7 +457,9 @@ def test_too_many_refused_updates_stop_the_run(tiny, fork_server, tmp_path) -> N
 
 
 def test_a_learning_rate_that_blows_the_weights_up_is_explained(tiny, fork_server, tmp_path) -> None:
-    run = fork_server.run(tiny.overrides(tmp_path / "out", "actor_rollout_ref.actor.optim.lr=1e38"))
+    optim = "actor_rollout_ref.actor.optim"
+    blown = (f"{optim}.lr=1e4", f"+{optim}.override_optimizer_config.weight_decay=1e35")
+    run = fork_server.run(tiny.overrides(tmp_path / "out", *blown))
     assert run.status == FAILED and "Traceback" not in run.stderr, run.stderr
     assert (
         "the sampler lost 12 of 12 responses" in errors(run)[-2]

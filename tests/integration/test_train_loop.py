@@ -132,7 +132,9 @@ def test_a_run_goes_on_from_its_copy_elsewhere(fork_server, tiny, finished, tmp_
 def test_weights_that_training_blew_up_do_not_replace_a_checkpoint(fork_server, tiny, tmp_path) -> None:
     out = tmp_path / "out"
     assert fork_server.run(tiny.overrides(out, "trainer.total_training_steps=1")).status == 0
-    ended = fork_server.run(tiny.overrides(out, "actor_rollout_ref.actor.optim.lr=1e30"))
+    optim = "actor_rollout_ref.actor.optim"
+    blown = (f"{optim}.lr=1e4", f"+{optim}.override_optimizer_config.weight_decay=1e26")
+    ended = fork_server.run(tiny.overrides(out, *blown))
     assert ended.status == 1
     assert "the checkpoint of step 2 could not be saved (UserError: the norm of the weight" in ended.stderr
     assert "was NOT written" in ended.stderr and "has blown" in ended.stderr

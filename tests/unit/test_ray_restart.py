@@ -35,7 +35,7 @@ def test_a_sampler_that_does_not_start_is_ended_and_had_the_time_that_samplers_t
     cluster = SimpleNamespace(addresses=lambda: {"node": "here"})
     builder = SimpleNamespace(plain={}, workers=[], cluster=cluster, restart_limit=build._RESTART_S)
     pool: Any = SimpleNamespace(again=lambda bundle, start: start("node"))
-    starter = build._Starter(builder, 0, {}, pool, 0)
+    starter = build._Starter(builder, 0, {}, pool, 0, {}, "sampler")
     with pytest.raises(WorkerFailed, match="within 180 s"):
         starter()
     assert [worker.handle for worker in ended] == [handle], "it may hold the devices that the next one needs"

@@ -94,6 +94,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             "_sleeps": free,
             "_host": hosts[-1],
             "_engine": stand_in,
+            "_images": None,
             "_adapter": adapter,
             "_adapter_request": None,
             "_live": {},
@@ -221,6 +222,6 @@ def test_the_loop_pushes_to_a_sleeping_sampler_and_wakes_it_after() -> None:
     trainer.weight_sync = SimpleNamespace(push=note("push", RESULT))  # type: ignore[assignment]
     trainer.versions, trainer.total_steps = Versions(), 2
     trainer.colocation = SimpleNamespace(to_sampling=note("wake"))  # type: ignore[assignment]
-    settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False)
+    settings = SimpleNamespace(max_staleness=0, verify_weight_sync=False, partial_rollout=True)
     trainer.config = SimpleNamespace(trainer=settings)  # type: ignore[assignment]
     assert trainer._push(1) is RESULT and calls == ["pause", "push", "wake", "resume"]

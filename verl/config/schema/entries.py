@@ -144,7 +144,9 @@ class GenerationDataConfig(Group):
         output_path: Parquet file written: the rows of all files plus `responses`; required.
         apply_chat_template_kwargs: Passed to the chat template.
         trust_remote_code: Run code that is shipped with the tokenizer.
-        image_key, allow_image_urls, mm_processor_kwargs: Of prompts with images, as in training.
+        image_key: Column of the images.
+        allow_image_urls: Fetch images that are named by a URL.
+        mm_processor_kwargs: Passed to the model's image processor.
     """
 
     path: list[FilePath] | None = key(None, required=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config.settings import setting
+from verl.config.schema.base import setting
 from verl.engine.training.process_group import this_rank
 from verl.engine.training.settings import compute_dtype
 from verl.models.load import load_model
