@@ -38,7 +38,9 @@ def load_tokenizer(
         # transformers makes an empty one where the files of a known architecture are missing
         raise DataError(_why(source, local, ValueError("its vocabulary is empty")))
     if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
+        text = tokenizer.chat_template = template_text(chat_template)
+        if text != chat_template:
+            notice(f"chat template from {chat_template} ({len(text)} characters)")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise DataError(f"{source}: the tokenizer has neither an end token nor a padding token")
@@ -77,14 +79,12 @@ def _why(source: str, local: Path, error: Exception) -> str:
     return f"{source}: neither a directory here nor a model the hub gives us: {text.splitlines()[0]}"
 
 
-def _template_text(template: str) -> str:
-    """`template` itself, or the content of the file it names."""
+def template_text(template: str) -> str:
+    """`template` itself, or the content of the file it names. DataError if it is neither."""
     if "{" in template or "\n" in template:
         return template
     path = Path(os.path.expandvars(template)).expanduser()
     if not path.is_file():
         what = f"neither Jinja text nor an existing file (looked at {path})"
         raise DataError(f"custom_chat_template: {template!r} is {what}")
-    text = path.read_text(encoding="utf-8")
-    notice(f"chat template from {path} ({len(text)} characters)")
-    return text
+    return path.read_text(encoding="utf-8")

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from verl.trajectory import Batch
 
 
-def evict_stale(batch: Iterable[Trajectory], version: int, max_staleness: int) -> dict[str, float]:
-    """Take out of the step every response with a token more than `max_staleness` versions older than `version`.
+def evict_stale(batch: Iterable[Trajectory], versions: Versions, step: int) -> dict[str, float]:
+    """Take out of the step every response with a token that is older than the step's version by more than the bound.
 
     Such a response has no score any more and is counted as lost. `PromptSchedule` begins none that could become one: they
     come from a sampler that did not get the weights it should have. Returns training/off_policy/{evicted,continued}_samples;
-    {} for max_staleness = 0.
+    {} for a bound of 0.
     """
-    if not max_staleness:
+    if not versions.staleness:
         return {}
-    rows, oldest, evicted = list(batch), version - max_staleness, 0
+    rows, oldest, evicted = list(batch), versions.at(step) - versions.staleness, 0
     for row in rows:
         if row.length and row.versions and row.versions[0] < oldest:
             row.score, row.finish_reason = None, "lost"

@@ -21,7 +21,6 @@ version's t steps are in flight together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms.driver import compute_advantages, rows_of_update
@@ -44,12 +43,11 @@ class PPOTrainer:
     def __init__(self, config: Config, parts: Parts, total_steps: int):
         self.config, self.parts, self.total_steps = config, parts, total_steps
         self.step = 0
-        self.policy = parts.workers.policy
         self.schedule = open_schedule(config, parts.stream, parts.rewards, total_steps)
         self.versions = self.schedule.versions
         assert parts.workers.weight_sync is not None
         self.weight_sync = parts.workers.weight_sync
-        self.passes = passes(config, self.policy.updates_per_step)
+        self.passes = passes(config, parts.workers.policy.updates_per_step)
         self.colocation = Colocation(config, parts.workers.sampler, parts.rewards.judge)
         self.record = StepRecord(config, parts, self.schedule)
 
@@ -65,17 +63,11 @@ class PPOTrainer:
         if (trainer.val_before_train and self.step == 0) or trainer.val_only:
             self._validate(first=True)
             parts.tracking.write_page(last=trainer.val_only)
-        if not trainer.val_only:
-            for step in self.steps():
-                self._train_step(step)
+        while self.step < self.total_steps and not trainer.val_only:
+            self.step += 1
+            self._train_step(self.step)
         parts.checkpoints.finish()
         parts.tracking.finish("finished")
-
-    def steps(self) -> Iterator[int]:
-        """Step numbers still to do; `self.step` is the one in progress."""
-        while self.step < self.total_steps:
-            self.step += 1
-            yield self.step
 
     def _train_step(self, step: int) -> None:
         parts, record = self.parts, self.record
@@ -84,7 +76,7 @@ class PPOTrainer:
             metrics = self._score(step, batch)
             self.colocation.to_training()
             metrics |= self._train(step, batch)
-            record.sync = self._push(step)
+            record.synced(self._push(step), self.versions.at(step) + 1)
             metrics |= self._validate() if self._due(self.config.trainer.test_freq, step) else {}
             parts.tracking.dump_trajectories(step, batch)
             if self._due(self.config.trainer.save_freq, step):
@@ -110,11 +102,9 @@ class PPOTrainer:
         with parts.phases("reward", waits_for="scores of the last responses"):
             parts.loop.run(parts.rollouts.scored(batch))
             parts.loop.run(parts.rewards.score_batch(batch))
-            metrics = self.schedule.metrics | evict_stale(
-                batch, self.versions.at(step), self.versions.staleness
-            )
+            evicted = evict_stale(batch, self.versions, step)
             parts.rewards.check_errors(batch)
-            return metrics
+        return self.schedule.metrics | evicted
 
     def _train(self, step: int, batch: Batch) -> dict[str, Any]:
         """From scores to new weights; fills the token-level columns on the way."""
@@ -150,8 +140,6 @@ class PPOTrainer:
             parts.loop.run(parts.rollouts.pause())
             # A sampler that sleeps takes the weights in its sleep: its cache comes back when the trainer's part is over.
             sync = self.weight_sync.push(self.versions.at(step) + 1, verify=trainer.verify_weight_sync)
-            if sync.verified:
-                parts.tracking.event("weights_verified", version=self.versions.at(step) + 1, bytes=sync.bytes)
             self.colocation.to_sampling()
             parts.loop.run(parts.rollouts.resume())
             if trainer.max_staleness:

@@ -266,7 +266,7 @@ class Checkpoints:
         A failure is an event and a notice; the run goes on. Weights that `batch`, the step's, shows to be has_nonfinite_log_probs
         are not saved.
         """
-        policy, contents = trainer.policy, self._storage.saved_parts
+        policy, contents = trainer.parts.workers.policy, self._storage.saved_parts
 
         def log_probs(row: Trajectory) -> Any:
             bare = [

@@ -115,7 +115,7 @@ class RefusedSteps:
 
 
 class StepRecord:
-    """The record of the step in progress. `sampled` (the sampler's counters) and `sync` are set by the loop."""
+    """The record of the step in progress. `sampled` (the sampler's counters) and `sync` come from the loop."""
 
     def __init__(self, config: Config, parts: Parts, schedule: PromptSchedule | DynamicSchedule):
         self.counters = Counters()
@@ -153,6 +153,12 @@ class StepRecord:
             profiled(parts.workers.profiler, step, parts.phases, parts.tracking),
         ):
             yield
+
+    def synced(self, sync: SyncResult, version: int) -> None:
+        """What the push of `version` cost, and whether it was verified."""
+        self.sync = sync
+        if sync.verified:
+            self._parts.tracking.event("weights_verified", version=version, bytes=sync.bytes)
 
     def check_images(self, step: int, batch: Batch, colocation: Colocation) -> None:
         """See `ImageRecord.check`; nothing for a model that sees none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _SHAPE = (
     "head_dim",
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
+_TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")
 
 
 def check(c: Check) -> None:
@@ -70,16 +72,14 @@ def _template_problem(template: str) -> str:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    text = template
-    if "{" not in template and "\n" not in template:
-        file = Path(template).expanduser()
-        if not file.is_file():
-            return f"neither Jinja text nor an existing file (looked at {file.absolute()})"
-        text = file.read_text(encoding="utf-8", errors="replace")
-    if "generation %}" in text or "generation -%}" in text:  # a tag of transformers' own
-        return ""
+    from verl.data.tokenizer import template_text
+
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        text = template_text(template)
+        if not _TAG_OF_TRANSFORMERS.search(text):
+            ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except UserError as error:
+        return str(error)
     except TemplateSyntaxError as error:
         return f"is no Jinja template: {error.message} (line {error.lineno})"
     return ""
