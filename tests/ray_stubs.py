@@ -69,7 +69,7 @@ class Sampler:
     async def alive(self) -> None:
         pass
 
-    async def submit(self, payload: Any) -> None:
+    async def submit(self, payload: Any, ended: list[str]) -> None:
         for ask in codec.decode_requests(payload):
             self.open[ask.id] = asyncio.create_task(self._serve(ask))
 
