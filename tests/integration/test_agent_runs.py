@@ -38,10 +38,12 @@ WORDS = [
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     tiny = TinyRun(tmp_path_factory.mktemp("agents"))
     tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(tiny.model)
-    yield tiny
-    from tests.integration.plug_in_parser import ORIGINAL
+    from tests.integration import plug_in_parser
 
-    PARSERS["minimax"] = ORIGINAL
+    # Imported once a process, whichever test came first: a run that imports it again changes nothing.
+    PARSERS["minimax"] = plug_in_parser.every_turn_calls
+    yield tiny
+    PARSERS["minimax"] = plug_in_parser.ORIGINAL
 
 
 def run(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[dict[str, Any]]:
