@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _SHAPE = (
     "head_dim",
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
+_ARGUMENTS_OF_TRANSFORMERS = ("tools", "documents", "continue_final_message", "add_generation_prompt")
 _TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")
 
 
@@ -29,6 +31,7 @@ def check(c: Check) -> None:
     if c.model is not None:
         _overrides(c)
         _tokenizer(c)
+        _template_arguments(c)
         _plugins(c)
     if c.trainer is not None:
         _folders(c)
@@ -83,6 +86,44 @@ def _template_problem(template: str) -> str:
     except TemplateSyntaxError as error:
         return f"is no Jinja template: {error.message} (line {error.lineno})"
     return ""
+
+
+def _template_arguments(c: Check) -> None:
+    """Arguments that the chat template does not read. A name close to one that it reads is taken for a mistake."""
+    key = "data.apply_chat_template_kwargs"
+    text = _own_template(c) if (given := c.cfg.select(key)) else ""
+    if not text:
+        return
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError:  # a tag of transformers
+        return
+    read = meta.find_undeclared_variables(parsed)
+    for name in given:
+        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS:
+            continue
+        if near := nearest(name, sorted(read), cutoff=0.8):
+            c.refuse(f"{key}.{name}", f"the chat template reads no such variable{near}")
+        else:
+            c.notice(f"no effect: {key}.{name}: the chat template does not read it")
+
+
+def _own_template(c: Check) -> str:
+    """The chat template's text where it is on this disk, or ""."""
+    from verl.data.tokenizer import template_text
+
+    folder = Path(str(c.cfg.select("data.tokenizer") or c.model.path)).expanduser()
+    try:
+        if c.model.get("custom_chat_template"):
+            return template_text(c.model.custom_chat_template)
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text("utf-8")
+        return str(json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"])
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return ""  # said by the rules for data
 
 
 def _plugins(c: Check) -> None:
