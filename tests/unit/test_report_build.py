@@ -178,7 +178,7 @@ def test_thinning_follows_the_rule_of_names() -> None:
     sparse: list[float | None] = [None] * count
     sparse[5] = 7.0
     columns = {"x/mean": values, "x/max": values, "x/min": values, "val/accuracy": sparse}
-    got = thin(Metrics(list(range(1, count + 1)), [None] * count, dict(columns), []))
+    got = thin(Metrics(list(range(1, count + 1)), [None] * count, dict(columns)))
     every = got["every"]
     assert every == 3 and got["steps"][0] == 3 and got["steps"][-1] == count
     assert len(got["steps"]) == len(got["columns"]["x/mean"]) <= 1500

@@ -54,7 +54,10 @@ REFUSED = [
     ([f"{ARR}.model.lora_alpha=-1"], ["at least 1"]),
     (["algorithm.kl_ctrl.kl_coef=-1"], ["at least 0"]),
     ([f"{BUFFER}.penalty_factor=-1"], ["at least 0"]),
-    ([f"+{BUFFER}.lenn=5"], ["nearest", "overlong_buffer_cfg.len"]),
+    (["+custom_reward_function.reward_kwargs.metod=flexible"], ["reward_kwargs.metod", "method"]),
+    (["reward_manager.module.path=mine.py"], ["nothing is loaded without reward_manager.source=importlib"]),
+    ([f"{ARR}.rollout.stop_token_ids=[512]"], ["stop_token_ids=512", "has 512 tokens"]),
+    (["trainer.experiment_name="], ["name something"]),
     (["data.train_max_samples=-2"], ["at least 1", "or -1"]),
     (["data.val_max_samples=0"], ["at least 1", "or -1"]),
     (

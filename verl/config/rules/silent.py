@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, look
+from verl.config.model_facts import ModelTrouble, find, look
 from verl.config.names import nearest
 from verl.config.rules.context import Check
 from verl.errors import UserError
@@ -64,6 +64,11 @@ def _tokenizer(c: Check) -> None:
         path = str(c.cfg.select(key) or "") if c.was_set(key) else ""
         if path.startswith(("/", "~", "./", "../")) and not Path(path).expanduser().is_dir():
             c.refuse(key, "no such directory; name one that holds the tokenizer's files, or a hub id")
+        elif path:
+            try:
+                find(path)
+            except ModelTrouble as trouble:
+                c.lacks(key, str(trouble), download=trouble.download)
     if template := c.model.get("custom_chat_template"):
         problem = _template_problem(template)
         if problem:
@@ -161,7 +166,10 @@ def _folders(c: Check) -> None:
     if c.was_set(key) and str(c.trainer.get("default_local_dir")) in ("", "False", "True"):
         c.refuse(key, "name a folder")
     for name in ("project_name", "experiment_name"):
-        if ".." in Path(str(c.trainer.get(name) or "")).parts:
+        given = c.trainer.get(name)
+        if given == "":
+            c.refuse(f"trainer.{name}", "is part of the run's folder; name something")
+        elif ".." in Path(str(given or "")).parts:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
@@ -170,6 +178,10 @@ def _folders(c: Check) -> None:
 
 
 def _lengths(c: Check) -> None:
+    size = c.facts.text.get("vocab_size") if c.facts is not None else None
+    for key in (f"{c.rollout_key}.stop_token_ids", f"{c.rollout_key}.val_kwargs.stop_token_ids"):
+        if size and (wrong := [token for token in c.cfg.select(key) or () if token >= size]):
+            c.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
     own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
     if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
         c.notice(f"{c.at(own)} differs from {c.at(of_data)}: responses end at the smaller one")
@@ -182,3 +194,10 @@ def _reward_arguments(c: Check) -> None:
     for name in arguments:
         if name not in known and (near := nearest(name, known, cutoff=0.8)):
             c.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
+    if not c.cfg.custom_reward_function.path:
+        from verl.reward.rules import check_kwargs
+
+        try:
+            check_kwargs(c.cfg.custom_reward_function.reward_kwargs)
+        except UserError as error:
+            c.refuse("custom_reward_function.reward_kwargs", str(error))
