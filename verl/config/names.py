@@ -272,7 +272,7 @@ REFUSED = {
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {
-        "mindspeed": Absent("the MindSpeed trainer", "strategy=megatron"),
+        "mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2"),
     },
     "loss_mode": {
         "reverse_kl_topk": Absent(
