@@ -44,7 +44,13 @@ LAZY = (
     "torch.distributed.checkpoint",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
 )
-OF_RAY = ("jsonschema", "requests", "google.protobuf.internal.builder", "google.protobuf.text_format", "psutil")
+OF_RAY = (
+    "jsonschema",
+    "requests",
+    "google.protobuf.internal.builder",
+    "google.protobuf.text_format",
+    "psutil",
+)
 """What Ray imports."""
 
 
