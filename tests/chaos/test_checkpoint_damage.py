@@ -93,7 +93,11 @@ def test_a_damaged_file_is_found_and_the_one_before_is_taken(saved) -> None:
                 assert found is not None and found.step == 2
             else:
                 assert found is not None and found.step == 1, (name, way)
-                assert len(said) == 1 and "global_step_2" in said[0] and Path(name).name in said[0], (name, way, said)
+                assert len(said) == 1 and "global_step_2" in said[0] and Path(name).name in said[0], (
+                    name,
+                    way,
+                    said,
+                )
             restore(path, content)
     assert newest(out).step == 2
 
@@ -102,7 +106,9 @@ RESEALED = ["state/rng/rng.json", "state/loop.json"]
 
 
 @pytest.mark.parametrize("names", [RESEALED, pytest.param([], marks=pytest.mark.long)], ids=["two", "all"])
-def test_an_empty_file_under_a_right_seal_ends_the_run_with_what_to_do(saved, fork_server, tmp_path, names) -> None:
+def test_an_empty_file_under_a_right_seal_ends_the_run_with_what_to_do(
+    saved, fork_server, tmp_path, names
+) -> None:
     """Or it is not read, and the run is the same."""
     of, words, whole = saved
     if "trainer.n_gpus_per_node=2" in words:
@@ -119,6 +125,9 @@ def test_an_empty_file_under_a_right_seal_ends_the_run_with_what_to_do(saved, fo
         if done.status == 0:
             assert "resuming from" not in done.stderr or records(out)[2] == records(whole)[2], name
         else:
-            assert done.status == 2 and "move it out of the run folder" in done.stderr, (name, done.stderr[-2000:])
+            assert done.status == 2 and "move it out of the run folder" in done.stderr, (
+                name,
+                done.stderr[-2000:],
+            )
             assert "Run the same command again" not in done.stderr
         shutil.rmtree(out)

@@ -28,7 +28,14 @@ def number_kind(known: Field) -> type | None:
 def outside(known: Field, kind: type) -> list[str]:
     """Numbers just outside a key's range, and far outside."""
     limits = limits_of(known, kind)
-    near = [limits.low - 1, limits.high + max(1, abs(limits.high) * 0.01), limits.above, -1e300, 1e300, math.inf]
+    near = [
+        limits.low - 1,
+        limits.high + max(1, abs(limits.high) * 0.01),
+        limits.above,
+        -1e300,
+        1e300,
+        math.inf,
+    ]
     whole = [int(n) if kind is int else float(n) for n in near if math.isfinite(n) or kind is float]
     return [str(n) for n in whole if not limits.hold(n)]
 
@@ -36,7 +43,9 @@ def outside(known: Field, kind: type) -> list[str]:
 @pytest.mark.parametrize("entry", list(ROOTS))
 def test_every_number_is_refused_outside_its_range(entry):
     """All keys at once, again and again with other numbers, until each of each was there."""
-    found = {path: (known, kind) for path, known in leaves(ROOTS[entry]).items() if (kind := number_kind(known))}
+    found = {
+        path: (known, kind) for path, known in leaves(ROOTS[entry]).items() if (kind := number_kind(known))
+    }
     values = {path: outside(*what) for path, what in found.items()}
     assert all(values.values()), "every number has a finite range"
     for turn in range(max(map(len, values.values()))):
@@ -67,7 +76,15 @@ def inside(known: Field, rng: random.Random) -> str | None:
     return str(kind(rng.choice(cheap)))
 
 
-NOT_DRAWN = ("nnodes", "n_gpus_per_node", "parallel_size", "trainer.device", "resume", "total_training_steps", "rollout.name")
+NOT_DRAWN = (
+    "nnodes",
+    "n_gpus_per_node",
+    "parallel_size",
+    "trainer.device",
+    "resume",
+    "total_training_steps",
+    "rollout.name",
+)
 """What asks for other machines, or for another run than one step."""
 
 

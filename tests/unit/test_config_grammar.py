@@ -199,7 +199,9 @@ def test_interpolation():
 # ---- forms that are no overrides ----
 
 
-@pytest.mark.parametrize("text", ["trainer.seed", "a b=1", "=1", "+", "", ".trainer.seed=1", "trainer.seed.=1", "trainer..seed=1"])
+@pytest.mark.parametrize(
+    "text", ["trainer.seed", "a b=1", "=1", "+", "", ".trainer.seed=1", "trainer.seed.=1", "trainer..seed=1"]
+)
 def test_no_override(text):
     assert "problem" in refused(text)
 

@@ -76,7 +76,10 @@ def test_a_library_that_brings_handlers_of_its_own_does_not_keep_them(number) ->
 def test_before_there_is_a_run_a_signal_ends_the_command_without_a_traceback(entry, number, tmp_path) -> None:
     (tmp_path / "interrupting.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")
     command = [sys.executable, "-m", f"verl.trainer.{entry}", "--check"]
-    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "interrupting", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    environment = os.environ | {
+        "VERL_USE_EXTERNAL_MODULES": "interrupting",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }
     command.append(("model" if entry == "sft_trainer" else "actor_rollout_ref.model") + ".path=/nowhere")
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "verl: interrupted\n")

@@ -61,7 +61,10 @@ REFUSED = [
     (["data.train_max_samples=-2"], ["at least 1", "or -1"]),
     (["data.val_max_samples=0"], ["at least 1", "or -1"]),
     (
-        [f"{ARR}.model.custom_chat_template='{{{{ enable_thinking }}}}'", "+data.apply_chat_template_kwargs.enable_thinkng=False"],
+        [
+            f"{ARR}.model.custom_chat_template='{{{{ enable_thinking }}}}'",
+            "+data.apply_chat_template_kwargs.enable_thinkng=False",
+        ],
         ["enable_thinkng", "nearest: enable_thinking"],
     ),
     (["trainer.default_local_dir="], ["name a folder"]),
