@@ -180,7 +180,11 @@ def _folders(c: Check) -> None:
 def _lengths(c: Check) -> None:
     size = c.facts.text.get("vocab_size") if c.facts is not None else None
     for key in (f"{c.rollout_key}.stop_token_ids", f"{c.rollout_key}.val_kwargs.stop_token_ids"):
-        if size and c.was_set(key) and (wrong := [token for token in c.cfg.select(key) or () if token >= size]):
+        if (
+            size
+            and c.was_set(key)
+            and (wrong := [token for token in c.cfg.select(key) or () if token >= size])
+        ):
             c.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
     own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
     if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
