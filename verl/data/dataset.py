@@ -181,8 +181,8 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
 class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
-    files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). tools: what rows of
+    files: path or list; config: the whole configuration; check_truth(data_source, ground_truth): raises BadRow where no built-in
+    function can give a full score (None: taken as they are). rules: what a row must have (None: as the configuration says). tools: what rows of
     `tool_agent` are rendered with. processor: of a model that sees images (None: rows with images are bad). With data.custom_cls
     the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
@@ -194,7 +194,7 @@ class PromptDataset(CheckedRows):
         tokenizer: Any,
         *,
         split: str = "train",
-        score_known: Callable[[str], bool] | None = None,
+        check_truth: Callable[[str, Any], None] | None = None,
         rules: RowRules | None = None,
         tools: RowTools | None = None,
         processor: Any = None,
@@ -217,8 +217,9 @@ class PromptDataset(CheckedRows):
         else:
             super().__init__(RowFiles(files, data.cache_dir, use_shm=data.use_shm))
             plain = [check_columns(file, self.rules) for file in self.source.files]
-        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images)
-        self._scan(int(data.filter_overlong_prompts_workers), score_known)
+        judged = check_truth if self.rules.needs_truth else None
+        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images, judged)
+        self._scan(int(data.filter_overlong_prompts_workers))
         self.refuse_too_many_bad(float(data.max_bad_row_ratio))
         self._too_long = np.flatnonzero(self.lengths > self._limit)
         train = split == "train"
@@ -231,7 +232,7 @@ class PromptDataset(CheckedRows):
 
     # -------------------------------------------------------------------------------------------- checking
 
-    def _scan(self, workers: int, score_known: Callable[[str], bool] | None) -> None:
+    def _scan(self, workers: int) -> None:
         self._scanned = scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
         self.lengths, self.bad = scan.lengths, scan.bad
         if self.config.data.truncation != "error" and not self.config.data.filter_overlong_prompts:
@@ -239,13 +240,6 @@ class PromptDataset(CheckedRows):
                 found = f"{self.lengths[row]} tokens with its images, which are never cut"
                 detail = f"{found}; raise data.max_prompt_length={self._limit}, or {SMALLER}"
                 self.bad[row], self.lengths[row] = ("prompt too long", detail), -1
-        if not self.rules.needs_truth or score_known is None:
-            return
-        unknown = {source for source in set(scan.sources) if source and not score_known(source)}
-        for row, source in enumerate(scan.sources):
-            if source in unknown and row not in self.bad:
-                detail = f"no built-in reward function for {source!r}; set custom_reward_function.path"
-                self.bad[row], self.lengths[row] = ("data_source without a function", detail), -1
 
     def _fitting(self) -> np.ndarray:
         """Rows that fit or are made to fit, int64, ascending."""
@@ -381,7 +375,7 @@ class Scan:
 @dataclass
 class Scanner:
     """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format? `images`: None for a model
-    that sees none."""
+    that sees none. `check_truth(data_source, ground_truth)` raises BadRow."""
 
     source: Any
     plain: Sequence[bool]
@@ -389,6 +383,7 @@ class Scanner:
     renderer: ChatRenderer
     tools: RowTools | None = None
     images: ImageProcessor | None = None
+    check_truth: Callable[[str, Any], None] | None = None
 
     def tools_of(self, fields: RowFields) -> dict[str, Any]:
         """{"tools": schemas} of a row that has tools, else {}. Raises BadRow."""
@@ -421,7 +416,9 @@ class Scanner:
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
-                scan.sources[index - start] = fields.facts["data_source"]
+                scan.sources[index - start] = source = fields.facts["data_source"]
+                if self.check_truth is not None:
+                    self.check_truth(source, fields.facts["ground_truth"])
                 seen = self.with_images(fields)
                 if seen is not None:
                     assert self.images is not None

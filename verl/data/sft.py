@@ -12,7 +12,7 @@ import numpy as np
 from verl.data.dataset import SMALLER, CheckedRows
 from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.media import ImageProcessor, folder_of, with_images
-from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of
+from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
 
@@ -96,6 +96,7 @@ class SFTDataset(CheckedRows):
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The row's dialogue. Raises BadRow."""
+        check_readable(row)
         config, seeing = self.config, self._images is not None
         for key in (config.video_key,) if seeing else (config.image_key, config.video_key):
             if row.get(key):

@@ -53,7 +53,7 @@ def rule_for(data_source: str) -> str:
     if rule := rule_or_none(data_source):
         return rule
     raise UnknownSource(
-        f"data_source {str(data_source)!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"data_source {str(data_source)!r:.80} has no built-in reward. Set custom_reward_function.path=your_file.py, "
         f"or use one of: {', '.join(known_sources())}"
     )
 

@@ -33,7 +33,7 @@ def _same(answer: str, truth: str) -> bool:
     return bool(_MATHEMATICAL.search(truth)) and same_answer(answer, truth)
 
 
-def _truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
+def truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
     """Accepted answers, and the choices' texts by letter. ValueError where there is none."""
     known = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
     answer, choices = known.get("answer"), known.get("choices") or ()
@@ -58,7 +58,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
     ground_truth: a text, a list of texts, or `{answer, choices}` with the letter of a choice as the answer.
     """
-    said, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
+    said, (accepted, choices) = final_text(solution_str), truths(ground_truth)
     letter = _LETTER.match(said)
     right = False
     for truth in accepted:
