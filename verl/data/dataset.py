@@ -8,12 +8,13 @@ them. Specification: data.md §1–§7. The position in the order belongs to `st
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from verl.trajectory import Prompt
 CHUNK = 512
 # Fewer rows than this are scanned in this process: starting others takes longer.
 WORTH_PROCESSES = 20_000
+TELL_SECONDS = 10
 # Stands for the epoch in the draw of train_max_samples, so that it differs from every epoch's order.
 SUBSET = 2**31
 SMALLER = "lower data.mm_processor_kwargs.max_pixels (smaller images)"
@@ -434,16 +436,47 @@ class Scanner:
                     texts[index] = self.text(fields)
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
-        for index, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):
-            images, more = extra.get(index, (0, 0))
-            if self.images is not None and (stray := self.images.wrong_tokens(ids, images)):
-                scan.bad[index] = ("image tokens", stray)
-            elif len(ids):
-                scan.lengths[index - start] = len(ids) + more
+        for index, length in zip(texts, self._lengths(texts, extra, scan), strict=True):
+            if index in scan.bad:
+                continue
+            if length:
+                scan.lengths[index - start] = length + extra.get(index, (0, 0))[1]
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
         scan.media = set(extra)
         return scan
+
+    def _lengths(self, texts: dict[int, str], extra: dict[int, tuple[int, int]], scan: Scan) -> list[int]:
+        """Tokens of the rendered texts; where images are seen, rows whose text has other image tokens become bad."""
+        if self.images is None:
+            return self.renderer.lengths(list(texts.values()))
+        found = self.renderer.batch_ids(list(texts.values()))
+        for index, ids in zip(texts, found, strict=True):
+            if stray := self.images.wrong_tokens(ids, extra.get(index, (0, 0))[0]):
+                scan.bad[index] = ("image tokens", stray)
+        return [len(ids) for ids in found]
+
+
+class Progress:
+    """Says how many of the rows are checked, where that takes long."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._next = time.monotonic() + TELL_SECONDS
+
+    def at(self, rows: int) -> None:
+        """So many are."""
+        if rows < self._total and time.monotonic() >= self._next:
+            notice(f"{rows} of {self._total} rows are checked")
+            self._next = time.monotonic() + TELL_SECONDS
+
+
+_own: list[Scanner] = []
+"""The scanner of a scanning process. It is sent once: its tokenizer is large."""
+
+
+def _chunk(start: int, stop: int) -> Scan:
+    return _own[0].chunk(start, stop)
 
 
 def scan_all(scanner: Scanner, workers: int) -> Scan:
@@ -451,12 +484,16 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
     total = len(scanner.source)
     starts = range(0, total, CHUNK)
     stops = [min(start + CHUNK, total) for start in starts]
-    if workers <= 1 or total < WORTH_PROCESSES:
-        parts = list(map(scanner.chunk, starts, stops))
-    else:
-        share = math.ceil(len(stops) / workers)  # the scanner travels with each, and its tokenizer is large
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            parts = list(pool.map(scanner.chunk, starts, stops, chunksize=share))
+    parts, progress = [], Progress(total)
+    with ExitStack() as stack:
+        found: Iterable[Scan] = map(scanner.chunk, starts, stops)
+        if workers > 1 and total >= WORTH_PROCESSES:
+            spawn = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(workers, spawn, initializer=_own.append, initargs=(scanner,))
+            found = stack.enter_context(pool).map(_chunk, starts, stops)
+        for part, stop in zip(found, stops, strict=True):
+            parts.append(part)
+            progress.at(stop)
     whole = Scan(np.concatenate([part.lengths for part in parts]))
     for part in parts:
         whole.bad |= part.bad

@@ -419,6 +419,7 @@ def _looks_like(local: Path) -> str:
         b"{": "it looks like JSON: name it .jsonl or .json",
         b"[": "it looks like JSON: name it .jsonl or .json",
         b"<": "it looks like a web page",
+        b"PAR1": "it begins as one: cut short or damaged",
     }
     known = (text for start, text in kinds.items() if head.lstrip().startswith(start))
     return next(known, f"it starts with {head[:8]!r}")

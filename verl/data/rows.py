@@ -163,6 +163,21 @@ class ChatRenderer:
         prefix = [] if self.has_template else self._begin()
         return [np.array(prefix + list(ids), dtype=np.int64) for ids in encoded]
 
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each of many texts: `len` of `batch_ids`, in half the time where the tokenizer is transformers' own."""
+        from transformers import PreTrainedTokenizerFast
+
+        # A tokenizer with an encoding of its own may add to what the library's does.
+        plain = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+        first = [
+            len(ids) for ids in self.batch_ids(texts if not plain else texts[:1])
+        ]  # sets the library's options
+        if not plain or len(texts) < 2:
+            return first
+        rest = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
+        begin = 0 if self.has_template else len(self._begin())
+        return [*first, *(begin + len(encoding) for encoding in rest)]
+
     def _begin(self) -> list[int]:
         begin = self.tokenizer.bos_token_id
         first = self.tokenizer("a")["input_ids"][:1]

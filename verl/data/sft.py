@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.dataset import SMALLER, CheckedRows
+from verl.data.dataset import SMALLER, CheckedRows, Progress
 from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.media import ImageProcessor, folder_of, with_images
 from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable
@@ -204,6 +204,7 @@ class SFTDataset(CheckedRows):
 
     def _scan(self) -> None:
         total, tokens = len(self.source), 0
+        progress = Progress(total)
         for start in range(0, total, CHUNK):
             rendered: dict[int, _Rendered] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):
@@ -221,6 +222,7 @@ class SFTDataset(CheckedRows):
                 tokens += self._keep(index, whole)
             if tokens > KEPT_TOKENS:
                 self._kept = None
+            progress.at(start + CHUNK)
 
     def _keep(self, index: int, row: SFTRow) -> int:
         try:
