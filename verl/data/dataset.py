@@ -475,6 +475,10 @@ _own: list[Scanner] = []
 """The scanner of a scanning process. It is sent once: its tokenizer is large."""
 
 
+def _own_scanner(scanner: Scanner) -> None:
+    _own[:] = [scanner]
+
+
 def _chunk(start: int, stop: int) -> Scan:
     return _own[0].chunk(start, stop)
 
@@ -489,7 +493,7 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
         found: Iterable[Scan] = map(scanner.chunk, starts, stops)
         if workers > 1 and total >= WORTH_PROCESSES:
             spawn = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(workers, spawn, initializer=_own.append, initargs=(scanner,))
+            pool = ProcessPoolExecutor(workers, spawn, initializer=_own_scanner, initargs=(scanner,))
             found = stack.enter_context(pool).map(_chunk, starts, stops)
         for part, stop in zip(found, stops, strict=True):
             parts.append(part)
