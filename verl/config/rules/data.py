@@ -92,8 +92,8 @@ def _rl_file(c: Check, key: str, file: Any) -> set[str]:
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
         c.agent_names |= {str(value) for value in file.values("agent_name") if value}
-    _images(c, key, file)
-    _first_rows(c, key, file)
+    if _images(c, key, file):
+        _first_rows(c, key, file)
     return sources
 
 
@@ -112,30 +112,27 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
         c.refuse(c.at(key), f"{len(unknown) - _SHOWN} further values of that column have no built-in reward")
 
 
-def _images(c: Check, key: str, file: Any) -> None:
-    """Rule 25: rows with images need a model that sees them; videos are not in this release."""
+def _images(c: Check, key: str, file: Any) -> bool:
+    """Rule 25: rows with images need a model that sees them; videos are not in this release. False if that refuses the file."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
     column = next((k for k in named if file.filled(k)), None)
     if column is None or c.facts is None:
-        return
-    if c.facts.vision:
-        if column == c.cfg.data.video_key:
-            c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
-        else:
-            _template(c)
-            if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
-                why = (
-                    f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
-                )
-                c.lacks(
-                    "reward_model.model.path", f"{why} reward_model.images=True for a model that sees them"
-                )
-    else:
+        return True
+    if not c.facts.vision:
         c.refuse(
             f"{key}, column {column}",
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+        return False
+    if column == c.cfg.data.video_key:
+        c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
+        return False
+    _template(c)
+    if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
+        why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
+        c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
+    return True
 
 
 def _without_images(c: Check) -> None:
@@ -237,8 +234,7 @@ def _sft_file(c: Check, key: str, file: Any) -> set[str]:
     for column in missing:
         absent = f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
         c.refuse(key, f"{file.path}: no column {column!r}{absent}")
-    if not missing:
-        _images(c, key, file)
+    if not missing and _images(c, key, file):
         _first_rows(c, key, file)
     return set()
 
