@@ -19,7 +19,7 @@ from verl.data import dataset
 from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
-from verl.reward.rules.truth import check_truth
+from verl.reward.rules import check_truth
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")

@@ -32,8 +32,7 @@ from verl.data.rows import BadRow, RowTools
 from verl.data.sft import SFTDataset
 from verl.data.tokenizer import load_tokenizer
 from verl.errors import UserError
-from verl.reward.rules import default_compute_score
-from verl.reward.rules.truth import check_truth
+from verl.reward.rules import check_truth, default_compute_score
 
 COUNT = int(os.environ.get("VERL_DATA_MUTATIONS", "80"))
 FIRST = int(os.environ.get("VERL_DATA_MUTATIONS_FROM", "0"))
@@ -157,40 +156,36 @@ def raw_strings(count: int) -> pa.Array:
     return pa.array([b"ab\xff\xc3"] * count, pa.binary()).view(pa.string())
 
 
-def column_of(number: int, count: int) -> pa.Array | None:
-    """A column of a type that rows rarely have; None where there is no such number."""
-    kinds: list[Callable[[], pa.Array]] = [
-        lambda: raw_strings(count),
-        lambda: pa.array([1] * count, pa.duration("ns")),
-        lambda: pa.array([1] * count, pa.timestamp("ns")),
-        lambda: pa.array([1] * count, pa.timestamp("us", tz="Nowhere/Land")),
-        lambda: pa.array([2**62] * count, pa.timestamp("s")),
-        lambda: pa.array([1] * count, pa.time64("ns")),
-        lambda: pa.array([10**6] * count, pa.date32()),
-        lambda: pa.array([Decimal("1.5")] * count, pa.decimal256(60, 3)),
-        lambda: pa.array([1.5] * count, pa.float16()),
-        lambda: pa.array([None] * count, pa.null()),
-        lambda: pa.array(["a"] * count).dictionary_encode(),
-        lambda: pa.array([["a"]] * count, pa.large_list(pa.large_string())),
-        lambda: pa.array([[("k", 1), ("k", 2)]] * count, pa.map_(pa.string(), pa.int64())),
-        lambda: pa.array([b"2"] * count, pa.binary(1)),
-        lambda: pa.array([b"\xff"] * count, pa.large_binary()),
-        lambda: pa.StructArray.from_arrays([pa.array([1] * count)] * 2, names=["a", "a"]),
-        lambda: pa.StructArray.from_arrays([raw_strings(count)], names=["ground_truth"]),
-        lambda: pa.StructArray.from_arrays(
-            [pa.array([7] * count, pa.duration("ns"))], names=["ground_truth"]
-        ),
-        lambda: pa.array([deep(90)] * count),
-    ]
-    return kinds[number]() if number < len(kinds) else None
+def struct_of(*columns: pa.Array, names: list[str]) -> pa.Array:
+    return pa.StructArray.from_arrays(columns, names=names)
 
 
-ODD_COLUMNS = next(n for n in range(100) if column_of(n, 1) is None)
+ODD_COLUMNS: list[Callable[[int], pa.Array]] = [
+    raw_strings,
+    lambda n: pa.array([1] * n, pa.duration("ns")),
+    lambda n: pa.array([1] * n, pa.timestamp("ns")),
+    lambda n: pa.array([1] * n, pa.timestamp("us", tz="Nowhere/Land")),
+    lambda n: pa.array([2**62] * n, pa.timestamp("s")),
+    lambda n: pa.array([1] * n, pa.time64("ns")),
+    lambda n: pa.array([10**6] * n, pa.date32()),
+    lambda n: pa.array([Decimal("1.5")] * n, pa.decimal256(60, 3)),
+    lambda n: pa.array([1.5] * n, pa.float16()),
+    lambda n: pa.array([None] * n, pa.null()),
+    lambda n: pa.array(["a"] * n).dictionary_encode(),
+    lambda n: pa.array([["a"]] * n, pa.large_list(pa.large_string())),
+    lambda n: pa.array([[("k", 1), ("k", 2)]] * n, pa.map_(pa.string(), pa.int64())),
+    lambda n: pa.array([b"2"] * n, pa.binary(1)),
+    lambda n: pa.array([b"\xff"] * n, pa.large_binary()),
+    lambda n: struct_of(*[pa.array([1] * n)] * 2, names=["a", "a"]),
+    lambda n: struct_of(raw_strings(n), names=["ground_truth"]),
+    lambda n: struct_of(pa.array([7] * n, pa.duration("ns")), names=["ground_truth"]),
+    lambda n: pa.array([deep(90)] * n),
+]  # fmt: skip
 
 
 def odd_column(rng: random.Random, table: pa.Table) -> pa.Table:
     """A column of an odd type in the place of another, beside the others, or a second time."""
-    name, made = rng.choice(table.column_names), column_of(rng.randrange(ODD_COLUMNS), len(table))
+    name, made = rng.choice(table.column_names), rng.choice(ODD_COLUMNS)(len(table))
     way = rng.choice(["replace", "replace", "add", "twice"])
     if way == "replace":
         return table.set_column(table.column_names.index(name), name, made)

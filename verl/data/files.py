@@ -262,11 +262,9 @@ class ParquetFile(RowFile):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if self._table is None:
-            with _naming(self.path, "reading it failed"):
-                batch = next(pq.ParquetFile(self.local).iter_batches(batch_size=count))
-            return _python_rows(pa.Table.from_batches([batch]))
-        return super().first(count)
+        with _naming(self.path, "reading it failed"):
+            batch = next(pq.ParquetFile(self.local).iter_batches(batch_size=count))
+        return _python_rows(pa.Table.from_batches([batch]))
 
     def values(self, column: str) -> list[Any]:
         """As of any file; the column alone is read."""

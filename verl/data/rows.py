@@ -265,23 +265,16 @@ def tools_of_row(
     """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
     `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
     names = column if column is not None else extra.get("tool_selection")
-    if names is None and extra.get("need_tools_kwargs"):
-        kwargs = _typed("extra_info.tools_kwargs", extra.get("tools_kwargs"), Mapping, "a struct") or {}
-        names = [name for name, given in kwargs.items() if given is not None]
-    names = _typed("tools", list(schemas) if names is None else names, (list, tuple), "a list of names")
-    names = [_tool_name(name) for name in names]
+    try:
+        if names is None and extra.get("need_tools_kwargs"):
+            names = [name for name, given in (extra.get("tools_kwargs") or {}).items() if given is not None]
+        names = schemas if names is None else names
+        names = [str(name if isinstance(name, str) else name["function"]["name"]) for name in names]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadRow("wrong column type", f"tools are neither names nor schemas: {error!r}") from error
     if unknown := [name for name in names if name not in schemas]:
         raise BadRow("unknown tool", f"{unknown[0]!r}; the run has {', '.join(schemas) or 'none'}")
     return [schemas[name] for name in names]
-
-
-def _tool_name(tool: Any) -> str:
-    """The name of a tool, given as it is or as a schema. Raises BadRow."""
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else tool
-    if not isinstance(name, str):
-        raise BadRow("unknown tool", f"{tool!r:.60} is neither a name nor a schema")
-    return name
 
 
 def is_plain(file: RowFile, rules: RowRules) -> bool:
@@ -405,7 +398,7 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     return RowFields(row.get(rules.prompt_key) if raw is None else raw, facts, images)
 
 
-def _typed(name: str, value: Any, kind: type | tuple[type, ...], word: str) -> Any:
+def _typed(name: str, value: Any, kind: type, word: str) -> Any:
     """The value, which is null or of that type. Raises BadRow."""
     if value is not None and not isinstance(value, kind):
         raise BadRow("wrong column type", f"{name} is {type(value).__name__}, {word} is needed")

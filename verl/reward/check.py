@@ -109,7 +109,7 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
     from verl.data.files import open_file
     from verl.data.rows import BadRow, RowRules, check_columns, fields_of
-    from verl.reward.rules.truth import check_truth
+    from verl.reward.rules import check_truth
 
     file = open_file(path)
     rules = RowRules(needs_truth=not custom)

@@ -24,8 +24,7 @@ from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.reward.pool import FunctionSpec
-from verl.reward.rules import unsupported
-from verl.reward.rules.truth import check_truth
+from verl.reward.rules import check_truth, unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say

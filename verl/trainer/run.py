@@ -288,7 +288,7 @@ def quiet_libraries() -> None:
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
     """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
-    from verl.reward.rules.truth import check_truth
+    from verl.reward.rules import check_truth
     from verl.rollout.tool_agent import checked_tools
 
     data = config.data

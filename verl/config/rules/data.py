@@ -191,7 +191,7 @@ def _look_at_row(c: Check, file: Any) -> Callable[[dict[str, Any], int], None]:
     """A function that raises BadRow for a row that the run will not use."""
     from verl.data.media import folder_of, open_image, with_images
     from verl.data.rows import RowRules, as_messages, cells_of, check_readable, fields_of, is_plain
-    from verl.reward.rules.truth import check_truth
+    from verl.reward.rules import check_truth
 
     data, seeing = c.cfg.data, c.facts.vision
     rules = replace(RowRules.of(c.cfg), images=seeing) if c.ppo else RowRules()

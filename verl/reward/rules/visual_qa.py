@@ -33,7 +33,7 @@ def _same(answer: str, truth: str) -> bool:
     return bool(_MATHEMATICAL.search(truth)) and same_answer(answer, truth)
 
 
-def truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
+def _truths(ground_truth: Any) -> tuple[list[str], dict[str, str]]:
     """Accepted answers, and the choices' texts by letter. ValueError where there is none."""
     known = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
     answer, choices = known.get("answer"), known.get("choices") or ()
@@ -58,7 +58,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
     ground_truth: a text, a list of texts, or `{answer, choices}` with the letter of a choice as the answer.
     """
-    said, (accepted, choices) = final_text(solution_str), truths(ground_truth)
+    said, (accepted, choices) = final_text(solution_str), _truths(ground_truth)
     letter = _LETTER.match(said)
     right = False
     for truth in accepted:
@@ -68,3 +68,8 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
         texts = [truth, *([choices[truth]] if truth in choices else [])]
         right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
     return {"score": float(right), "acc": float(right), "pred": said}
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    return "" if any(text.strip() for text in _truths(ground_truth)[0]) else "every accepted answer is empty"
