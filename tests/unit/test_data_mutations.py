@@ -230,11 +230,6 @@ def written(rng: random.Random, folder: Path, images: bool) -> Path:
 # -------------------------------------------------------------------------------------------------------- readers
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision_model(tmp_path_factory.mktemp("model"))
-
-
 class Reader:
     """Reads a file as `--check`, reinforcement learning and supervised training do."""
 
@@ -293,8 +288,8 @@ def outcome(open_file: Callable[..., Any], path: Path, sees: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def reader(model: Path) -> Reader:
-    return Reader(model)
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(tiny_vision_model(tmp_path_factory.mktemp("model")))
 
 
 def test_mutated_files_end_in_no_traceback(

@@ -169,7 +169,7 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
     data, bad = c.cfg.data, []
     if c.facts is None or data.get("prompt_dict_keys"):
         return  # nothing is found inside structs here
-    look, rows = _look_at_row(c, file), file.first(_LOOKED_AT)
+    look, rows = _look_at_row(c, file, c.facts.vision), file.first(_LOOKED_AT)
     for number, row in enumerate(rows):
         try:
             look(row, number)
@@ -187,13 +187,13 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
 
 
-def _look_at_row(c: Check, file: Any) -> Callable[[dict[str, Any], int], None]:
+def _look_at_row(c: Check, file: Any, seeing: bool) -> Callable[[dict[str, Any], int], None]:
     """A function that raises BadRow for a row that the run will not use."""
     from verl.data.media import folder_of, open_image, with_images
     from verl.data.rows import RowRules, as_messages, cells_of, check_readable, fields_of, is_plain
     from verl.reward.rules import check_truth
 
-    data, seeing = c.cfg.data, c.facts.vision
+    data = c.cfg.data
     rules = replace(RowRules.of(c.cfg), images=seeing) if c.ppo else RowRules()
     plain = c.ppo and is_plain(file, rules)
 
