@@ -243,14 +243,18 @@ def test_truncation_modes(tmp_path: Path, tokenizer: Any, mode: str) -> None:
     assert len(data.prompt(0).ids) == EXTRA + 5
 
 
-def test_scan_in_processes(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_in_processes(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
     monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
     monkeypatch.setattr(dataset, "CHUNK", 16)
+    monkeypatch.setattr(dataset, "TELL_SECONDS", 0)
     more = ("data.max_bad_row_ratio=0.5", "data.filter_overlong_prompts_workers=2")
     there = open_rows(tmp_path, rows, tokenizer, *more, name="x.parquet")
     assert there.report == here.report and there.bad_rows == here.bad_rows
+    assert "16 of 40 rows are checked" in capsys.readouterr().err
     assert [there.prompt(i).uid for i in range(len(there))] == [here.prompt(i).uid for i in range(len(here))]
 
 
