@@ -57,6 +57,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer verl/workers
 	$(BIN)/lint-imports
 
+# Processes that tests start read what was compiled once, whatever the environment says.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
