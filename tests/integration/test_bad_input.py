@@ -123,7 +123,9 @@ def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_p
 
 
 # How each of them cuts: test_data_dataset.py.
-@pytest.mark.parametrize("mode", ["middle", *(pytest.param(m, marks=pytest.mark.long) for m in ("left", "right"))])
+@pytest.mark.parametrize(
+    "mode", ["middle", *(pytest.param(m, marks=pytest.mark.long) for m in ("left", "right"))]
+)
 def test_long_prompts_are_cut(tiny, fork_server, long_rows, tmp_path, mode) -> None:
     out = tmp_path / "out"
     words = [f"data.train_files={long_rows}", f"data.truncation={mode}", "data.train_batch_size=24", *LONG]
@@ -224,7 +226,9 @@ FAILS_ON_LONG = (
 @pytest.mark.parametrize(
     ("what", "timeouts"),
     [
-        pytest.param("raise ValueError(f'odd answer {len(solution_str)}')", 0, id="raises", marks=pytest.mark.long),
+        pytest.param(
+            "raise ValueError(f'odd answer {len(solution_str)}')", 0, id="raises", marks=pytest.mark.long
+        ),
         pytest.param("return float('inf')", 0, id="inf", marks=pytest.mark.long),
         pytest.param("time.sleep(1000)", 1, id="hangs"),
     ],
