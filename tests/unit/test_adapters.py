@@ -58,6 +58,9 @@ for line in sys.stdin:
         continue
     body = json.dumps({"messages": [{"role": "user", "content": "3*4?"}]}).encode()
     urllib.request.urlopen(message["url"] + "/chat/completions", body).read()
+    if os.path.exists(os.environ.get("KILL", "")):
+        os.unlink(os.environ["KILL"])
+        os.kill(os.getpid(), 9)
     print(json.dumps({"id": message["id"], "reward": 2.0, "metrics": {"turns": 1}, "stop": None, "messages": []}), flush=True)
 """
 

@@ -28,12 +28,15 @@ from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
-from verl.rollout.environment_base import AsyncEnv, Env, Messages, Observation, StepResult, opening, seed_of
+from verl.rollout.boundary import without_images
+from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.base import in_thread
 from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
+_KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
+_EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -83,7 +86,7 @@ class GymEnv:
         self._env.close()
 
 
-def make(spec: Mapping[str, Any]) -> Env | AsyncEnv:
+def make(spec: Mapping[str, Any]) -> Env:
     """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
     if spec["name"] == "openenv":
@@ -149,7 +152,7 @@ class EnvironmentAgent(AgentLoopBase):
             with suppress(Exception):
                 await self._ask(env.close)
 
-    async def _turns(self, env: Env | AsyncEnv, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
         while True:
             try:
@@ -207,11 +210,15 @@ class EnvironmentAgent(AgentLoopBase):
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
+        output = bytearray()
+        reading = asyncio.ensure_future(_keep_end(process.stdout, output))
         try:
-            output, _ = await process.communicate()
+            await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait([reading], timeout=_EXIT_WAIT)
+            reading.cancel()
         if process.returncode and not self.session.full:
             raise EnvironmentFailed(f"{spec['path']}: exit status {process.returncode}")
         self._messages = self.session.messages or list(row["raw_prompt"])
@@ -256,8 +263,15 @@ class EnvironmentAgent(AgentLoopBase):
             "reward_score": total if scored else None,
             "metrics": metrics,
             "extra_fields": {
-                "messages": self._messages,
+                "messages": without_images(self._messages),
                 "environment_reward": total,
                 "environment_metrics": self._metrics,
             },
         }
+
+
+async def _keep_end(stream: Any, output: bytearray) -> None:
+    """Read to the end and keep the last bytes: a program may print more than memory holds."""
+    while part := await stream.read(_KEPT_OUTPUT):
+        output += part
+        del output[:-_KEPT_OUTPUT]

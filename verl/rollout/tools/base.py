@@ -215,8 +215,10 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     def call() -> None:
         try:
             result, error = function(**arguments), None
-        except Exception as raised:
-            result, error = None, raised
+        except (
+            BaseException
+        ) as raised:  # sys.exit too, which would end the event loop, or keep a caller waiting
+            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
         if not loop.is_closed():
             loop.call_soon_threadsafe(set_result, result, error)
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object, load_module
+from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
+from verl.rollout.boundary import Boundaries
 from verl.rollout.tools.base import (
     BaseTool,
     FunctionTool,
@@ -27,6 +29,8 @@ from verl.rollout.tools.base import (
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or its parts where it holds an image."""
 
 
 def load_class(path: str, what: str) -> Any:
@@ -94,8 +98,11 @@ class Toolbox:
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
     """(place, tool) of an entry: one tool, or those of MCP servers."""
-    named = entry.get("class_name")
-    if (entry.get("config") or {}).get("type") == "mcp":
+    named, config = entry.get("class_name"), entry.get("config") or {}
+    timeout = config.get("timeout")
+    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+        raise ToolError(f"{where}: config.timeout is {timeout!r}, it must be seconds, or null for none")
+    if config.get("type") == "mcp":
         from verl.rollout.tools.mcp_servers import McpTool, load_tools
 
         return load_tools(entry, where, load_class(named, where) if named else McpTool)
@@ -131,13 +138,20 @@ class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
     kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
-    many characters of a response the model sees, and which part of a longer one is cut.
+    many characters of a response the model sees, and which part of a longer one is cut. boundaries: of the session that shows images.
     """
 
     def __init__(
-        self, tools: Mapping[str, BaseTool], kwargs: Any, *, timeout: float | None, longest: int, side: str
+        self,
+        tools: Mapping[str, BaseTool],
+        kwargs: Any,
+        *,
+        timeout: float | None,
+        longest: int,
+        side: str,
+        boundaries: Boundaries | None = None,
     ):
-        self._tools, self._kwargs = tools, kwargs or {}
+        self._tools, self._kwargs, self._boundaries = tools, kwargs or {}, boundaries
         self._timeout, self._longest, self._side = timeout, longest, side
         self._instances: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -146,8 +160,8 @@ class ToolRun:
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
 
-    async def call(self, call: ToolCall) -> str:
-        """The text that answers a call. What a tool does wrong is text too; EnvironmentFailed where its server is gone."""
+    async def call(self, call: ToolCall) -> Content:
+        """What answers a call. What a tool does wrong is text; EnvironmentFailed where its server is gone."""
         started, tool = time.monotonic(), self._tools.get(call.name)
         self.counts["calls"] += 1
         if call.error or tool is None:
@@ -159,6 +173,7 @@ class ToolRun:
         try:
             async with deadline:
                 response, reward, metrics = await self._execute(tool, call.arguments)
+                images = self._images(response)
         except EnvironmentFailed:
             raise
         except Exception as error:
@@ -168,12 +183,27 @@ class ToolRun:
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
             self.seconds += time.monotonic() - started
-        if not response.is_text_only():
-            self.counts["errors"] += 1
-            return f"Error: tool {call.name!r} gave an image or video, which are not in this release"
         self.rewards.append(float(reward or 0.0))
         self.metrics.append({"tool": call.name, **(metrics or {})})
-        return self._cut(response.text or "")
+        text = self._cut(response.text or "")
+        return [*images, {"type": "text", "text": text}] if images else text
+
+    def _images(self, response: ToolResponse) -> list[dict[str, Any]]:
+        """The images of a response as parts of a message. Raises where the model cannot see them."""
+        if response.video:
+            raise ToolError("it gave a video, and videos are not in this release")
+        if not response.image:
+            return []
+        if self._boundaries is None or self._boundaries.images is None:
+            raise ToolError("it gave an image, which this model does not see")
+        from verl.data.media import decoded, open_image
+
+        try:
+            images = [decoded(open_image(cell, Path())) for cell in response.image]
+            self._boundaries.images.tokens(images)
+        except BadRow as error:  # whose text may hold an address of memory, another one when a run resumes
+            raise ToolError(f"it gave an image that cannot be shown: {error.problem}") from error
+        return [{"type": "image", "image": image} for image in images]
 
     async def _execute(
         self, tool: BaseTool, arguments: dict[str, Any]
