@@ -163,7 +163,7 @@ ENVIRONMENT = f"{ROLLOUT}agent.environment."
 # What is said of it → keys that no run can be made of.
 WRONG = {
     "environment.path.*needs it": [f"{ENVIRONMENT}name=custom"],
-    f"has no attribute 'NoSuch'|no 'NoSuch'|NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
+    "NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
     "the program 'no-such-program' is not found": [f"{ENVIRONMENT}name=command", f"{ENVIRONMENT}path=no-such-program"],
     "no OpenEnv server answers at|needs the package openenv": [f"{ENVIRONMENT}name=openenv", f"{ENVIRONMENT}path=http://127.0.0.1:9"],
     "no-such-python is no program": [f"{ENVIRONMENT}name=verifiers", f"{ENVIRONMENT}path=no-such-python"],

@@ -28,13 +28,23 @@ ENV = {"agent_name": "environment_agent"}
 
 
 def test_a_text_game_of_gymnasium() -> None:
-    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
-    kwargs = {"id": "FrozenLake-v1", "is_slippery": False, "render_mode": "ansi"}
-    own = {"environment": {"name": "gym", "path": "gymnasium:make", "kwargs": kwargs}}
-    (t,), _ = play(["east", "Down: 1", "1", "2", "1", "2", "2"], row={"columns": own, **ENV})
+    gymnasium = pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
+
+    class Corridor(gymnasium.Env):
+        observation_space = action_space = gymnasium.spaces.Text(20)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "corridor", {}
+
+        def step(self, action):
+            return f"you go {action}", 1.0, action == "east", False, {}
+
+    gymnasium.register("Corridor-v0", Corridor)
+    own = {"environment": {"name": "gym", "path": "gymnasium:make", "kwargs": {"id": "Corridor-v0"}}}
+    (t,), _ = play(["west", "east"], row={"columns": own, **ENV})
     said = [m["content"] for m in t.fields["messages"]]
-    assert (t.status, t.score) == ("completed", 1.0) and "[S]FFF" in said[0] and "(Down)" in said[4]
-    assert said[2] == "Error: the action must be a number from 0 to 3"
+    assert (t.status, t.score, said[2]) == ("completed", 2.0, "you go west") and said[0].endswith("corridor")
 
 
 FAKE = """

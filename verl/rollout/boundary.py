@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.data.media import decoded, open_image
 from verl.data.rows import PLACEHOLDER, BadRow, ChatRenderer
 from verl.trajectory import Media
 
@@ -54,9 +55,16 @@ class Boundaries:
         self._open_images = open_images
 
     @cached_property
-    def images(self) -> Any:
-        """Makes what the model sees of images that tools and environments show; opened by the first of them."""
-        return self._open_images()
+    def _images(self) -> Any:
+        if (found := self._open_images()) is None:
+            raise BadRow("this model sees no images", "use a vision-language model")
+        return found
+
+    def image_parts(self, cells: Sequence[Any]) -> list[dict[str, Any]]:
+        """Images as parts of a message, decoded. BadRow where the model cannot see them."""
+        images = [decoded(open_image(cell, Path())) for cell in cells]
+        self._images.tokens(images)
+        return [{"type": "image", "image": image} for image in images]
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be shown."""
@@ -67,9 +75,7 @@ class Boundaries:
         cells = [part["image"] for message in messages for part in images_of(message)]
         if not cells:
             return self._chat.ids(text), ()
-        if self.images is None:
-            raise BadRow("media", "the dialogue holds an image, which this model does not see")
-        ids, media = self.images(text, cells, Path())
+        ids, media = self._images(text, cells, Path())
         return ids, (media,)
 
     def keeps(self, ids: np.ndarray, messages: Sequence[Message], tools: Any = None) -> bool:
@@ -119,7 +125,7 @@ class Boundaries:
         return further
 
 
-def images_of(message: Message) -> list[dict[str, Any]]:
+def images_of(message: Message) -> list[Message]:
     """The parts of a message that hold an image (`image`: what `verl.data.media.open_image` takes)."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []

@@ -13,7 +13,6 @@ import asyncio
 import inspect
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -37,13 +36,11 @@ from verl.rollout.tools.toolbox import load_class
 _PATH_KEY = "rollout.agent.environment.path"
 _KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
 _EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
-_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymEnv:
     """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
-    What is no text is shown as `render_mode=ansi` draws it, what is coloured there in brackets. Where actions are numbers (`Discrete`), the last one of a turn is taken.
     The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
@@ -54,32 +51,14 @@ class GymEnv:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(opening(row, self._text(seen)))
+        return Observation(opening(row, seen))
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
-        """The turn's text is the action, or names it."""
-        try:
-            action = self._action(message["content"])
-        except ValueError as error:
-            return StepResult([{"role": "user", "content": f"Error: {error}"}])
-        seen, reward, terminated, truncated, info = self._env.step(action)
+        """The turn's text is the action."""
+        seen, reward, terminated, truncated, info = self._env.step(message["content"])
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
-        said = [{"role": "user", "content": self._text(seen)}]
+        said = [{"role": "user", "content": str(seen)}]
         return StepResult(said, float(reward), bool(terminated or truncated), metrics, not terminated)
-
-    def _text(self, seen: Any) -> str:
-        if not isinstance(seen, str) and getattr(self._env, "render_mode", None) == "ansi":
-            seen = _COLOURED.sub(r"[\1]", self._env.render())
-        return str(seen)
-
-    def _action(self, text: str) -> Any:
-        space: Any = getattr(self._env, "action_space", None)
-        if type(space).__name__ != "Discrete":
-            return text
-        numbers = re.findall(r"-?\d+", text)
-        if not numbers or not space.contains(int(numbers[-1])):
-            raise ValueError(f"the action must be a number from {space.start} to {space.start + space.n - 1}")
-        return int(numbers[-1])
 
     def close(self) -> None:
         """Close the environment."""

@@ -37,9 +37,7 @@ from verl.trajectory import Media
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
 _PING_SECONDS = 5.0
-_GRACE_SECONDS = (
-    60.0  # beyond the deadline of a tool: loading tools and starting their servers holds a process up, too
-)
+_GRACE_SECONDS = 60.0  # beyond the deadline of a tool: loading tools may hold a process up, too
 
 
 class LoopFailed(RuntimeError):
@@ -75,9 +73,9 @@ class _LoopProcess(ChildProcess):
         super().__init__(__name__)
         self.running: dict[int, _Run] = {}
         self.started = asyncio.Event()
-        self.silence = (
-            -math.inf
-        )  # seconds since it answered, counted while this process is not held up; before its first word none
+        self.why = ""
+        # Seconds without an answer, in which this process was not held up itself; before the first answer none.
+        self.silence = -math.inf
 
 
 class LoopProcesses:
@@ -146,14 +144,12 @@ class LoopProcesses:
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, why = self._config, ""
-        watching: list[asyncio.Future[None]] = []
+        config, watching = self._config, None
         unusable: LoopUnusable | None = None
         try:
             external = config.actor_rollout_ref.model.external_lib
             await process.start(encode({"external_lib": external, "config": config.to_dict()}))
-            exits, pings = process.close_after_exit(_EXIT_WAIT), self._end_if_silent(process)
-            watching += [asyncio.ensure_future(exits), asyncio.ensure_future(pings)]
+            watching = asyncio.ensure_future(self._watch(process))
             process.started.set()
             async for message in process.messages():
                 process.silence = 0.0
@@ -162,16 +158,23 @@ class LoopProcesses:
                 elif "pong" not in message:
                     self._handle(process, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f" ({type(error).__name__}: {error})"
+            process.why = process.why or f"{type(error).__name__}: {error}"
         finally:
             self._processes.remove(process)
-            for task in watching:
-                task.cancel()
+            if watching is not None:
+                watching.cancel()
             await process.end()
             process.started.set()
-            ended = LoopEnded(f"the process of the agent loop ended: {process.exit_text()}{why}")
+            ended = LoopEnded(f"the process of the agent loop ended: {process.why or process.exit_text()}")
             for run in process.running.values():
                 run.fail(unusable or ended)
+
+    async def _watch(self, process: _LoopProcess) -> None:
+        pings = asyncio.ensure_future(self._end_if_silent(process))
+        try:
+            await process.close_after_exit(_EXIT_WAIT)
+        finally:
+            pings.cancel()
 
     async def _end_if_silent(self, process: _LoopProcess) -> None:
         while self._patience is not None:
@@ -179,9 +182,9 @@ class LoopProcesses:
             await asyncio.sleep(_PING_SECONDS)
             process.silence += _PING_SECONDS
             if process.silence > self._patience:
-                for run in process.running.values():
-                    text = f"the process of the agent loop answered nothing for {self._patience:g} s and was ended"
-                    run.fail(LoopEnded(f"{text}: does code in it block the event loop?"))
+                process.why = (
+                    f"it answered nothing for {self._patience:g} s: does code of yours block its event loop?"
+                )
                 process.kill()
                 return
 
@@ -277,12 +280,10 @@ class _Child:
             call = next(self._numbers)
             self._calls[call] = asyncio.get_running_loop().create_future()
             request = {"run": number, "call": call, "prompt_ids": prompt_ids, "sampling": asdict(sampling)}
-            images = {
-                "seen": [one.key for one in media],
-                "media": [vars(one) for one in media if one.key not in sent],
-            }
-            sent.update(images["seen"])
-            self._channel.send(request | images, arrays=True)
+            new = [vars(one) for one in media if one.key not in sent]
+            seen = [one.key for one in media]
+            sent.update(seen)
+            self._channel.send(request | {"seen": seen, "media": new}, arrays=True)
             try:
                 return await self._calls[call]
             finally:

@@ -19,6 +19,7 @@ import numpy as np
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
 from verl.trajectory import Media, Prompt
 
+Images = Sequence[Media]
 _ABORT_AGAIN_S = 1.0
 
 
@@ -52,12 +53,10 @@ class TrajectoryCalls:
         self._session = self.id if more_follow else None
         self._calls = 0
 
-    async def generate(
-        self, prompt_ids: Any, sampling: SamplingParams, media: Sequence[Media] | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Images = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call). media: images
         that came after the row's own."""
-        seen = self._joined(media or ())
+        seen = self._joined(media)
         call, self._calls = self._calls, self._calls + 1
         options: dict[str, Any] = {"request_id": f"{self.id}.{call}" if call else self.id}
         if self._session is not None:
@@ -77,7 +76,7 @@ class TrajectoryCalls:
         self._media.append(seen)
         return result
 
-    def _joined(self, media: Sequence[Media]) -> Media | None:
+    def _joined(self, media: Images) -> Media | None:
         """The row's images and these as one; the same object for every call that sees the same."""
         own = self._prompt.media
         parts = (*([] if own is None else [own]), *media)

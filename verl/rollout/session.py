@@ -20,6 +20,8 @@ from verl.rollout.boundary import Boundaries, Message, Rendered, without_images
 from verl.rollout.tools.parsers import ToolCall, parse
 from verl.trajectory import Media
 
+Given = SamplingParams | Mapping[str, Any] | None
+Images = Sequence[Media]
 Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
@@ -120,21 +122,15 @@ class Session:
         self.turns: list[dict[str, float]] = []
         self._began = time.monotonic()
 
-    async def generate(
-        self,
-        prompt_ids: Any,
-        sampling: SamplingParams | Mapping[str, Any] | None = None,
-        media: Sequence[Media] | None = None,
-    ) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Given = None, media: Images = ()) -> Completion:
         """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one.
 
         media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
-        seen = tuple(media or ())
-        completion = await self._send(prompt_ids, self.params(sampling), seen)
-        self._record(np.asarray(prompt_ids, np.int64), seen, completion)
+        completion = await self._send(prompt_ids, self.params(sampling), media)
+        self._record(np.asarray(prompt_ids, np.int64), tuple(media), completion)
         return completion
 
-    def params(self, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    def params(self, given: Given) -> SamplingParams:
         """The run's settings with what a mapping changes of them."""
         if given is None or isinstance(given, SamplingParams):
             return given or self.sampling
@@ -178,12 +174,10 @@ class Session:
         self.turns.append({name: round(value, 4) for name, value in taken.items()})
         return reply
 
-    def fitting(
-        self, ids: np.ndarray, given: Mapping[str, Any], media: tuple[Media, ...] = ()
-    ) -> SamplingParams:
+    def fitting(self, ids: np.ndarray, given: Mapping[str, Any], media: Images = ()) -> SamplingParams:
         """The settings of a turn after `ids`, with a budget of what a segment may still have behind its context, and the longest
         sequence. OutOfTokens if that is nothing."""
-        segment, params = self._segment_of(ids, media), self.params(given)
+        segment, params = self._segment_of(ids, tuple(media)), self.params(given)
         room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
         if self.longest is not None:
             room = min(room, self.longest - len(ids))

@@ -138,14 +138,11 @@ class ToolAgent(AgentLoopBase):
         if self.partner is not None:
             rewards["turn_scores"] = self.partner.rewards
         metrics = {"tool_calls": self.tools.seconds, "tool_counts": dict(self.tools.counts)}
+        fields = {"messages": without_images(self.messages), "tool_metrics": self.tools.metrics}
         return {
             "num_turns": len(self.messages),
             "metrics": metrics | {"reward_scores": rewards},
-            "extra_fields": {
-                **rewards,
-                "messages": without_images(self.messages),
-                "tool_metrics": self.tools.metrics,
-            },
+            "extra_fields": rewards | fields,
         }
 
 

@@ -16,7 +16,6 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object, load_module
 from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.boundary import Boundaries
 from verl.rollout.tools.base import (
     BaseTool,
     FunctionTool,
@@ -138,7 +137,7 @@ class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
     kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
-    many characters of a response the model sees, and which part of a longer one is cut. boundaries: of the session that shows images.
+    many characters of a response the model sees, and which part of a longer one is cut. boundaries: where images are shown.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class ToolRun:
         timeout: float | None,
         longest: int,
         side: str,
-        boundaries: Boundaries | None = None,
+        boundaries: Any = None,
     ):
         self._tools, self._kwargs, self._boundaries = tools, kwargs or {}, boundaries
         self._timeout, self._longest, self._side = timeout, longest, side
@@ -173,10 +172,16 @@ class ToolRun:
         try:
             async with deadline:
                 response, reward, metrics = await self._execute(tool, call.arguments)
-                images = self._images(response)
+                if response.video:
+                    raise ToolError("it gave a video, and videos are not in this release")
+                images = self._boundaries.image_parts(response.image) if response.image else []
         except EnvironmentFailed:
             raise
         except Exception as error:
+            if isinstance(
+                error, BadRow
+            ):  # its text may hold an address of memory, another one when a run resumes
+                error = ToolError(f"it gave an image that cannot be shown: {error.problem}")
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
@@ -187,23 +192,6 @@ class ToolRun:
         self.metrics.append({"tool": call.name, **(metrics or {})})
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
-
-    def _images(self, response: ToolResponse) -> list[dict[str, Any]]:
-        """The images of a response as parts of a message. Raises where the model cannot see them."""
-        if response.video:
-            raise ToolError("it gave a video, and videos are not in this release")
-        if not response.image:
-            return []
-        if self._boundaries is None or self._boundaries.images is None:
-            raise ToolError("it gave an image, which this model does not see")
-        from verl.data.media import decoded, open_image
-
-        try:
-            images = [decoded(open_image(cell, Path())) for cell in response.image]
-            self._boundaries.images.tokens(images)
-        except BadRow as error:  # whose text may hold an address of memory, another one when a run resumes
-            raise ToolError(f"it gave an image that cannot be shown: {error.problem}") from error
-        return [{"type": "image", "image": image} for image in images]
 
     async def _execute(
         self, tool: BaseTool, arguments: dict[str, Any]
