@@ -74,7 +74,11 @@ def test_a_hostile_tool_is_contained_in_its_process(
     (t,), _ = play([*calls, "Well."], *words, model=tmp_path / "model", processes=1, events=events)
     told = [m["content"] for m in t.fields["messages"] if m["role"] == "tool"]
     lost = [end in ("stop", "block") for end in ends.split()]
-    assert t.status == "completed" and t.extra["resamples"] == len(lost) and t.extra["tool_counts"]["errors"] == 1
+    assert (
+        t.status == "completed"
+        and t.extra["resamples"] == len(lost)
+        and t.extra["tool_counts"]["errors"] == 1
+    )
     assert told[0] == "done" and "SystemExit(7)" in told[1] and "(truncated)" in told[2]
     failed = [fields for kind, fields in events if kind == "trajectory_failed"]
     assert {fields["status"] for fields in failed} == {"environment_error"}

@@ -144,7 +144,7 @@ class LoopProcesses:
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, watching = self._config, None
+        config, why, watching = self._config, "", None
         unusable: LoopUnusable | None = None
         try:
             external = config.actor_rollout_ref.model.external_lib
@@ -158,14 +158,16 @@ class LoopProcesses:
                 elif "pong" not in message:
                     self._handle(process, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            process.why = process.why or f"{type(error).__name__}: {error}"
+            why = f" ({type(error).__name__}: {error})"
         finally:
             self._processes.remove(process)
             if watching is not None:
                 watching.cancel()
             await process.end()
             process.started.set()
-            ended = LoopEnded(f"the process of the agent loop ended: {process.why or process.exit_text()}")
+            ended = LoopEnded(
+                f"the process of the agent loop ended: {process.why or process.exit_text()}{why}"
+            )
             for run in process.running.values():
                 run.fail(unusable or ended)
 

@@ -284,22 +284,13 @@ def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
 
 def _normal(message: Message) -> dict[str, Any]:
     """As templates take it: arguments of calls are mappings (OpenAI's clients send text), content is there."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = [_part(part) for part in content]
-    out = {**message, "content": content}
+    out = {**message, "content": message.get("content") or ""}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls
         ]
     return out
-
-
-def _part(part: Any) -> Any:
-    """A part of a message; an image as OpenAI's clients send it as others do."""
-    is_url = isinstance(part, Mapping) and part.get("type") == "image_url"
-    return {"type": "image", "image": part["image_url"]["url"]} if is_url else part
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
