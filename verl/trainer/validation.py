@@ -67,7 +67,10 @@ class Validator:
             part = await self._rollouts.sample(prompts, self._sampling, self._n, progress)
             await self._rollouts.scored(part)
             trajectories += part
-            for media in {*(prompt.media for prompt in prompts), *(segment.media for segment in part.segments)}:
+            for media in {
+                *(prompt.media for prompt in prompts),
+                *(segment.media for segment in part.segments),
+            }:
                 if media is not None:
                     media.drop_pixels()
         batch = Batch(trajectories)
