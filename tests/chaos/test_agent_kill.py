@@ -21,9 +21,9 @@ from tests.unit.test_adapters import fake_python
 from tests.unit.test_mcp import STDIO, tools_file
 from tests.unit.test_session import _QWEN
 
-# Who finds the file "kill" takes it away and kills itself, once.
+# Who finds the file "kill" takes it away and kills itself, once; who finds "delete", the folder that is named there.
 TOOLS = """
-import os, time
+import os, shutil, time
 from pathlib import Path
 from verl.tools.function_tool import function_tool
 
@@ -35,6 +35,10 @@ def calculate(expression: str) -> str:
         expression: Like 3*4.
     '''
     time.sleep(0.02)
+    if (named := Path(__file__).parent / "delete").exists():
+        folder = named.read_text()
+        named.unlink()
+        shutil.rmtree(folder)
     try:
         (Path(__file__).parent / "kill").unlink()
     except FileNotFoundError:
@@ -155,6 +159,16 @@ def test_a_process_that_is_killed_is_an_outcome_and_none_outlives_the_trainer(
         words = words_of(dialogues, tmp_path / "run2", 1, *more)
         run_and_kill(fork_server, words, Kill("gen", 1, 2.0 if what == "mcp" else 0.6), tmp_path / "marks")
         assert_none_left("CHAOS_MARKS", marks)
+
+
+@pytest.mark.slow
+def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
+    dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    (dialogues.root / "delete").write_text(str(tmp_path / "run"))
+    done = fork_server.run(words_of(dialogues, tmp_path / "run", 1))
+    assert done.status == 0 and "cannot be written" in done.stderr, done.stderr
+    assert sorted(records(tmp_path / "run")) == [1, 2] and weights(tmp_path / "run", 2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ rewrites the turns before) has no boundary: the dialogue is then rendered as a w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,10 @@ _LONG: list[Message] = [
 class Boundaries:
     """Renders dialogues and what stands between turns for one tokenizer; made once in a process.
 
-    kwargs: data.apply_chat_template_kwargs. open_images: the model's `verl.data.media.ImageProcessor`, None where it sees no images.
+    kwargs: data.apply_chat_template_kwargs. open_images: gives the model's `verl.data.media.ImageProcessor`, None where it sees none.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        kwargs: Mapping[str, Any] | None = None,
-        open_images: Callable[[], Any] = lambda: None,
-    ):
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, open_images: Any = None):
         self._chat = ChatRenderer(tokenizer, kwargs)
         self._tokenizer = tokenizer
         self._pure: dict[str, bool] = {}
@@ -56,7 +51,7 @@ class Boundaries:
 
     @cached_property
     def _images(self) -> Any:
-        if (found := self._open_images()) is None:
+        if self._open_images is None or (found := self._open_images()) is None:
             raise BadRow("this model sees no images", "use a vision-language model")
         return found
 

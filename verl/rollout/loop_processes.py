@@ -144,12 +144,14 @@ class LoopProcesses:
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, why, watching = self._config, "", None
+        config, why = self._config, ""
+        watching: list[asyncio.Future[None]] = []
         unusable: LoopUnusable | None = None
         try:
             external = config.actor_rollout_ref.model.external_lib
             await process.start(encode({"external_lib": external, "config": config.to_dict()}))
-            watching = asyncio.ensure_future(self._watch(process))
+            for watch in (process.close_after_exit(_EXIT_WAIT), self._end_if_silent(process)):
+                watching.append(asyncio.ensure_future(watch))
             process.started.set()
             async for message in process.messages():
                 process.silence = 0.0
@@ -161,8 +163,8 @@ class LoopProcesses:
             why = f" ({type(error).__name__}: {error})"
         finally:
             self._processes.remove(process)
-            if watching is not None:
-                watching.cancel()
+            for task in watching:
+                task.cancel()
             await process.end()
             process.started.set()
             ended = LoopEnded(
@@ -170,13 +172,6 @@ class LoopProcesses:
             )
             for run in process.running.values():
                 run.fail(unusable or ended)
-
-    async def _watch(self, process: _LoopProcess) -> None:
-        pings = asyncio.ensure_future(self._end_if_silent(process))
-        try:
-            await process.close_after_exit(_EXIT_WAIT)
-        finally:
-            pings.cancel()
 
     async def _end_if_silent(self, process: _LoopProcess) -> None:
         while self._patience is not None:

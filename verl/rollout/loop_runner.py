@@ -35,9 +35,8 @@ class LoopRunner:
     def _boundaries(self) -> Boundaries | None:
         if self.tokenizer is None:
             return None
-        return Boundaries(
-            self.tokenizer, select(self.config, "data.apply_chat_template_kwargs"), self._open_images
-        )
+        kwargs = select(self.config, "data.apply_chat_template_kwargs")
+        return Boundaries(self.tokenizer, kwargs, self._open_images)
 
     def _open_images(self) -> Any:
         """What makes the images of tools and environments the model's; None for a model that sees none."""

@@ -405,9 +405,10 @@ class RolloutManager:
             raise ValueError(f"the agent loop returned no output ({prompt.uid})")
         completions = calls.completions
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
-        segments = [_segment(prompt, output, versions, calls) for output in outputs]
+        segments = [_segment(prompt, output, calls) for output in outputs]
         unrecorded = mask_unrecorded(segments, completions)
         for segment, output in zip(segments, outputs, strict=True):
+            segment.versions = versions
             _add_routes(segment, output.routed_experts, calls)
         ids = np.concatenate([segment.response_ids for segment in segments])
         text = _text(completions, ids)
@@ -455,9 +456,7 @@ class RolloutManager:
         return batch
 
 
-def _segment(
-    prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple[int, ...], calls: TrajectoryCalls
-) -> Segment:
+def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: TrajectoryCalls) -> Segment:
     """One output of an agent loop. A context that is the prompt is its array, so that it is computed once for a group.
 
     ValueError for arrays of different lengths.
@@ -480,9 +479,7 @@ def _segment(
             f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
         )
     log_probs = None if log_probs is None else log_probs * mask
-    return Segment(
-        context, ids, mask, versions=versions, media=calls.media_of(context), rollout_log_probs=log_probs
-    )
+    return Segment(context, ids, mask, media=calls.media_of(context), rollout_log_probs=log_probs)
 
 
 def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:

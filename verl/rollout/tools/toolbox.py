@@ -145,20 +145,16 @@ class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
     kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
-    many characters of a response the model sees, and which part of a longer one is cut. boundaries: where images are shown.
+    many characters of a response the model sees, and which part of a longer one is cut. show_images:
+    `Boundaries.image_parts` of the session.
     """
 
+    show_images: Any = None
+
     def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        kwargs: Any,
-        *,
-        timeout: float | None,
-        longest: int,
-        side: str,
-        boundaries: Any = None,
+        self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
     ):
-        self._tools, self._kwargs, self._boundaries = tools, kwargs or {}, boundaries
+        self._tools, self._kwargs = tools, kwargs or {}
         self._timeout, self._longest, self._side = timeout, longest, side
         self._instances: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -182,7 +178,7 @@ class ToolRun:
                 response, reward, metrics = await self._execute(tool, call.arguments)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
-                images = self._boundaries.image_parts(response.image) if response.image else []
+                images = self.show_images(response.image) if response.image else []
         except EnvironmentFailed:
             raise
         except Exception as error:
