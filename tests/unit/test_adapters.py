@@ -195,7 +195,7 @@ def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
     """A server on a free port (the last word of its command) until the block ends; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd)
+    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd, start_new_session=True)
     try:
         late = time.monotonic() + 60
         while time.monotonic() < late:
@@ -205,7 +205,7 @@ def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.kill()
+        os.killpg(server.pid, 9)
         server.wait()
 
 
@@ -227,6 +227,20 @@ def test_the_example_of_openenv(tmp_path: Path) -> None:
         assert said == ["3*4?\n\nEcho Env environment ready!", "Hi", "Hi", "Hello."]
         assert "OpenEnv" not in problems(words)
     assert f"no OpenEnv server answers at {url}" in problems(words) and "start it there" in problems(words)
+
+
+def test_a_server_of_openenv_that_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    monkeypatch.setenv("KILL", str(tmp_path / "kill"))
+    (tmp_path / "kill").touch()
+    starts_again = (
+        "import subprocess, sys\nwhile subprocess.call([sys.executable, *sys.argv[1:]]) == -9: pass"
+    )
+    with serving("-c", starts_again, str(HERE / "openenv_server_of_a_user.py"), "act") as url:
+        (t, u), _ = play([call("act", a=2, b=2), call("act", a=3, b=4)], *openenv_words(url), n=2)
+        assert [t.status, u.status] == ["completed"] * 2 and t.extra["resamples"] == u.extra["resamples"] == 1
 
 
 @pytest.mark.parametrize("kind", ["act", "tools"])
