@@ -240,7 +240,10 @@ def test_a_server_of_openenv_that_is_killed_and_started_again(
     )
     with serving("-c", starts_again, str(HERE / "openenv_server_of_a_user.py"), "act") as url:
         (t, u), _ = play([call("act", a=2, b=2), call("act", a=3, b=4)], *openenv_words(url), n=2)
-        assert [t.status, u.status] == ["completed"] * 2 and t.extra["resamples"] == u.extra["resamples"] == 1
+        assert [t.status, u.status] == ["completed"] * 2 and 1 in (
+            t.extra.get("resamples"),
+            u.extra.get("resamples"),
+        )
 
 
 @pytest.mark.parametrize("kind", ["act", "tools"])
