@@ -108,6 +108,16 @@ class Media:
     files: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Media]) -> Media:
+        """The images of several, one after the other."""
+        return cls(
+            {name: np.concatenate([one.inputs[name] for one in parts]) for name in parts[0].inputs},
+            sum(one.tokens for one in parts),
+            sum((one.small for one in parts), ()),
+            sum((one.files for one in parts), ()),
+        )
+
     @property
     def images(self) -> int:
         """Number of images."""
