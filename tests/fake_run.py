@@ -295,6 +295,8 @@ def events_of(steps: int, finished: bool) -> list[dict[str, Any]]:
                 "message": "non-finite gradient; batch kept in refused/step_77",
             }
         )
+    if steps > 120:
+        found.append({"event": "resumed", "time": START + 8.2 * 120 + 4, "step": 120})
     found.sort(key=lambda event: event["time"])
     if finished:
         time = START + 8.2 * steps
@@ -329,8 +331,6 @@ def make_run(
     lines: list[dict[str, Any]] = [{"step": 0, "time": START, **validation_of(0.0, 0.08, rng)}]
     for step in range(1, steps + 1):
         lines.append(metrics_of(step, steps, rng))
-        if steps > 100 and step == 120:
-            lines.append({"event": "resume", "step": 120, "time": START + 8.2 * 120 + 4})
         if step % every == 0 or step in (1, steps):
             rows = responses_of(step, steps, rng, prompts=prompts)
             if hostile and step == steps:

@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM. An exception at an arbitrary moment would tear a checkpoint, a tensor library or a lock apart.
 
 So while a run trains, the first signal is only noted and obeyed at the next safe point (a phase begins, a response has
-come back); a second one interrupts at once, and so does the first one outside of training.
+come back); a second one interrupts at once, and so does the first one outside of training. Before there is a run, while a
+command imports and checks, nothing needs an orderly end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ def check() -> None:
 def noted() -> bool:
     """True once a signal has come in `handled`, until that ends."""
     return _noted
+
+
+def ends_the_process() -> None:
+    """Until `handled` takes over, both signals end the process with one line and status 130."""
+
+    def end(number: int, _: Any) -> None:
+        with suppress(OSError):
+            os.write(2, b"verl: interrupted\n")
+        os._exit(130)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(probe, "nvidia_gpus", list)
     monkeypatch.setattr(probe, "needs_cuda", lambda name: False)
     monkeypatch.setattr(probe, "wants", lambda name, other: None)
-    monkeypatch.setattr(probe, "bf16_products", lambda: "in hardware")
+    monkeypatch.setattr(probe, "cpu_products", lambda: ("in hardware", "2 cores, float32 products"))
     return found
 
 
@@ -164,13 +164,17 @@ def test_self_test_that_fails_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bf16 is 4.0× as fast" in list(doctor._bench())[1].found
 
 
-def test_how_bf16_products_are_computed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_run_on_this_processor_computes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    probe.bf16_products.cache_clear()
+    probe.cpu_products.cache_clear()
     try:
         assert "multiplies in fp32" in named("bf16").found
+        assert re.search(r"\d threads?, float32 products; default: float32$", named("a run on the cpu").found)
+        assert f"about {doctor.QUICKSTART['float32']} tokens/s" in named("quickstart").found
     finally:
-        probe.bf16_products.cache_clear()
+        probe.cpu_products.cache_clear()
+    figures = json.loads((Path(__file__).parents[2] / "benchmarks/results/quickstart.json").read_text())
+    assert figures["tokens_per_s"] == doctor.QUICKSTART
 
 
 def test_torch_build_is_read_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,13 +192,16 @@ def test_interpolation():
         ["trainer.experiment_name=run-${data.train_batch_size}", "data.seed=${oc.select:trainer.nothing,7}"]
     )
     assert cfg.trainer.experiment_name == "run-1024" and cfg.data.seed == 7
-    assert "cannot be resolved" in refused("trainer.seed=${no.such.key}")
+    for broken in ("${no.such.key}", "${}", '${data["seed"]}', "${", "${trainer.seed"):
+        assert "problem" in refused(f"trainer.seed={broken}")
 
 
 # ---- forms that are no overrides ----
 
 
-@pytest.mark.parametrize("text", ["trainer.seed", "a b=1", "=1", "+", ""])
+@pytest.mark.parametrize(
+    "text", ["trainer.seed", "a b=1", "=1", "+", "", ".trainer.seed=1", "trainer.seed.=1", "trainer..seed=1"]
+)
 def test_no_override(text):
     assert "problem" in refused(text)
 

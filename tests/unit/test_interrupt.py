@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from verl import interrupt
 from verl.tracking.timer import Phases
+
+ROOT = Path(__file__).parents[2]
 
 
 def send(number: signal.Signals) -> None:
@@ -62,3 +67,19 @@ def test_a_library_that_brings_handlers_of_its_own_does_not_keep_them(number) ->
             signal.signal(number, signal.SIG_IGN)
         send(number)
         assert interrupt.noted()
+
+
+@pytest.mark.parametrize(
+    ("entry", "number"),
+    [("main_ppo", signal.SIGINT), ("main_ppo", signal.SIGTERM), ("sft_trainer", signal.SIGINT)],
+)
+def test_before_there_is_a_run_a_signal_ends_the_command_without_a_traceback(entry, number, tmp_path) -> None:
+    (tmp_path / "interrupting.py").write_text(f"import os; os.kill(os.getpid(), {int(number)})")
+    command = [sys.executable, "-m", f"verl.trainer.{entry}", "--check"]
+    environment = os.environ | {
+        "VERL_USE_EXTERNAL_MODULES": "interrupting",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }
+    command.append(("model" if entry == "sft_trainer" else "actor_rollout_ref.model") + ".path=/nowhere")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "verl: interrupted\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.fork_server import ForkServer
+from tests.chaos.fork_server import ForkServer, until
 from tests.runs import TinyRun
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -80,6 +82,34 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
         assert not ray.is_initialized()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert any("work_of_a_test" in str(entry["name"]) for entry in timeline)
+
+
+KILLED = """
+import os, signal, ray
+from verl.config import load
+from verl.workers.ray.cluster import Cluster
+cluster = Cluster(load([]), "cpu")
+print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
+input()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_rays_folder_is_private_and_nothing_of_it_outlives_a_killed_driver(monkeypatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", KILLED], **pipes) as driver:
+        folder = Path(driver.stdout.readline().strip()).parents[1]
+        assert folder.stat().st_mode & 0o077 == 0
+
+        def left() -> list[str]:
+            found = (one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]))
+            return [words[0] for words in found if any(f"{folder}/" in word for word in words)]
+
+        assert any("raylet" in name for name in left())
+        driver.communicate("\n")
+    until(lambda: not folder.exists() and not left(), timeout=15)
 
 
 def test_an_option_that_ray_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

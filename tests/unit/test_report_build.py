@@ -178,7 +178,7 @@ def test_thinning_follows_the_rule_of_names() -> None:
     sparse: list[float | None] = [None] * count
     sparse[5] = 7.0
     columns = {"x/mean": values, "x/max": values, "x/min": values, "val/accuracy": sparse}
-    got = thin(Metrics(list(range(1, count + 1)), [None] * count, dict(columns), []))
+    got = thin(Metrics(list(range(1, count + 1)), [None] * count, dict(columns)))
     every = got["every"]
     assert every == 3 and got["steps"][0] == 3 and got["steps"][-1] == count
     assert len(got["steps"]) == len(got["columns"]["x/mean"]) <= 1500
@@ -214,7 +214,7 @@ def test_headline_says_first_and_last(tmp_path: Path) -> None:
     ],
 )
 def test_a_mean_reward_is_not_called_an_accuracy(names: list[str], label: str) -> None:
-    metrics = Metrics([1], [None], {name: [0.5] for name in names}, [])
+    metrics = Metrics([1], [None], {name: [0.5] for name in names})
     assert summary.headline(metrics)[0]["label"] == label
 
 
@@ -223,7 +223,7 @@ def test_a_mean_reward_is_not_called_an_accuracy(names: list[str], label: str) -
     [
         ([], "finished"),
         ([{"event": "run_end", "status": "interrupted", "text": "Ctrl-C"}], "failed"),
-        ([{"event": "run_end", "status": "failed"}, {"event": "resume", "step": 1}], "finished"),
+        ([{"event": "run_end", "status": "failed"}, {"event": "resumed", "step": 1}], "finished"),
         ([{"event": "run_start", "total_steps": 9}], "running"),
     ],
 )
@@ -240,13 +240,14 @@ def test_status_comes_from_the_end_event_or_the_steps(tmp_path: Path, events: li
 def test_the_curves_mark_resumes_and_lost_workers_and_torn_lines_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 3)
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"event": "resume", "step": 1}) + "\n" + '{"step": 4, "actor/ent')
+        file.write('{"step": 4, "actor/ent')
+    resumed = {"event": "resumed", "step": 1}
     died = {"event": "sampler_died", "sampler": "s0", "step": 3}
     others = [{"event": "sampler_died", "sampler": "before any step"}, {"event": "checkpoint", "step": 2}]
-    (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [died, *others]))
+    (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [resumed, died, *others]))
     read = read_run(run)
     data = page_data(read, pack_responses(read.response_files, read.unreadable))
-    assert data["marks"] == [{"kind": "resume", "step": 1}, {"kind": "sampler_died", "step": 3}]
+    assert data["marks"] == [{"kind": "resumed", "step": 1}, {"kind": "sampler_died", "step": 3}]
     assert data["unreadable"] == {"metrics.jsonl": 1}, "the page says what could not be read"
 
 

@@ -25,25 +25,11 @@ def test_columns_are_aligned_and_sorted(tmp_path: Path) -> None:
     assert metrics.columns == {"a": [0.5, None, 1.0], "b": [None, 3.0, 4.0]}
 
 
-def test_last_record_of_a_step_wins(tmp_path: Path) -> None:
-    file = lines(tmp_path / "metrics.jsonl", {"step": 1, "a": 1, "old": 2}, {"step": 1, "a": 9})
-    metrics = read_metrics(file, Counter())
-    assert metrics.columns == {"a": [9.0]}
-
-
-def test_resume_drops_steps_of_the_earlier_life(tmp_path: Path) -> None:
-    rows = [{"step": s, "a": s} for s in range(1, 6)]
-    file = lines(tmp_path / "metrics.jsonl", *rows, {"event": "resume", "step": 3}, {"step": 4, "a": 40})
-    metrics = read_metrics(file, Counter())
-    assert metrics.steps == [1, 2, 3, 4]
-    assert metrics.columns["a"] == [1.0, 2.0, 3.0, 40.0]
-    assert [m["event"] for m in metrics.marks] == ["resume"]
-
-
-def test_validation_of_a_finished_run_adds_to_its_last_step(tmp_path: Path) -> None:
-    rows = [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
-    file = lines(tmp_path / "metrics.jsonl", *rows, {"event": "resume", "step": 2}, {"step": 2, "val": 0.5})
-    assert read_metrics(file, Counter()).columns == {"a": [1.0, 2.0], "val": [None, 0.5]}
+def test_a_later_record_of_a_step_adds_to_it_and_marks_of_release_0_1_are_passed_over(tmp_path: Path) -> None:
+    rows = [{"step": 1, "a": 1, "old": 2}, {"event": "resume", "step": 1}, {"step": 1, "a": 9, "val": 0.5}]
+    unreadable: Counter[str] = Counter()
+    metrics = read_metrics(lines(tmp_path / "metrics.jsonl", *rows), unreadable)
+    assert metrics.columns == {"a": [9.0], "old": [2.0], "val": [0.5]} and not unreadable
 
 
 def test_torn_and_foreign_lines_are_counted(tmp_path: Path) -> None:

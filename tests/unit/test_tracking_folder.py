@@ -103,20 +103,18 @@ def test_resume_keeps_each_step_once(tmp_path):
     assert again.begin(3) == 2
     fill(again, [4])
     again.close()
-    found = records(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in found if "event" not in r] == [0, 1, 2, 3, 4]
-    (mark,) = [r for r in found if "event" in r]
-    assert (mark["event"], mark["step"]) == ("resume", 3)
-    assert found.index(mark) == 4
+    assert [r["step"] for r in records(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     aside = records(tmp_path / "superseded" / "metrics.jsonl")
     assert [r.get("step") for r in aside] == [None, 4, 5]
     assert sorted(p.stem for p in (tmp_path / "trajectories").iterdir()) == ["0", "1", "2", "3", "4"]
     assert sorted(p.stem for p in (tmp_path / "superseded/trajectories").iterdir()) == ["4", "5"]
     third = RunFolder(tmp_path, warned.append)
     assert third.begin(4) == 0
+    third.metrics(4, {"val": 0.5})  # trainer.val_only
     third.close()
-    kinds = [r.get("event") for r in records(tmp_path / "metrics.jsonl")]
-    assert kinds == [None] * 4 + ["resume", None, "resume"] and warned == []
+    found = records(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in found] == [0, 1, 2, 3, 4] and (found[4]["a"], found[4]["val"]) == (2, 0.5)
+    assert warned == []
 
 
 def test_fresh_start_in_a_used_folder_moves_the_old_records(tmp_path):

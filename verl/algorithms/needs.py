@@ -76,6 +76,8 @@ def needed_columns(config: Any) -> frozenset[str]:
         needs |= {"ref_log_probs", "old_log_probs"}
     if actor.use_kl_loss:
         needs.add("ref_log_probs")
+    if setting(config, "critic.enable", False):  # trained beside an estimator that does not read it
+        needs.add("values")
     if correction.active:
         needs |= {"old_log_probs", "rollout_log_probs"}
     if correction.bypass:  # the old policy is the sampler
@@ -143,5 +145,5 @@ def teacher_columns(config: Any) -> frozenset[str]:
 
 
 def needs_critic(config: Any) -> bool:
-    """True where values are needed, and where `critic.enable` asks for a critic anyway."""
-    return "values" in needed_columns(config) or bool(config.critic.enable)
+    """True where values are needed, for the estimator or because `critic.enable` asks for a critic anyway."""
+    return "values" in needed_columns(config)

@@ -48,16 +48,6 @@ def _found(path: Path) -> tuple[str | None, Path]:
     return (RUN if any(True for _ in manifest.step_directories(path)) else None), path
 
 
-def newest_by_name(root: Path) -> Path | None:
-    """The `global_step_N` that the pointer file names, else the one with the highest N; nothing is verified."""
-    pointer = root / manifest.LATEST
-    if pointer.is_file():
-        named = root / f"global_step_{pointer.read_text('utf-8').strip()}"
-        if named.is_dir():
-            return named
-    return max(manifest.step_directories(root), key=lambda p: manifest.step_of(p) or 0, default=None)
-
-
 def foreign(path: Path) -> str:
     """Why a directory that is not a checkpoint of ours cannot be resumed, and what to do; "" for anything else."""
     layout, place = _found(path)

@@ -62,7 +62,9 @@ def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
     verify(path, manifest, hashes=hashes)
     try:
         loop_state = json.loads((path / LOOP).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        if loop_state["step"] != manifest.step:
+            raise ValueError(f"step {loop_state['step']}, in {NAME} it is {manifest.step}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / LOOP} cannot be read ({type(error).__name__}: {error})") from error
     return Checkpoint(path, manifest.step, loop_state, manifest)
 
@@ -85,6 +87,12 @@ def clean(root: Path, *, on_event: OnEvent = no_event) -> None:
             on_event("checkpoint_unfinished", path=str(path), message=f"unfinished, removed: {error}")
         remove(path)
         on_event("checkpoint_stale_removed", path=str(path))
+
+
+def newest_sealed(root: Path) -> Path | None:
+    """The `global_step_N` that was sealed last. Its manifest reads; its files are not looked at."""
+    found = sealed(root)
+    return max(found)[2] if found else None
 
 
 def newest(root: Path, *, on_event: OnEvent = no_event, tidy: bool = True) -> Checkpoint | None:

@@ -63,6 +63,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tracker mlflow", ("mlflow",), "", "pip install mlflow", later=True),
 )
 
+QUICKSTART = {"bfloat16": 3400, "float32": 3900}
+"""Tokens a second of a step of `make quickstart` by the type of its products (a test compares with the committed figures)."""
+MEASURED = "as measured with one thread of a busy AMD EPYC (benchmarks/results/quickstart.json)"
+
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages that transformers imports when they are there: a build that does not fit torch breaks the import."""
 
@@ -173,8 +177,14 @@ def _devices() -> Iterator[Finding]:
     usable, quota = cores()
     limited = f", of which the container may use {quota:g}" if quota is not None and quota < usable else ""
     yield Finding("devices", "cpu", f"{name}, {usable} cores{limited}")
-    products = probe.bf16_products() or "unknown: torch does not start"
+    products, *uses = probe.cpu_products() or ("unknown: torch does not start",)
     yield Finding("devices", "bf16", f"{products} ({', '.join(flags) or 'no known flags'})")
+    for used in uses:
+        fast = "bfloat16" in used
+        dtype = "bfloat16 products, float32 master weights" if fast else "float32"
+        yield Finding("devices", "a run on the cpu", f"{used}; default: {dtype}")
+        rate = QUICKSTART["bfloat16" if fast else "float32"]
+        yield Finding("devices", "quickstart", f"about {rate} tokens/s, {MEASURED}", NOTE)
 
 
 def _machine() -> Iterator[Finding]:

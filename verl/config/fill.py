@@ -56,7 +56,8 @@ def _records(root: Any) -> None:
     folder = f"{os.path.splitext(file)[0]}_{kind}"
     if not file or "://" in file:
         folder = f"checkpoints/{trainer.project_name}/{trainer.experiment_name}"
-    trainer.default_local_dir = trainer.default_local_dir or folder
+    if trainer.default_local_dir is None:
+        trainer.default_local_dir = folder
 
 
 def _interpolate(resolver: Resolver) -> None:

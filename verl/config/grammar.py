@@ -53,6 +53,8 @@ def parse(argument: str) -> Override:
     if not found:
         example = "trainer.total_epochs=2"
         raise GrammarError(f"{argument!r} is no override; write key=value, for example {example}")
+    if "" in found["key"].split("."):
+        raise GrammarError(f"{argument!r}: there is no name before or after a dot; write group.key=value")
     op, right = found["op"] or "", found["value"]
     if right is None and op != "~":
         raise GrammarError(f"{argument!r} has no value; write {argument}=value")
@@ -60,7 +62,7 @@ def parse(argument: str) -> Override:
         value = None if right is None else parse_value(right)
     except GrammarError as error:
         raise GrammarError(f"{argument!r}: {error}") from None
-    return Override(op, found["key"].strip("."), found["package"], value)
+    return Override(op, found["key"], found["package"], value)
 
 
 def parse_value(text: str) -> Value:

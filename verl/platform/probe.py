@@ -80,12 +80,13 @@ def cpu() -> tuple[str, list[str]]:
 
 
 @cache
-def bf16_products() -> str | None:
-    """How bfloat16 products are computed on this CPU, tried out in a process that imports torch (2 s); None where it
-    cannot."""
-    code = "from verl.platform.cpu import CpuPlatform; print(CpuPlatform().bfloat16_products())"
+def cpu_products() -> tuple[str, ...]:
+    """How bfloat16 products are computed on this CPU, and what a run on it uses, tried out in a process that imports torch (2 s);
+    empty where it cannot."""
+    code = "from verl.platform.cpu import PLATFORM as cpu; cpu.prepare()"
+    code += "; print(cpu.bfloat16_products()); print(cpu.describe())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return tuple(done.stdout.splitlines())
 
 
 def memory() -> tuple[int | None, int | None]:

@@ -153,7 +153,8 @@ def _digits(value: float | None) -> float | int | None:
 def _marks(run: Run) -> list[Record]:
     """What the curves show as a line: resumes, and workers that were lost."""
     losses = [e for e in run.events.shown if kind_of(e) in _LOSSES and isinstance(e.get("step"), int)]
-    return [{"kind": kind_of(m), "step": m.get("step")} for m in [*run.metrics.marks, *losses]][-50:]
+    resumes = [e for e in run.events.marks if kind_of(e) == "resumed"]
+    return [{"kind": kind_of(m), "step": m.get("step")} for m in [*resumes, *losses]][-50:]
 
 
 def _event(event: Record) -> Record:

@@ -30,7 +30,6 @@ class Metrics:
     steps: list[int]
     times: list[float | None]
     columns: dict[str, list[float | None]]
-    marks: list[Record]
 
 
 @dataclass(slots=True)
@@ -108,30 +107,19 @@ def text_of(value: Any, limit: int, more: str = " …") -> str:
 
 
 def read_metrics(path: Path, unreadable: Counter[str]) -> Metrics:
-    """Columns of `metrics.jsonl`. The last record of a step wins.
-
-    A resume marker `{"event": "resume", "step": k}` drops what an earlier life logged after step k:
-    those steps are computed again. What is logged for step k itself after it (trainer.val_only) adds to the record.
-    """
+    """Columns of `metrics.jsonl`. A later record of a step adds to an earlier one and wins."""
     rows: dict[int, Record] = {}
-    resumed: int | None = None
-    marks: list[Record] = []
     for record in json_lines(path, unreadable):
-        found = record.get("step")
-        step = found if isinstance(found, int) and not isinstance(found, bool) else None
-        if "event" in record:
-            marks.append(record)
-            if kind_of(record) == "resume" and step is not None:
-                rows = {s: r for s, r in rows.items() if s <= step}
-                resumed = step
-        elif step is not None:
-            rows[step] = rows.get(step, {}) | record if step == resumed else record
+        step = record.get("step")
+        if isinstance(step, int) and not isinstance(step, bool):
+            if "event" not in record:  # a mark of release 0.1
+                rows[step] = rows.get(step, {}) | record
         else:
             unreadable[path.name] += 1
-    return _columns(rows, marks)
+    return _columns(rows)
 
 
-def _columns(rows: dict[int, Record], marks: list[Record]) -> Metrics:
+def _columns(rows: dict[int, Record]) -> Metrics:
     steps = sorted(rows)
     columns: dict[str, list[float | None]] = {}
     for at, step in enumerate(steps):
@@ -142,7 +130,7 @@ def _columns(rows: dict[int, Record], marks: list[Record]) -> Metrics:
                     columns[name] = [None] * len(steps)
                 columns[name][at] = found
     times = [number(rows[step].get("time")) for step in steps]
-    return Metrics(steps, times, dict(sorted(columns.items())), marks)
+    return Metrics(steps, times, dict(sorted(columns.items())))
 
 
 def read_events(path: Path, unreadable: Counter[str]) -> Events:
@@ -152,7 +140,7 @@ def read_events(path: Path, unreadable: Counter[str]) -> Events:
         kind = kind_of(record)
         events.shown.append(record)
         events.counts[kind] += 1
-        if kind.startswith("run_") or kind in ("resume", "plan"):
+        if kind.startswith("run_") or kind in ("resumed", "plan"):
             events.marks.append(record)
     return events
 

@@ -86,7 +86,7 @@ def validation_label(metrics: Metrics, name: str) -> str:
 
 def total_steps(run: Run) -> int | None:
     """Planned number of steps: from the start event, else the config."""
-    for event in reversed(run.events.marks + run.metrics.marks):
+    for event in reversed(run.events.marks):
         for key in ("total_training_steps", "total_steps"):
             if isinstance(event.get(key), int):
                 return event[key]
@@ -99,7 +99,7 @@ def status(run: Run) -> Record:
 
     Whether a run without an end still lives is for the page to say: it knows the time when it is read.
     """
-    lives = [e for e in run.events.marks if kind_of(e) in ("run_start", "resume", "run_end")]
+    lives = [e for e in run.events.marks if kind_of(e) in ("run_start", "resumed", "run_end")]
     if lives and kind_of(lives[-1]) == "run_end":
         state = str(lives[-1].get("status", "finished"))
         why = str(lives[-1].get("text") or lives[-1].get("message") or "")

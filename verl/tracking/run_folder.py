@@ -106,6 +106,7 @@ class RunFolder:
         self._lock = FolderLock(root, warn)
         self.events = JsonLines(root / EVENTS, self._failed(EVENTS))
         self._metrics: JsonLines | None = None
+        self._saved_step: int | None = None
 
     def _failed(self, name: str) -> Callable[[OSError], None]:
         further = "the run goes on, the lines are kept and tried again"
@@ -136,11 +137,9 @@ class RunFolder:
         except OSError as error:
             self._warn(f"records of an earlier run in {self.root} could not be moved aside ({error})")
         self._metrics = JsonLines(self.root / METRICS, self._failed(METRICS))
-        if resume_step is not None:
-            if record is not None and _last_step(self.root / METRICS) != resume_step:
-                self.metrics(resume_step, record)
-            mark = {"event": "resume", "step": resume_step, "time": time.time(), "superseded": moved}
-            self._metrics.append(mark)
+        if record is not None and resume_step is not None and _last_step(self.root / METRICS) != resume_step:
+            self.metrics(resume_step, record)
+        self._saved_step = resume_step
         return moved
 
     @property
@@ -149,11 +148,27 @@ class RunFolder:
         return self._metrics is not None
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the record of a step."""
+        """Append the record of a step. What comes for the step that was resumed from (`trainer.val_only`) is added to its line."""
         if self._metrics is None:
             self.begin(None)
         assert self._metrics is not None
-        self._metrics.append({"step": step, "time": time.time(), **values})
+        record = {"step": step, "time": time.time(), **values}
+        if step == self._saved_step:
+            with suppress(OSError):  # a full disk: one more line
+                record = self._take_back(step) | record
+        self._metrics.append(record)
+
+    def _take_back(self, step: int) -> dict[str, Any]:
+        """The last record of metrics.jsonl, taken out of the file, if it is of this step; else an empty one."""
+        path = self.root / METRICS
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        if not lines or _step(lines[-1]) != step:
+            return {}
+        assert self._metrics is not None
+        write_whole(path, lines[:-1])
+        self._metrics.close()
+        self._metrics = JsonLines(path, self._failed(METRICS))
+        return dict(json.loads(lines[-1]))
 
     def data_report(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write data_report.jsonl anew: the data is read anew at every start."""
@@ -197,17 +212,18 @@ class RunFolder:
 
 
 def _step(raw: bytes) -> float:
-    """The step of a line; a line that does not read counts as later than every step."""
+    """The step of a line; what is no step (a line that does not read, a mark of release 0.1) counts as later than every step."""
     try:
-        return int(json.loads(raw)["step"])
+        record = json.loads(raw)
+        return float("inf") if "event" in record else int(record["step"])
     except (ValueError, TypeError, KeyError):
         return float("inf")
 
 
 def _last_step(path: Path) -> float | None:
-    """The step of the last record of a file, None if it has none; marks are passed over."""
+    """The step of the last record of a file, None if it has none."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    return next((_step(raw) for raw in reversed(lines) if raw and b'"event"' not in raw), None)
+    return next((_step(raw) for raw in reversed(lines) if raw), None)
 
 
 def mask_secrets(value: Any) -> Any:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +102,7 @@ class Storage:
             self._tracking.unsaved = ""
         else:
             step, why = self._unsaved
-            newest = read.layouts.newest_by_name(self.root)
+            newest = read.newest_sealed(self.root)
             left = f"the newest checkpoint is {newest.name}" if newest else "there is no checkpoint"
             self._tracking.unsaved = (
                 f"the checkpoint of step {step} was NOT written ({why}): the newest weights of this run are lost, {left}. "
@@ -156,6 +158,24 @@ class Storage:
         """True if a resume reads the part: all of them, unless `checkpoint.load_contents` names some."""
         named = set(self._contents.load_contents)
         return not self._narrowed or part in named or (part == "model" and "hf_model" in named)
+
+    @contextmanager
+    def loading(self, found: Checkpoint) -> Iterator[None]:
+        """Around what is read of a checkpoint. Its files are what was saved, so a failure would come again with the same command:
+        CheckpointError, which says how to go on from another."""
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, "ends_the_run", False):  # a worker died
+                raise
+            what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._tracking.event(
+                "checkpoint_not_loaded", path=str(found.path), traceback=traceback.format_exc()
+            )
+            raise CheckpointError(
+                f"{found.path} cannot be loaded ({what}). To go on from the checkpoint before it, move it out of the run "
+                "folder; trainer.resume_mode=disable starts anew"
+            ) from error
 
     def loaded(self, found: Checkpoint, *, lead: bool = True) -> int:
         """After a resume, whose step is returned: say from where it goes on, and what was left out; with
@@ -322,17 +342,18 @@ class Checkpoints:
         state, parts, wants = found.loop_state, trainer.parts, self._storage.wants
         now = data_identity(self._config, parts.stream.rows_per_epoch)
         refuse_other_data(state.get("data_identity", {}), now, found.path)
-        for role in self._trained(trainer):
-            if wants("model"):
-                role.load("weights", found.part(role.name))
-            if wants("optimizer"):
-                role.load("optimizer", found.part(_optimizer_of(role)))
-        parts.stream.load_state(state["data_position"])
-        trainer.record.counters.load(state["counters"])
-        if parts.kl_controller is not None and state.get("kl_controller"):
-            parts.kl_controller.load_state_dict(state["kl_controller"])
-        if wants("extra"):
-            rng.load(found.part("state/rng"))
+        with self._storage.loading(found):
+            for role in self._trained(trainer):
+                if wants("model"):
+                    role.load("weights", found.part(role.name))
+                if wants("optimizer"):
+                    role.load("optimizer", found.part(_optimizer_of(role)))
+            parts.stream.load_state(state["data_position"])
+            trainer.record.counters.load(state["counters"])
+            if parts.kl_controller is not None and state.get("kl_controller"):
+                parts.kl_controller.load_state_dict(state["kl_controller"])
+            if wants("extra"):
+                rng.load(found.part("state/rng"))
         return self._storage.loaded(found)
 
 

@@ -114,9 +114,9 @@ def _interrupted(config: Any, run_dir: Path) -> str:
 
 def _further(config: Any, run_dir: Path) -> str | None:
     """How to go on from the newest checkpoint, if there is one."""
-    from verl.checkpoint.layouts import newest_by_name
+    from verl.checkpoint.read import newest_sealed
 
-    saved = newest_by_name(run_dir)
+    saved = newest_sealed(run_dir)
     if saved is None:
         return None
     how = " with trainer.resume_mode=auto" if config.trainer.resume_mode != "auto" else ""

@@ -230,14 +230,15 @@ class SFTTrainer:
             return 0
         saved, now = found.loop_state.get("data_identity", {}), self._identity()
         refuse_other_data(saved, now, found.path, "model.path")
-        if wants("model"):
-            self.engine.load_weights(found.part("actor"))
-        if wants("optimizer"):
-            self.engine.load_optimizer(found.part("state/actor_optim"))
-        if wants("extra"):
-            rng.load(found.part("state/rng"))
-        self.counters.load(found.loop_state.get("counters", {}))
-        self.total_tokens = int(found.loop_state["total_tokens"])
+        with self.storage.loading(found):
+            if wants("model"):
+                self.engine.load_weights(found.part("actor"))
+            if wants("optimizer"):
+                self.engine.load_optimizer(found.part("state/actor_optim"))
+            if wants("extra"):
+                rng.load(found.part("state/rng"))
+            self.counters.load(found.loop_state.get("counters", {}))
+            self.total_tokens = int(found.loop_state["total_tokens"])
         return self.storage.loaded(found, lead=self.ranks.lead)
 
     def _find(self) -> Checkpoint | None:

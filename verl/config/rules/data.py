@@ -315,6 +315,8 @@ def _user_code(c: Check) -> None:
             _object(c, path, name)
         else:
             c.refuse("reward_manager.source", f"needs {path}=FILE.py with the class {c.cfg.select(name)}")
+    elif c.was_set("reward_manager.module.path"):
+        c.refuse("reward_manager.module.path", "nothing is loaded without reward_manager.source=importlib")
 
 
 def _object(c: Check, path_key: str, name_key: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
-from verl.config.model_facts import ModelTrouble, look
+from verl.config.model_facts import ModelTrouble, find, look
 from verl.config.names import nearest
 from verl.config.rules.context import Check
 from verl.errors import UserError
@@ -21,6 +22,7 @@ _SHAPE = (
     "head_dim",
 )
 """Entries of config.json that the shapes of a model's weights follow from."""
+_ARGUMENTS_OF_TRANSFORMERS = ("tools", "documents", "continue_final_message", "add_generation_prompt")
 _TAG_OF_TRANSFORMERS = re.compile(r"{%-?\s*generation")
 
 
@@ -29,6 +31,7 @@ def check(c: Check) -> None:
     if c.model is not None:
         _overrides(c)
         _tokenizer(c)
+        _template_arguments(c)
         _plugins(c)
     if c.trainer is not None:
         _folders(c)
@@ -61,6 +64,11 @@ def _tokenizer(c: Check) -> None:
         path = str(c.cfg.select(key) or "") if c.was_set(key) else ""
         if path.startswith(("/", "~", "./", "../")) and not Path(path).expanduser().is_dir():
             c.refuse(key, "no such directory; name one that holds the tokenizer's files, or a hub id")
+        elif path:
+            try:
+                find(path)
+            except ModelTrouble as trouble:
+                c.lacks(key, str(trouble), download=trouble.download)
     if template := c.model.get("custom_chat_template"):
         problem = _template_problem(template)
         if problem:
@@ -83,6 +91,44 @@ def _template_problem(template: str) -> str:
     except TemplateSyntaxError as error:
         return f"is no Jinja template: {error.message} (line {error.lineno})"
     return ""
+
+
+def _template_arguments(c: Check) -> None:
+    """Arguments that the chat template does not read. A name close to one that it reads is taken for a mistake."""
+    key = "data.apply_chat_template_kwargs"
+    text = _own_template(c) if (given := c.cfg.select(key)) else ""
+    if not text:
+        return
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError:  # a tag of transformers
+        return
+    read = meta.find_undeclared_variables(parsed)
+    for name in given:
+        if name in read or name in _ARGUMENTS_OF_TRANSFORMERS:
+            continue
+        if near := nearest(name, sorted(read), cutoff=0.8):
+            c.refuse(f"{key}.{name}", f"the chat template reads no such variable{near}")
+        else:
+            c.notice(f"no effect: {key}.{name}: the chat template does not read it")
+
+
+def _own_template(c: Check) -> str:
+    """The chat template's text where it is on this disk, or ""."""
+    from verl.data.tokenizer import template_text
+
+    folder = Path(str(c.cfg.select("data.tokenizer") or c.model.path)).expanduser()
+    try:
+        if c.model.get("custom_chat_template"):
+            return template_text(c.model.custom_chat_template)
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text("utf-8")
+        return str(json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"])
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return ""  # said by the rules for data
 
 
 def _plugins(c: Check) -> None:
@@ -120,7 +166,10 @@ def _folders(c: Check) -> None:
     if c.was_set(key) and str(c.trainer.get("default_local_dir")) in ("", "False", "True"):
         c.refuse(key, "name a folder")
     for name in ("project_name", "experiment_name"):
-        if ".." in Path(str(c.trainer.get(name) or "")).parts:
+        given = c.trainer.get(name)
+        if given == "":
+            c.refuse(f"trainer.{name}", "is part of the run's folder; name something")
+        elif ".." in Path(str(given or "")).parts:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
     for role in ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
@@ -129,6 +178,14 @@ def _folders(c: Check) -> None:
 
 
 def _lengths(c: Check) -> None:
+    size = c.facts.text.get("vocab_size") if c.facts is not None else None
+    for key in (f"{c.rollout_key}.stop_token_ids", f"{c.rollout_key}.val_kwargs.stop_token_ids"):
+        if (
+            size
+            and c.was_set(key)
+            and (wrong := [token for token in c.cfg.select(key) or () if token >= size])
+        ):
+            c.refuse(f"{key}={wrong[0]}", f"the model's vocabulary has {size} tokens")
     own, of_data = f"{c.rollout_key}.response_length", "data.max_response_length"
     if c.was_set(own) and c.cfg.select(own) != c.cfg.select(of_data):
         c.notice(f"{c.at(own)} differs from {c.at(of_data)}: responses end at the smaller one")
@@ -141,3 +198,10 @@ def _reward_arguments(c: Check) -> None:
     for name in arguments:
         if name not in known and (near := nearest(name, known, cutoff=0.8)):
             c.refuse(f"reward_model.reward_kwargs.{name}", f"no such argument{near}")
+    if not c.cfg.custom_reward_function.path:
+        from verl.reward.rules import check_kwargs
+
+        try:
+            check_kwargs(c.cfg.custom_reward_function.reward_kwargs)
+        except UserError as error:
+            c.refuse("custom_reward_function.reward_kwargs", str(error))

@@ -260,7 +260,7 @@ class RolloutConfig(LogProbConfig, SamplingConfig):
     pipeline_model_parallel_size: int = key(1, low=1)
     gpu_memory_utilization: float = key(0.5, above=0, high=1)
     max_num_batched_tokens: int = key(8192, low=1)
-    max_num_seqs: int = key(256, low=1)
+    max_num_seqs: int = key(256, low=1, high=2**20)
     max_model_len: int | None = key(None, low=1, ours=True)
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
@@ -303,7 +303,7 @@ class RewardRolloutConfig(RolloutConfig):
     name: str = same_as("actor_rollout_ref.rollout.name", options=ENGINES)
     prompt_length: int = key(2048, low=1)
     response_length: int = key(2048, low=1)
-    max_num_seqs: int = key(1024, low=1)
+    max_num_seqs: int = key(1024, low=1, high=2**20)
     load_format: str = choice("auto", "dummy", "auto", "safetensors")
 
 

@@ -92,7 +92,7 @@ class TrainerConfig(Group):
     partial_rollout: bool = key(True, ours=True)
     logprob_diff_limit: float | None = key(None, above=0, inf=True, ours=True)
     max_refused_steps: int = key(3, low=1, ours=True)
-    watchdog_timeout: float = key(600.0, above=0, inf=True, ours=True)
+    watchdog_timeout: float = key(600.0, low=5, inf=True, ours=True)
     verify_weight_sync: bool = key(False, ours=True)
 
 

@@ -44,7 +44,7 @@
     ctx.setLineDash([3, 4]);
     ctx.lineWidth = 1;
     for (const mark of R.data.marks) {
-      ctx.strokeStyle = R.css(mark.kind === "resume" ? "--muted" : "--bad");
+      ctx.strokeStyle = R.css(mark.kind === "resumed" ? "--muted" : "--bad");
       if (mark.step === null || mark.step < u.scales.x.min || mark.step > u.scales.x.max) continue;
       const x = Math.round(u.valToPos(mark.step, "x", true)) + 0.5;
       ctx.beginPath(); ctx.moveTo(x, u.bbox.top); ctx.lineTo(x, u.bbox.top + u.bbox.height); ctx.stroke();

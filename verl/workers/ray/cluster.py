@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,14 @@ from verl.workers.resources import no_cluster
 LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
+_SWEEP = """
+read -r _
+for process in /proc/[0-9]*; do
+    grep -qs "$FOLDER/" "$process/cmdline" && kill -9 "${process#/proc/}"
+done
+rm -rf "$FOLDER"
+"""
 _WORKER_ENV = {
     **DEFAULTS,
     "NCCL_DEBUG": "WARN",
@@ -57,6 +67,7 @@ class Cluster:
     def __init__(self, config: Any, kind: str):
         self.kind = kind
         self.own = False
+        self._sweeper: subprocess.Popen[bytes] | None = None
         self._timeline = config.ray_kwargs.timeline_json_file
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         processes = trainer.nnodes * trainer.n_gpus_per_node + rollout.nnodes * rollout.n_gpus_per_node
@@ -74,6 +85,8 @@ class Cluster:
         if self.own:
             defaults |= {"include_dashboard": False, "_node_ip_address": LOOPBACK, "address": "local"}
             options.pop("address", None)
+            if "_temp_dir" not in options:
+                defaults["_temp_dir"] = self._private_folder()
             # Ray counts the cores it may use now; a rank is a process and runs on fewer too.
             defaults["num_cpus"] = max(usable(), processes)
             # It tells how to switch off what this run has asked for.
@@ -165,6 +178,20 @@ class Cluster:
         if self.own:
             ray.shutdown()
             _clustered(True)
+        if self._sweeper is not None:
+            self._sweeper.communicate()
+            self._sweeper = None
+
+    def _private_folder(self) -> str:
+        """Where Ray keeps logs and sockets, which it opens to every user: inside of a folder that only this user enters, swept when
+        this process closes the cluster or ends, however it ends."""
+        folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR"))
+        environment = {**os.environ, "FOLDER": folder}
+        command = ["sh", "-c", _SWEEP]
+        self._sweeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        return f"{folder}/ray"
 
 
 def address_of(config: Any) -> str:
