@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.names import nearest
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 from verl.errors import UserError
@@ -113,14 +114,15 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 
 
 def _images(c: Check, key: str, file: Any) -> None:
-    """Rule 25: rows with images need a model that sees them; videos are not in this release."""
+    """Rule 25: rows with images need a model that sees them; videos more."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
-    column = next((k for k in named if _filled(file, k)), None)
+    filled = [k for k in named if _filled(file, k)]
+    column = next(iter(filled), None)
     if column is None or c.facts is None:
         return
     if c.facts.vision:
-        if column == c.cfg.data.video_key:
-            c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
+        if c.cfg.data.video_key in filled and (why := _no_video(c, c.facts.name)):
+            c.lacks(key, f"{file.path}: rows with {c.cfg.data.video_key}: videos {why}")
         else:
             _template(c)
             _first_images(c, key, file)
@@ -137,6 +139,18 @@ def _images(c: Check, key: str, file: Any) -> None:
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+
+
+def _no_video(c: Check, model: str) -> str:
+    """Why this run cannot have videos, "" if it can."""
+    if c.rollout is None:
+        return "are not in this release outside of reinforcement learning; use rows without them"
+    if model not in CAPABILITIES[c.rollout.name].videos:
+        known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+        return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
+    if importlib.util.find_spec("torchvision") is None:
+        return "need torchvision, which is not installed: pip install torchvision (beside a CPU torch see docs/vllm.md)"
+    return ""
 
 
 def _without_images(c: Check) -> None:
@@ -169,7 +183,7 @@ def _first_images(c: Check, key: str, file: Any) -> None:
     """The places and headers of the images of the first rows: what is certain to refuse the run is refused here."""
     from verl.data.dataset import by_problem
     from verl.data.media import folder_of, open_image, with_images
-    from verl.data.rows import BadRow
+    from verl.data.rows import BadRow, Video
 
     data, bad = c.cfg.data, []
     if data.allow_image_urls or data.get("prompt_dict_keys"):
@@ -179,7 +193,8 @@ def _first_images(c: Check, key: str, file: Any) -> None:
         try:
             messages, images = dialogue(row, number)
             for cell in with_images(messages, images)[1] if images else ():
-                open_image(cell, folder_of(file.path))
+                if not isinstance(cell, Video):
+                    open_image(cell, folder_of(file.path))
         except BadRow as wrong:
             found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
             bad.append(found)
