@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_reward_models import ASKS
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import from_step, main_ppo, records, weights
 from tests.tiny import tiny_model
 from tests.unit.test_reward_model import classifier
@@ -269,3 +270,15 @@ def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
     (said,) = [line for line in done.stderr.splitlines() if "do not fit" in line]
     assert "somebody/tiny" in said and "HF_HUB_OFFLINE is set" in said, said
     assert not list((tmp_path / "out").glob("global_step_*")) and not list((tmp_path / "out").glob(".seen*"))
+
+
+@pytest.mark.long
+def test_two_ranks_see_images_as_one_process(fork_server, ray_address, tmp_path) -> None:
+    seeing, found = VisionRun(tmp_path), {}
+    for name, words, more in (("one", (), {}), ("two", VERIFIED, {"RAY_ADDRESS": ray_address})):
+        words = seeing.overrides(tmp_path / name, "trainer.total_training_steps=2", *words)
+        run = fork_server.run(words, timeout=300, **more)
+        assert run.status == 0, (run.stdout + run.stderr)[-4000:]
+        found[name] = records(tmp_path / name)
+    assert_close(found["one"], found["two"], [1, 2])
+    assert found["two"][2]["training/rollout_logprob_abs_diff/max"] < 1e-4

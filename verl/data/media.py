@@ -295,7 +295,7 @@ class ImageProcessor:
         """The first frame of each video, and the processor's arguments for videos; empty without any. Raises BadRow."""
         from PIL.Image import fromarray
 
-        processor = self.processor.video_processor
+        processor = getattr(self.processor, "video_processor", None)
         found = [
             open_video(cell.cell, folder, processor, lambda frame: decoded(open_image(frame, folder)))
             for cell in cells
@@ -358,7 +358,8 @@ def load_processor(
     if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
         tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
     parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
-    parts |= {"video_processor": _video_processor(path)}
+    if "video_processor" in parts:
+        parts["video_processor"] = _video_processor(path)
     made = own.__new__(own)
     # A part that is left out is None, which the class would refuse; it stays the class itself, for other processes.
     made.check_argument_for_proper_class = lambda *_: None
