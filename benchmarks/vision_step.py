@@ -78,7 +78,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", default="1", help="images of a prompt; several numbers with commas")
-    parser.add_argument("--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28")
+    parser.add_argument(
+        "--side", type=int, default=224, help="pixels of a side of an image, a multiple of 28"
+    )
     parser.add_argument("--precision", choices=["default", "fp32"], default="default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)

@@ -346,9 +346,10 @@ def test_a_video_file_is_read_where_something_decodes_it(model: Path, tmp_path: 
 
 def test_a_video_without_torchvision_is_a_bad_row(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("verl.data.media._video_processor", lambda path: None)
-    data = open_rows(model, [GOOD, {"videos": [frames(2)]} | asked("<video>?")], tmp_path)
+    video = {"images": None, "videos": [frames(2)]} | asked("<video>?")
+    data = open_rows(model, [video, GOOD], tmp_path)
     (bad,) = data.bad_rows
-    assert (bad["row"], bad["problem"]) == (1, "media") and "needs torchvision" in bad["detail"]
+    assert (bad["row"], bad["problem"]) == (0, "media") and "needs torchvision" in bad["detail"]
 
 
 def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from verl.data.rows import (
     ChatRenderer,
     RowFields,
     RowRules,
-    Video,
     RowTools,
+    Video,
     as_messages,
     check_columns,
     fields_of,
@@ -419,7 +419,9 @@ class Scanner:
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
         extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
-        videos: set[int] = set()  # rows that are decoded to be measured: a header does not tell what is taken of a video
+        videos: set[int] = (
+            set()
+        )  # rows that are decoded to be measured: a header does not tell what is taken of a video
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)

@@ -56,7 +56,9 @@ def _read(path: Path, rate: float, processor: Any) -> tuple[np.ndarray, Any]:
 
     decoder = next((name for module, name in _DECODERS.items() if importlib.util.find_spec(module)), None)
     if decoder is None:
-        raise BadRow("media", f"{path}: nothing here decodes videos: pip install av, or give a list of frames")
+        raise BadRow(
+            "media", f"{path}: nothing here decodes videos: pip install av, or give a list of frames"
+        )
     if not path.is_file():
         raise BadRow("video missing", f"{path}: no such file (a path begins at the data file)")
     try:
@@ -65,9 +67,7 @@ def _read(path: Path, rate: float, processor: Any) -> tuple[np.ndarray, Any]:
         )
     except Exception as error:  # each decoder has its own
         repair = f"not a whole video that {decoder} reads: write it anew"
-        raise BadRow(
-            "undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})"
-        ) from error
+        raise BadRow("undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})") from error
 
 
 def as_images(made: dict[str, Any], is_video: Sequence[bool]) -> dict[str, np.ndarray]:

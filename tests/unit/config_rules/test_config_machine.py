@@ -198,7 +198,9 @@ def test_rows_with_images(base, tmp_path, monkeypatch):
     videos = (*base, file, vision, "data.video_key=images", "data.image_key=x")
     find = importlib.util.find_spec
     with monkeypatch.context() as patched:
-        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
+        patched.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name)
+        )
         only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
         patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
         assert problems(*videos) == []
