@@ -59,17 +59,16 @@ def measure(args: argparse.Namespace, images: int, extra: list[str]) -> dict[str
 
 def cost_of_an_image(by_images: dict[int, dict[str, Any]], prompts: int) -> dict[str, Any]:
     """Milliseconds that one more image takes of our sampling and training (least squares over the numbers of images), and the
-    power to which a step's time beyond the text grows with their number."""
+    power to which a step's processor seconds beyond the text grow with their number."""
     numbers = np.array(sorted(by_images))
     cost = {}
-    for name in ("sampling", "training"):
+    for name in ("sampling", "training", "cpu"):
         seconds = np.array([by_images[n]["verl"][name] for n in numbers])
         cost[f"{name}_ms"] = round(1000 * float(np.polyfit(numbers * prompts, seconds, 1)[0]), 1)
     if 0 in by_images and len(numbers) > 2:
-        text = by_images[0]["verl"]["step"]
-        more = np.array([by_images[n]["verl"]["step"] - text for n in numbers[1:]])
+        more = np.array([by_images[n]["verl"]["cpu"] - by_images[0]["verl"]["cpu"] for n in numbers[1:]])
         if (more > 0).all():
-            cost["growth_power"] = round(float(np.polyfit(np.log(numbers[1:]), np.log(more), 1)[0]), 2)
+            cost["cpu_growth_power"] = round(float(np.polyfit(np.log(numbers[1:]), np.log(more), 1)[0]), 2)
     return cost
 
 

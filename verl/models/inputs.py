@@ -173,11 +173,14 @@ class VisionInputs:
         if video.any():  # to the model's function they are of a kind of their own
             kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
             more = {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
-        positions, shift = self._base.get_rope_index(
+        positions, _ = self._base.get_rope_index(
             tokens, torch.from_numpy(kinds)[None], image_grid_thw=grids[~video], **more
         )
+        # What follows is counted on from the last token, as in a forward over the whole sequence. The function's own second result
+        # counts from the largest position, which in a long video is that of its last frame.
+        shift = int(positions[:, 0, -1].max()) + 1 - len(ids)
         before = np.concatenate(([0], np.cumsum(is_image)))
-        return ImageContext(positions[:, 0].numpy(), int(shift), before)
+        return ImageContext(positions[:, 0].numpy(), shift, before)
 
     @staticmethod
     def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:
