@@ -243,10 +243,8 @@ class ImageProcessor:
 
     def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
         """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
-        is_image, counts = (
-            np.isin(ids, self.processor.image_token_ids),
-            self.tokens(self.headers(cells, folder)),
-        )
+        is_image = np.isin(ids, self.processor.image_token_ids)
+        counts = self.tokens(self.headers(cells, folder))
         if wrong := self.wrong_tokens(ids, len(counts)):
             raise BadRow("image tokens", wrong)
         repeats = np.ones(len(ids), np.int64)
@@ -282,10 +280,8 @@ class ImageProcessor:
             firsts = (iter(images), iter(videos))
             images = [next(firsts[video]) for video in is_video]
         inputs = {name: np.ascontiguousarray(value) for name, value in made.items()}
-        tokens = (
-            int(inputs["image_grid_thw"].prod(-1).sum())
-            // int(self.processor.image_processor.merge_size) ** 2
-        )
+        merge = int(self.processor.image_processor.merge_size)
+        tokens = int(inputs["image_grid_thw"].prod(-1).sum()) // merge**2
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
         files = _for_scoring(images) if self.scored else ()

@@ -20,12 +20,11 @@ from verl.trajectory import VIDEO_SECONDS
 
 FRAMES_A_SECOND = 2.0
 """Of frames that do not say, and the number taken of a file: what the Qwen-VL processors take."""
+Opened = tuple[np.ndarray, Any]
 _DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord", "cv2": "opencv"}
 
 
-def open_video(
-    cell: Any, folder: Path, processor: Any, image: Callable[[Any], Any]
-) -> tuple[np.ndarray, Any]:
+def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], Any]) -> Opened:
     """Frames uint8 [T, H, W, 3] of a video of the data, and transformers' VideoMetadata of them. Raises BadRow.
 
     cell: a path (relative to `folder`), of which frames are taken as `processor`, the model's own for videos, says; a list of
@@ -51,20 +50,17 @@ def open_video(
     return np.stack(frames), VideoMetadata(len(frames), rate, frames_indices=numbers)
 
 
-def _read(path: Path, rate: float, processor: Any) -> tuple[np.ndarray, Any]:
+def _read(path: Path, rate: float, processor: Any) -> Opened:
     from transformers.video_utils import load_video
 
     decoder = next((name for module, name in _DECODERS.items() if importlib.util.find_spec(module)), None)
     if decoder is None:
-        raise BadRow(
-            "media", f"{path}: nothing here decodes videos: pip install av, or give a list of frames"
-        )
+        raise BadRow("media", f"{path}: nothing here decodes videos: pip install av, or give its frames")
     if not path.is_file():
         raise BadRow("video missing", f"{path}: no such file (a path begins at the data file)")
     try:
-        return load_video(
-            str(path), backend=decoder, sample_indices_fn=partial(processor.sample_frames, fps=rate)
-        )
+        sample = partial(processor.sample_frames, fps=rate)
+        return load_video(str(path), backend=decoder, sample_indices_fn=sample)
     except Exception as error:  # each decoder has its own
         repair = f"not a whole video that {decoder} reads: write it anew"
         raise BadRow("undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})") from error
