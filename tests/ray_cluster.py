@@ -13,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 from filelock import FileLock
@@ -29,6 +30,8 @@ STORE = 80 << 20
 NODE = {"num_cpus": 1, "resources": {"NPU": 2}}
 """Of the shared cluster's four. One core: no two roles that ask for a device each share a node."""
 START_S = 120
+CALM = {"RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0"}
+"""Ray's log monitor then lists the folder of logs twice a second, not all the time: that takes a third of a core."""
 
 
 def node_options(server: ForkServer | None) -> dict[str, Any]:
@@ -55,17 +58,22 @@ def cluster_of(
     from ray.cluster_utils import Cluster
 
     options = node_options(server) | each
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"include_dashboard": False, **options, **(head or {})},
-        connect=False,
-    )
-    try:
-        for _ in range(nodes - 1):
-            cluster.add_node(**options)
-        yield cluster
-    finally:
-        cluster.shutdown()
+    of_head = {"include_dashboard": False, **options, **(head or {})}
+    with plain_ray() if not of_head["include_dashboard"] else nullcontext():
+        cluster = Cluster(initialize_head=True, head_node_args=of_head, connect=False)
+        try:
+            for _ in range(nodes - 1):
+                cluster.add_node(**options)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def plain_ray() -> Any:
+    """Nodes are started as those of `ray` without `ray[default]`: their agents gather no statistics for a dashboard, which takes
+    a tenth of a core, and start sooner."""
+    absent = ImportError("left out by the tests")
+    return mock.patch("ray._private.utils.get_dashboard_dependency_error", return_value=absent)
 
 
 @contextmanager
@@ -88,7 +96,7 @@ def _start(address: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray_cluster", str(address), str(run)],
             cwd=Path(__file__).parents[1],
-            env=environment(),
+            env=environment(**CALM),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

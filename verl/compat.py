@@ -45,6 +45,7 @@ _RULES = (
     "search_r1_like_qa_em=search_qa"
 )
 _TOOLS_BASE = "verl.rollout.tools.base"
+_TOOLBOX = "verl.rollout.tools.toolbox: load_all_tools initialize_tools_from_config=load_all_tools"
 _SCHEMAS = (
     "OpenAIFunctionParametersSchema OpenAIFunctionPropertySchema OpenAIFunctionSchema OpenAIFunctionToolSchema "
     "ToolResponse"
@@ -62,16 +63,22 @@ _TABLE = {
     "verl.trainer.ppo.trainer_utils": "verl.algorithms.of_batches: compute_advantage",
     "verl.trainer.ppo.v1.utils": "verl.algorithms.of_batches",
     "verl.experimental.agent_loop.agent_loop": "verl.rollout.agent_loop",
-    "verl.experimental.agent_loop": "verl.rollout.agent_loop: AgentLoopBase AgentLoopOutput register",
+    "verl.experimental.agent_loop": "verl.rollout.agent_loop: AgentLoopBase AgentLoopOutput AsyncLLMServerManager register",
+    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.rollout.agent_loop: SingleTurnAgentLoop=SingleTurnAgent",
+    "verl.experimental.agent_loop.tool_parser": "verl.rollout.tools.public_parsers",
     "verl.tools.base_tool": f"{_TOOLS_BASE}: BaseTool OpenAIFunctionToolSchema ToolResponse",
     "verl.tools.schemas": f"{_TOOLS_BASE}: {_SCHEMAS}",
     "verl.tools.mcp_base_tool": "verl.rollout.tools.mcp_servers: MCPBaseTool=McpTool",
-    "verl.tools.function_tool": f"{_TOOLS_BASE}: function_tool",
+    "verl.tools.function_tool": "verl.rollout.tools.function_tools",
+    "verl.tools.tool_registry": _TOOLBOX,
+    "verl.tools.utils.tool_registry": _TOOLBOX,
     "verl.interactions.base": "verl.rollout.tools.interactions: BaseInteraction",
     "verl.utils.import_utils": "verl.data.load_object: load_extern_object",
     "verl.utils.metric": "verl.tracking.public_metrics: AggregationType Metric reduce_metrics",
     "verl.utils.metric.utils": "verl.tracking.public_metrics",
     "verl.utils.profiler": f"{_TOOLS_BASE}: simple_timer",
+    "verl.utils.profiler.performance": f"{_TOOLS_BASE}: simple_timer",
+    "verl.utils.py_functional": "verl.tracking.public_metrics: append_to_dict",
     "verl.utils.rollout_trace": f"{_TOOLS_BASE}: rollout_trace_op",
     "verl.utils.reward_score": "verl.reward: default_compute_score",
     **{f"verl.utils.reward_score.{name}": f"verl.reward.rules.{rule}" for name, rule in _renamed(_RULES)},
@@ -84,6 +91,7 @@ _TABLE = {
     "verl.workers.config.actor": "verl.config.public: ActorConfig PolicyLossConfig",
     "verl.workers.rollout.replica": "verl.rollout.agent_loop: TokenOutput",
     "verl.workers.reward_manager": _MANAGERS,
+    "verl.workers.reward_manager.registry": "verl.reward.registry",
     "verl.experimental.reward_loop.reward_manager": _MANAGERS,
     "verl.experimental.reward_loop.reward_manager.base": "verl.reward.managers: RewardManagerBase",
 }
@@ -102,6 +110,7 @@ REFUSED: dict[str, str] = {
     "verl.tools": _TOOLS,
     "verl.interactions": _TOOLS,
     "verl.experimental": "use verl.rollout.agent_loop, verl.data or verl.reward",
+    "verl.experimental.agent_loop.tool_agent_loop": "subclass AgentLoopBase, or verl.rollout.tool_agent.ToolAgent",
     "verl.single_controller": "use verl.workers, which places the roles that run beside a device",
     "verl.models": _MODELS,
     "verl.third_party": _MODELS,

@@ -1,17 +1,20 @@
 """Starts commands of verl in milliseconds: a process that has imported everything forks a child per command.
 
 As a program (`python -m tests.chaos.fork_server`): JSON lines on stdin, {"id", "module", "argv", "cwd", "environment",
-"stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has ended
-(negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh `python -m MODULE ARGV…` would be: a session of its own, its own
-streams, default signals, sys.argv, exit through the interpreter's normal way out.
+"teardown", "stdout", "stderr"}; responses on stdout, {"id", "pid"} once the child runs and {"id", "status"} once it has
+ended (negative: the signal). With an argument: the same from the connections to that socket. The child is what a fresh
+`python -m MODULE ARGV…` would be: a session of its own, its own streams, default signals, sys.argv, an exit that waits for
+threads and runs what atexit has.
 
 `ForkServer` is the client for tests.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -24,9 +27,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "verl.trainer.main_ppo"
@@ -40,6 +44,14 @@ LAZY = (
     "torch.distributed.checkpoint",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "llama")),
 )
+OF_RAY = (
+    "jsonschema",
+    "requests",
+    "google.protobuf.internal.builder",
+    "google.protobuf.text_format",
+    "psutil",
+)
+"""What Ray imports."""
 
 
 # ------------------------------------------------------------------------------------------------- the program
@@ -53,6 +65,9 @@ def import_everything() -> None:
     sys.modules["ray"] = None  # type: ignore[assignment] # an ImportError for whoever asks
     for name in LAZY:
         importlib.import_module(name)
+    for name in OF_RAY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     import transformers
 
     for name in ("AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast"):
@@ -67,6 +82,8 @@ def import_everything() -> None:
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     if lost := {(task / "comm").read_text().strip() for task in others} - set(FORKS_WELL):
         raise RuntimeError(f"threads after the imports, which a fork would lose: {lost}")
+    gc.collect()
+    gc.freeze()  # a child's collector would write to every page of what it shares with this process
 
 
 @dataclass
@@ -178,7 +195,24 @@ def become(order: dict[str, Any]) -> None:
         sys.exit()
     module = importlib.import_module(order["module"])
     sys.argv = [str(module.__file__), *order["argv"]]
-    sys.exit(module.main())
+    if order["teardown"]:
+        sys.exit(module.main())
+    leave(module.main)
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Exit as the interpreter does, but for taking apart everything that was ever imported, which takes half a second."""
+    try:
+        status = main()
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            raise
+        status = error.code
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 # -------------------------------------------------------------------------------------------------- the client
@@ -275,10 +309,11 @@ class ForkServer:
         module: str = ENTRY,
         cwd: Path = ROOT,
         streams: Path | None = None,
+        teardown: bool = False,
         **more: str | None,
     ) -> Run:
         """Start `python -m module argv…` in `cwd`; `more` are environment variables (None: unset). Both streams go to the file
-        `streams`, if one is given."""
+        `streams`, if one is given. `teardown`: at its end it takes its modules apart as any Python does, see `leave`."""
         assert self._ready.wait(120), "the fork_server did not come up"
         number = len(self._runs)
         out, err = (streams or self._folder / f"{number}.{name}" for name in ("out", "err"))
@@ -290,6 +325,7 @@ class ForkServer:
             "argv": [str(word) for word in argv],
             "cwd": str(cwd),
             "environment": more,
+            "teardown": teardown,
             "stdout": str(run.out),
             "stderr": str(run.err),
         }

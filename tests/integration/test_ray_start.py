@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.chaos.fork_server import ForkServer
 from tests.ranks import free_port
-from tests.runs import TinyRun, main_ppo, records
+from tests.runs import TinyRun, records
 
 pytest.importorskip("ray")
 SCRIPT = Path(__file__).parents[2] / "examples/ray_start.sh"
@@ -99,7 +100,7 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str) -> None:
+def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_server: ForkServer) -> None:
     """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines."""
     home, other, out = tmp_path / "home", tmp_path / "other", tmp_path / "out"
     home.mkdir()
@@ -123,10 +124,10 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str) -> None:
     assert head.returncode == 0 and "2 of 2 nodes are here" in said, said + problem
     address = f"127.0.0.1:{common['MASTER_PORT']}"
     words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
-    refused = main_ppo(words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE="disabled")
-    assert refused.returncode == 2 and "asks for its token" in refused.stderr, refused.stderr[-2000:]
-    done = main_ppo(words, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    refused = fork_server.run(words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE="disabled")
+    assert refused.status == 2 and "asks for its token" in refused.stderr, refused.stderr[-2000:]
+    done = fork_server.run(words, timeout=240, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")
+    assert done.status == 0, (done.stdout + done.stderr)[-3000:]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     workers = next(e["workers"] for e in events if e["event"] == "workers")
     nodes = {w["node"] for w in workers if "training" in w["name"]}

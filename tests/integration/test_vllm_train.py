@@ -44,7 +44,7 @@ def test_two_steps(run: TinyRun, fork_server, tmp_path: Path) -> None:
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         'actor_rollout_ref.rollout.stop=["zq"]',
     )
-    done = fork_server.run(run.overrides(out, *words), timeout=400)
+    done = fork_server.run(run.overrides(out, *words), timeout=400, teardown=True)
     assert done.status == 0, done.stderr[-4000:]
     assert "Exception ignored" not in done.stderr, "vLLM is let go of before the interpreter ends"
     found = records(out)

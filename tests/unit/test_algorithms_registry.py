@@ -51,6 +51,13 @@ def test_built_in_names() -> None:
     assert core_algos.get_policy_loss_fn("vanilla") is core_algos.compute_policy_loss_vanilla
 
 
+def test_ours_are_there_when_a_plug_in_emptied_the_table(tables: None) -> None:
+    core_algos.ADV_ESTIMATOR_REGISTRY.clear()
+    assert core_algos.get_adv_estimator_fn("grpo") is core_algos.compute_grpo_outcome_advantage
+    core_algos.register_adv_est("grpo")(double)
+    assert core_algos.get_adv_estimator_fn("grpo") is double
+
+
 def test_unknown_names_list_what_is_there() -> None:
     with pytest.raises(
         ValueError, match=r"Unknown advantage estimator simply: gprpo\. There are: .*grpo, grpo_passk"

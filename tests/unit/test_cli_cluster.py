@@ -1,11 +1,10 @@
-"""`verl doctor --cluster`: what is said about the nodes' facts; and the facts themselves, from a cluster of two."""
+"""`verl doctor --cluster`: what is said about the nodes' facts; and the facts themselves, from clusters."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.fork_server import ForkServer
+from tests.ray_cluster import cluster_of
+from tests.runs import environment
 from tests.tiny import tiny_model
 from verl.cli import cluster as nodes
 from verl.cli.doctor import BAD, NOTE, OK, WARN, Finding
@@ -339,57 +341,50 @@ def test_the_plain_command_needs_no_model_and_waits_as_a_run_does(surveyed, caps
         assert (asked[-1].patience, asked[-1].timeout) == (seconds, 7.0)
 
 
-def doctor_apart(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """The command in a process of its own. Ray gives a driver's working folder to all workers: not that of this code."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verl.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--cluster", "--json", "--megabytes", "1", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
-    assert done.stdout.startswith("{"), done.stderr[-3000:]
-    return done.returncode, json.loads(done.stdout)
+def wanted(folder: Path, address: str) -> list[str]:
+    """The command for a run of two ranks."""
+    words = ["doctor", "--cluster", "--json", "--megabytes", "1", "--model", str(folder / "model")]
+    words += [f"ray_kwargs.ray_init.address={address}", "trainer.device=cpu", "trainer.nnodes=2"]
+    return [*words, f"trainer.default_local_dir={folder}/run"]
 
 
 @pytest.mark.slow
-def test_two_nodes_then_one_of_them_with_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    from ray.cluster_utils import Cluster
+def test_nodes_on_which_a_run_can_start(ray_address: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model", "qwen3")
+    done = fork_server.run(wanted(tmp_path, ray_address), module="verl.cli.main", cwd=tmp_path)
+    good = json.loads(done.stdout)
+    by_name = {f["name"]: f for f in good["findings"]}
+    assert done.status == 0 and good["ok"], good
+    assert "4 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
+    assert "over 2 ranks" in by_name["all-reduce (gloo)"]["found"]
+    assert by_name["model"]["found"].endswith("the same wherever it is")
+    assert by_name["ports"]["found"].startswith("every node reaches every other")
+    assert by_name["run folder"]["found"] == "seen by every node"
+    assert not list(tmp_path.glob(".seen-by*"))
 
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    model = tiny_model(tmp_path / "model", "qwen3")
+
+@pytest.mark.slow
+def test_a_node_with_other_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cluster is its own, and nothing is forked: the nodes differ in what their processes import."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    for name in ("PYTHONPATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    tiny_model(tmp_path / "model", "qwen3")
     other = tmp_path / "other"
     shutil.copytree(ROOT / "verl", other / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     with (other / "verl/errors.py").open("a") as file:
         file.write("\n# another version\n")
-    # The head has nothing to compute with: a run takes the other two.
-    ours = {"env_vars": {"PYTHONPATH": str(ROOT)}}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False} | ours)
-    try:
-        cluster.add_node(num_cpus=2, **ours)
-        same = cluster.add_node(num_cpus=1, **ours)
-        arguments = ["--model", str(model), f"ray_kwargs.ray_init.address={cluster.address}"]
-        arguments += ["trainer.nnodes=2", f"trainer.default_local_dir={tmp_path}/run"]
-        status, good = doctor_apart(tmp_path, *arguments)
-        by_name = {f["name"]: f for f in good["findings"]}
-        assert status == 0 and good["ok"], good
-        assert "3 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
-        assert "over 2 ranks" in by_name["all-reduce (gloo)"]["found"]
-        assert by_name["model"]["found"].endswith("the same wherever it is")
-        assert by_name["ports"]["found"].startswith("every node reaches every other")
-        assert by_name["run folder"]["found"] == "seen by every node"
-        assert not list(tmp_path.glob(".seen-by*"))
-        cluster.remove_node(same)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verl.cli.main import main; sys.exit(main())"
+    with cluster_of(1, env_vars={"PYTHONPATH": str(ROOT)}) as cluster:
         cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other)})
-        status, bad = doctor_apart(tmp_path, *arguments)
-        code = next(f for f in bad["findings"] if f["name"] == "this code")
-        assert status == 1 and not bad["ok"] and code["level"] == BAD and str(other) in code["found"]
-    finally:
-        cluster.shutdown()
+        # Ray gives a driver's working folder to all workers: not that of this code.
+        command = [sys.executable, "-c", code, *wanted(tmp_path, cluster.address)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=240
+        )
+    bad = json.loads(done.stdout)
+    found = next(f for f in bad["findings"] if f["name"] == "this code")
+    assert done.returncode == 1 and not bad["ok"] and found["level"] == BAD and str(other) in found["found"]
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import runpy
 import sys
@@ -99,6 +100,9 @@ def test_metrics_of_a_padded_batch() -> None:
 
 
 def test_metrics_of_validation() -> None:
+    from verl.utils.metric import Metric, reduce_metrics
+    from verl.utils.py_functional import append_to_dict
+
     module = metrics_module()
     (mean, _), (top, spread) = module.bootstrap_metric([1, 2, 3], 2, [np.mean, np.max])
     assert mean == pytest.approx(2, abs=0.1) and 2 < top < 3 and spread > 0
@@ -110,6 +114,10 @@ def test_metrics_of_validation() -> None:
     found = module.process_validation_metrics(["s", "s", "t"], ["p", "p", "q"], values)
     assert found["s"]["score"]["mean@2"] == 0.5 and found["t"] == {"score": {"mean@1": 0.5}}
     assert 0 < found["s"]["score"]["maj@2/mean"] < 1 and "pred" not in found["s"]
+    lists: dict = {}
+    for value in (1.0, Metric("sum", 2.0)):
+        append_to_dict(lists, {"x": value}, prefix="a/" if isinstance(value, float) else "")
+    assert lists["a/x"] == [1.0] and reduce_metrics(lists)["x"] == 2
     worker = {"disk_offload_s/param": [1.0, 3.0], "loss": [1.0]}
     assert module.extract_disk_offload_metrics(worker, "actor") == {"actor/disk_offload_s/param": 2.0}
 
@@ -186,6 +194,7 @@ def test_correction_of_a_batch() -> None:
     weights, metrics = helper.compute_rollout_correction_weights(ratio, mask, *kinds)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.8, 0.0]]))
     assert metrics["rollout_is_oob_ratio"] == pytest.approx(2 / 3)
+    assert metrics["rollout_is_std"] == pytest.approx(np.std([0, 0.8, 0]))
     raw = helper.compute_is_metrics(ratio, ratio, torch.ones(1, 3), "token", "0.5_5.0")
     assert raw["rollout_is_oob_ratio"] == pytest.approx(2 / 3)
     with pytest.raises(TypeError, match="not a boolean"):
@@ -235,3 +244,83 @@ def test_functions_on_masked_tensors() -> None:
     assert logprobs_from_logits(logits, torch.tensor([1])).exp() == 0.5
     assert entropy_from_logits(logits) == pytest.approx(np.log(2))
     assert clip_by_value(torch.tensor([3.0]), torch.zeros(1), torch.ones(1)) == 1
+
+
+# ------------------------------------------------------------------------------------------ tools and parsers
+
+MARKED = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def {name}(x: str) -> str:
+    '''Says it.
+
+    Args:
+        x: What.
+    '''
+    return x
+"""
+
+
+def test_function_tools_are_found_by_name_and_by_file(tmp_path) -> None:
+    from verl.tools import function_tool as module
+    from verl.tools.base_tool import BaseTool
+    from verl.tools.tool_registry import load_all_tools
+
+    (tmp_path / "tools.py").write_text(MARKED.format(name="said"))
+    (tool,) = load_all_tools(function_tool_path=str(tmp_path / "tools.py"))
+    assert module.FUNCTION_TOOL_REGISTRY["said"] is tool and not isinstance(tool, BaseTool)
+    assert load_all_tools(None, str(tmp_path / "tools.py")) == [tool] and load_all_tools() == []
+    assert asyncio.run(tool.call({"x": "a"})) == "a" and not tool.is_async
+    (tmp_path / "tools.py").with_name("none.py").write_text("")
+    assert module.load_function_tools_from_path(str(tmp_path / "none.py")) == []
+    with pytest.raises(FileNotFoundError, match="function_tool_path does not exist"):
+        module.load_function_tools_from_path(str(tmp_path / "nothing.py"))
+    schema = {"type": "function", "function": {"name": "said"}}
+    module.function_tool("other", schema=schema)(metrics_module)
+    with pytest.raises(ValueError, match=r"'other': .*metrics_module is already registered, then .*padded"):
+        module.function_tool("other", schema=schema)(padded)
+    with pytest.raises(ValueError, match="variadic parameter"):
+        module.function_tool(lambda *x: x)
+    del module.FUNCTION_TOOL_REGISTRY["other"], module.FUNCTION_TOOL_REGISTRY["said"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("a", ("a", 0.0, {})),
+        ({"a": 1}, ('{"a": 1}', 0.0, {})),
+        (("a", None), ("a", 0.0, {})),
+        (("a", 1, {"k": 2}), ("a", 1.0, {"k": 2})),
+        ((Space,), (str(Space), 0.0, {})),
+    ],
+)
+def test_what_function_tools_return(returned, expected) -> None:
+    from verl.tools.function_tool import normalize_function_tool_return
+    from verl.tools.schemas import ToolResponse
+
+    response, *rest = normalize_function_tool_return(returned)
+    assert (response, *rest) == (ToolResponse(expected[0]), *expected[1:])
+    with pytest.raises(TypeError, match="length 1, 2, or 3"):
+        normalize_function_tool_return(())
+
+
+def test_parsers_by_format_and_by_class() -> None:
+    from verl.experimental.agent_loop.tool_parser import FunctionCall, KimiToolParser, ToolParser
+
+    text = 'Look.<|tool_call_begin|>call-find-0<|tool_call_argument_begin|>{"n":1}<|tool_call_end|>'
+    tools = [{"function": {"name": "find"}}]
+    parser = ToolParser.get_tool_parser("kimi", Space(decode=lambda ids, skip_special_tokens: text))
+    assert isinstance(parser, KimiToolParser)
+    found = asyncio.run(parser.extract_tool_calls([1], tools))
+    assert found == ("Look.", [FunctionCall("find", '{"n": 1}', "call-find-0")])
+    with pytest.raises(ValueError, match="unknown tool parser 'no'; known: deepseek"):
+        ToolParser.get_tool_parser("no", None)
+
+
+def test_the_registry_of_reward_managers_is_the_runs() -> None:
+    from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY, get_reward_manager_cls, register
+
+    assert REWARD_MANAGER_REGISTRY.pop(register("of_test")("x") and "of_test") == "x"
+    with pytest.raises(ValueError, match="Unknown reward manager: of_test"):
+        get_reward_manager_cls("of_test")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.chaos.fork_server import ForkServer
 from tests.runs import TinyRun
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -25,27 +22,20 @@ def outside(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path) -> None:
-    tiny = TinyRun(tmp_path / "tiny")
+def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path, fork_server: ForkServer) -> None:
     more = ["trainer.n_gpus_per_node=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
-    words = tiny.overrides(tmp_path / "out", *more, "trainer.total_training_steps=1")
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *words], env=environment, stdout=log, stderr=log
-        )
-        process, seen = psutil.Process(run.pid), set()
-        while run.poll() is None:
-            for one in [process, *process.children(recursive=True)]:
-                try:
-                    found = [
-                        c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN
-                    ]
-                    seen |= {(one.name(), ip) for ip in found}
-                except psutil.Error:
-                    continue  # it has ended
-            time.sleep(0.5)
-    assert run.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    words = TinyRun(tmp_path / "tiny").overrides(tmp_path / "out", *more, "trainer.total_training_steps=1")
+    run = fork_server.start(words, RAY_ADDRESS=None)
+    process, seen = psutil.Process(run.pid), set()
+    while not run.ended:
+        for one in [process, *children_of(process)]:
+            try:
+                found = [c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                seen |= {(one.name(), ip) for ip in found}
+            except psutil.Error:
+                continue  # it has ended
+        time.sleep(0.5)
+    assert run.status == 0, (run.stdout + run.stderr)[-3000:]
     assert any("Worker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
     assert len(seen) >= 4 and not outside(sorted(seen))
     (started,) = [
@@ -54,43 +44,40 @@ def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path) -> 
     assert {worker["node"] for worker in started["workers"]} == {"127.0.0.1"}
 
 
-OPTIONS = textwrap.dedent(
-    """
-    import json, sys
-    from verl.config import load
-    from verl.workers.ray.cluster import Cluster, worker_environment
-    cluster = Cluster(load(sys.argv[1:]), "cpu")
-    import ray
-    @ray.remote(num_cpus=0)
-    def work_of_a_test():
-        return 1
-    ray.get(work_of_a_test.remote())
-    found = [ray.cluster_resources(), ray._private.worker._global_node.get_session_dir_path()]
-    import time
-    time.sleep(2)  # Ray reports what was done once a second
-    cluster.close()
-    print(json.dumps(found))
-    """
-)
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 @pytest.mark.slow
 def test_options_of_ray_init_and_the_timeline_have_their_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import ray
+
+    from verl.config import load
+    from verl.workers.ray.cluster import Cluster
+
+    def work_of_a_test() -> None: ...
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     # A socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
         options = {"num_cpus": 3, "object_store_memory": 100 << 20, "_temp_dir": short}
         words = [f"+ray_kwargs.ray_init.{name}={value}" for name, value in options.items()]
-        words.append(f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")
-        done = subprocess.run(
-            [sys.executable, "-c", OPTIONS, *words], capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        resources, session = json.loads(done.stdout.splitlines()[-1])
-        assert resources["CPU"] == 3 and resources["object_store_memory"] == 100 << 20
-        assert Path(session).is_relative_to(short) and Path(session).is_dir()
+        cluster = Cluster(load([*words, f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json"]), "cpu")
+        try:
+            ray.get(ray.remote(num_cpus=0)(work_of_a_test).remote())
+            resources = ray.cluster_resources()
+            assert resources["CPU"] == 3 and resources["object_store_memory"] == 100 << 20
+            session = Path(ray._private.worker._global_node.get_session_dir_path())
+            assert session.is_relative_to(short) and session.is_dir()
+            time.sleep(2)  # Ray reports what was done once a second
+        finally:
+            cluster.close()
+        assert not ray.is_initialized()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert any("work_of_a_test" in str(entry["name"]) for entry in timeline)
 

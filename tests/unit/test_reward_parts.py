@@ -242,5 +242,5 @@ def test_manager_registry() -> None:
     assert get_reward_manager_cls("a_manager_of_a_test") is Mine
     with pytest.raises(ValueError, match="already registered"):
         register("a_manager_of_a_test")(type("Other", (), {}))
-    with pytest.raises(ValueError, match="unknown reward manager: 'nope'"):
+    with pytest.raises(ValueError, match="Unknown reward manager: nope"):
         get_reward_manager_cls("nope")

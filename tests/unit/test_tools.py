@@ -11,7 +11,8 @@ import pytest
 
 from verl.config import Map
 from verl.data.rows import BadRow, tools_of_row
-from verl.rollout.tools.base import ToolError, function_tool
+from verl.rollout.tools.base import ToolError
+from verl.rollout.tools.function_tools import function_tool
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 

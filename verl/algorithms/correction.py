@@ -178,7 +178,8 @@ def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict
 
     Statistics are over tokens (kind token) or responses (kind sequence): rollout_is_{mean,std,max,min},
     eff_sample_size of weights as applied; ratio_fraction_{high,low}, oob_ratio of raw ones; seq_*: per-response
-    means, as applied, but fraction_{high,low} of raw ones. std is unbiased; nan where there is nothing.
+    means, as applied, but fraction_{high,low} of raw ones. rollout_is_std is that of
+    all weights, other std are unbiased; nan where there is nothing.
     """
     if how.kind == "token":
         raw = np.exp(np.clip(tokens.error, -LIMIT, LIMIT))
@@ -196,6 +197,7 @@ def importance_weights(tokens: Tokens, how: Weighting) -> tuple[np.ndarray, dict
     metrics = {f"rollout_is_{name}": value for name, value in _spread(applied).items()}
     mean = mean_of(applied)
     metrics |= {
+        "rollout_is_std": float(applied.std()) if len(applied) else _NAN,
         "rollout_is_eff_sample_size": 1 / mean_of((applied / mean) ** 2) if mean > 0 else _NAN,
         "rollout_is_ratio_fraction_high": mean_of(raw > how.high),
         "rollout_is_ratio_fraction_low": mean_of(raw < low),

@@ -72,6 +72,7 @@ class Registry:
         self.kind = kind
         self.decorator = decorator
         self.functions: dict[str, Algorithm] = {}
+        self._own: dict[str, Algorithm] = {}
         self._declared: dict[str, Declaration] = {}
 
     def register(
@@ -97,15 +98,18 @@ class Registry:
                     f"choose another name for {function.__module__}.{function.__qualname__}"
                 )
             self._declared[key] = Declaration(frozenset(needs), whole, tuple(keys))
+            if function.__module__.startswith("verl."):
+                self._own[key] = function
             return function
 
         return add
 
     def get(self, name: Name) -> Algorithm:
-        """The function registered under `name`. ValueError for an unknown one, which lists what is there."""
+        """The function registered under `name`, ours also after a plug-in emptied the table. ValueError for an unknown one, which
+        lists what is there."""
         key = _key(name)
-        if key in self.functions:
-            return self.functions[key]
+        if found := self.functions.get(key) or self._own.get(key):
+            return found
         there = f"There are: {', '.join(sorted(self.functions))}; your own can be added with @{self.decorator}(name)."
         raise ValueError(f"Unknown {self.kind} simply: {key}. {there}")
 

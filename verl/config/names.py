@@ -123,6 +123,7 @@ MEGATRON_MODULES = {
 NO_EFFECT: dict[str, str] = {
     "{*._target_, hydra, data.multiturn.enable}": "not needed",
     "{transfer_queue, *.model.mtp, *.router_replay.{record_file, replay_file}, *.qat, async_training.dynamic_schedule_*, "
+    "*.mindspeed, "
     "actor_rollout_ref.partition, actor_rollout_ref.rollout.disaggregation, actor_rollout_ref.rollout.agent.custom_async_server}": "of what is off",
     "{data.pad_mode, *.pad_to_length*, *.padding_mode, *.megatron.use_remove_padding}": (
         "sequences are packed without padding; results are the same"
@@ -271,7 +272,7 @@ REFUSED = {
 REFUSED_VALUES: dict[str, dict[str, Absent]] = {
     "name": {"trtllm": Absent("TensorRT-LLM as sampling engine", "rollout.name=vllm or native")},
     "strategy": {
-        "mindspeed": Absent("the MindSpeed trainer", "strategy=megatron"),
+        "mindspeed": Absent("the MindSpeed trainer", "strategy=fsdp2"),
     },
     "loss_mode": {
         "reverse_kl_topk": Absent(
@@ -296,7 +297,7 @@ LOGGERS = ("console", "file", "tensorboard", "wandb")
 CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)
 """Lists that take no names of one's own yet."""
 
-_BACKENDS = ("dp", "megatron", "mlite", *FSDP2_NAMES)
+_BACKENDS = ("dp", "megatron", "mlite", "mindspeed", *FSDP2_NAMES)
 GROUP_CHOICES: dict[str, dict[str, str | None]] = {
     "actor_rollout_ref.actor": {f"{name}_actor": name for name in _BACKENDS},
     "actor_rollout_ref.ref": {f"{name}_ref": name for name in _BACKENDS},

@@ -75,9 +75,13 @@ def validation_label(metrics: Metrics, name: str) -> str:
     if name == "val/loss":
         return "Validation loss"
     rewards = name == "val/accuracy" and not any(ACCURACY.match(known) for known in metrics.columns)
+    sources = {
+        known.rsplit("/", 2)[0] for known in metrics.columns if ACCURACY.match(known) or REWARD.match(known)
+    }
+    over = f", mean of {len(sources)} data sources" if name == "val/accuracy" and len(sources) > 1 else ""
     if REWARD.match(name) or (rewards and any(REWARD.match(known) for known in metrics.columns)):
-        return "Validation reward"
-    return "Validation accuracy"
+        return f"Validation reward{over}"
+    return f"Validation accuracy{over}"
 
 
 def total_steps(run: Run) -> int | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_CLASSES: dict[str, type] = {}
+REWARD_MANAGER_REGISTRY: dict[str, type] = {}
 
 
 def register(name: str) -> Callable[[type], type]:
     """Class decorator: make a manager known under a name. ValueError if another class has it."""
 
     def add(cls: type) -> type:
-        if _CLASSES.setdefault(name, cls) is not cls:
-            raise ValueError(f"reward manager {name!r}: already registered by {_CLASSES[name].__qualname__}")
+        if REWARD_MANAGER_REGISTRY.setdefault(name, cls) is not cls:
+            raise ValueError(
+                f"reward manager {name!r}: already registered by {REWARD_MANAGER_REGISTRY[name].__qualname__}"
+            )
         return cls
 
     return add
@@ -20,12 +22,14 @@ def register(name: str) -> Callable[[type], type]:
 
 def registered(name: str) -> type | None:
     """The class registered under a name, None without."""
-    return _CLASSES.get(name)
+    return REWARD_MANAGER_REGISTRY.get(name)
 
 
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
-    if name not in _CLASSES:
-        registered = ", ".join(sorted(_CLASSES)) or "none (the built-in managers are no classes)"
-        raise ValueError(f"unknown reward manager: {name!r}. Registered classes: {registered}")
-    return _CLASSES[name]
+    if name not in REWARD_MANAGER_REGISTRY:
+        registered = (
+            ", ".join(sorted(REWARD_MANAGER_REGISTRY)) or "none (the built-in managers are no classes)"
+        )
+        raise ValueError(f"Unknown reward manager: {name}. Registered classes: {registered}")
+    return REWARD_MANAGER_REGISTRY[name]

@@ -66,17 +66,28 @@ def outputs_of(session: Session, **about: Any) -> list[AgentLoopOutput]:
     ]
 
 
-class SamplingDict(dict[str, Any]):
-    """Settings of the sampler as users' loops get them: a dict that may be changed, readable as attributes too."""
-
-    def __init__(self, sampling: SamplingParams):
-        super().__init__(asdict(sampling), logprobs=True)
+class AgentLoopMetrics(dict[str, Any]):
+    """Seconds and counts of a loop by name (`tool_calls`, `generate_sequences`, …), readable as attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+class SamplingDict(AgentLoopMetrics):
+    """Settings of the sampler as users' loops get them: a dict that may be changed, readable as attributes too."""
+
+    def __init__(self, sampling: SamplingParams):
+        super().__init__(asdict(sampling), logprobs=True)
+
+
+class DictConfigWrap:
+    """A configuration as the constructor of a loop gets it: its `config`."""
+
+    def __init__(self, config: Any):
+        self.config = config
 
 
 @dataclass(slots=True)
@@ -112,6 +123,9 @@ class ServerManager:
         done = await self.session.generate(prompt_ids, sampling_params, media or None)
         reason = "aborted" if done.finish_reason == "abort" else "completed"
         return TokenOutput(done.token_ids.tolist(), done.log_probs.tolist(), None, reason, done.num_preempted)
+
+
+AsyncLLMServerManager = ServerManager  # by the public name
 
 
 class AgentLoopBase(ABC):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 from verl.config.schema.base import select
@@ -99,12 +98,12 @@ class LoopRunner:
 
         more = {} if self.tools is None else {"tools": self.tools}
         return agent_loop.get(name)(
-            trainer_config=SimpleNamespace(config=self.config),
+            trainer_config=agent_loop.DictConfigWrap(self.config),
             server_manager=ServerManager(session),
             tokenizer=self.tokenizer,
             processor=None,
             dataset_cls=RLHFDataset,
-            data_config=SimpleNamespace(config=select(self.config, "data")),
+            data_config=agent_loop.DictConfigWrap(select(self.config, "data")),
             hf_model_type=None,
             **more,
             **agent_loop.arguments_of(name),

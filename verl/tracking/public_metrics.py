@@ -68,6 +68,13 @@ class Metric:
         return Metric(self.aggregation)
 
 
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Add each value to the list, or the metric, of its name."""
+    for name, value in new_data.items():
+        start = value.init_list() if isinstance(value, Metric) else []
+        data.setdefault(f"{prefix}{name}", start).append(value)
+
+
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """One number of each list: maximum, minimum or mean, as its name says; nan of an empty one."""
     out = {}

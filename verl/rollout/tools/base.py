@@ -1,14 +1,13 @@
-"""What tools are made of: schemas, responses, `BaseTool` with state, `@function_tool` without. The names are the public system's."""
+"""What tools are made of: schemas, responses, `BaseTool`. The names are the public system's."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -17,7 +16,7 @@ from verl.errors import UserError
 _KINDS = ("object", "string", "number", "integer", "boolean", "array", "null")
 
 
-class ToolError(UserError):
+class ToolError(UserError, ValueError):
     """A tool cannot be used as it is configured; says which and why."""
 
 
@@ -39,15 +38,16 @@ class Model:
 
     def model_dump(self, *, exclude_none: bool = True, **how: Any) -> dict[str, Any]:
         """Plain nested dicts, without what is None."""
-        return {k: _plain(v) for k, v in vars(self).items() if v is not None or not exclude_none}
+        return {k: plain(v) for k, v in vars(self).items() if v is not None or not exclude_none}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Models, mappings and lists as plain dicts and lists."""
     if isinstance(value, Model):
         return value.model_dump()
     if isinstance(value, Mapping):
-        return {key: _plain(v) for key, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {key: plain(v) for key, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 class OpenAIFunctionPropertySchema(Model):
@@ -74,14 +74,18 @@ class OpenAIFunctionToolSchema(Model):
     defaults: ClassVar[dict[str, Any]] = {"type": "function"}
 
 
+@dataclass
 class ToolResponse:
     """What a tool gives back: text, images, videos. ValueError for an image or video that is not in a list."""
 
-    def __init__(self, text: str | None = None, image: Any = None, video: Any = None):
-        for name, value in (("image", image), ("video", video)):
+    text: str | None = None
+    image: Any = None
+    video: Any = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("image", self.image), ("video", self.video)):
             if value is not None and not isinstance(value, list):
                 raise ValueError(f"ToolResponse.{name} is a list, got {type(value).__name__}")
-        self.text, self.image, self.video = text, image, video
 
     def is_empty(self) -> bool:
         """True without text, image and video."""
@@ -125,26 +129,12 @@ def _schema_problem(schema: Any, at: str) -> str:
     return next((found for path, value in inside.items() if (found := _schema_problem(value, path))), "")
 
 
-class BaseTool:
-    """A tool with state: `create` an instance, `execute` calls on it, `release` it.
+class Tool:
+    """What a dialogue needs of a tool: `name`, `config`, `tool_schema`, and an instance to `execute` calls on."""
 
-    config: the entry's `config` in the tools file: `timeout` (seconds of a call), `lifetime` (an instance for each call, or one for
-    the trajectory). tool_schema: the entry's, or None where the class gives it by `get_openai_tool_schema`.
-    """
-
-    def __init__(self, config: dict[str, Any], tool_schema: Any = None):
-        self.config = config
-        self.tool_schema = tool_schema
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
-        if self.tool_schema is None:
-            raise ToolError(
-                f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"
-            )
-        self.name = self.tool_schema.function.name
-
-    def get_openai_tool_schema(self) -> Any:
-        """The schema that the model sees."""
-        return self.tool_schema
+    name: str
+    config: dict[str, Any]
+    tool_schema: Any
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Make an instance; kwargs: the row's `create_kwargs`."""
@@ -164,28 +154,26 @@ class BaseTool:
         """Give up an instance."""
 
 
-class FunctionTool(BaseTool):
-    """A function as a tool. What is not async runs in a thread of its own, so that one that hangs holds up nobody."""
+class BaseTool(Tool):
+    """A tool with state: `create` an instance, `execute` calls on it, `release` it.
 
-    def __init__(self, function: Callable[..., Any], name: str, schema: Any):
-        self.function = function
-        super().__init__({}, OpenAIFunctionToolSchema.model_validate(schema))
-        self.name = self.tool_schema.function.name = name
+    config: the entry's `config` in the tools file: `timeout` (seconds of a call), `lifetime` (an instance for each call, or one for
+    the trajectory). tool_schema: the entry's, or None where the class gives it by `get_openai_tool_schema`.
+    """
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Call it: text, a mapping (as JSON), a ToolResponse, or (one of these, reward, metrics)."""
-        if inspect.iscoroutinefunction(self.function):
-            found = await self.function(**parameters)
-        else:
-            found = await in_thread(self.function, **parameters)
-        reward, metrics = 0.0, {}
-        if isinstance(found, tuple):
-            found, reward, metrics = found
-        if not isinstance(found, ToolResponse):
-            found = ToolResponse(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
-        return found, reward, metrics
+    def __init__(self, config: dict[str, Any], tool_schema: Any = None):
+        self.config = config
+        self.tool_schema = tool_schema
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ToolError(
+                f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"
+            )
+        self.name = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> Any:
+        """The schema that the model sees."""
+        return self.tool_schema
 
 
 def rollout_trace_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,27 +210,3 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
 
     threading.Thread(target=call, name="verl-tool", daemon=True).start()
     return await future
-
-
-def function_tool(target: Any = None, *, schema: Any = None) -> Any:
-    """Decorator: make a function of `function_tool_path` a tool, under its own name or `@function_tool("name")`.
-
-    The schema comes from type hints and a Google-style docstring where it is not given; ToolError says what is missing.
-    """
-
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = target if isinstance(target, str) else function.__name__
-        found = schema
-        if found is None:
-            from transformers.utils import get_json_schema
-
-            try:
-                found = get_json_schema(function)
-            except Exception as error:
-                raise ToolError(f"function tool {name!r}: no schema can be made of it: {error}") from error
-        found = found.model_dump() if isinstance(found, Model) else found
-        check_schema(found, f"function tool {name!r}")
-        function.function_tool = FunctionTool(function, name, found)  # type: ignore[attr-defined]
-        return function
-
-    return mark(target) if callable(target) else mark

@@ -10,20 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from verl.data.files import DataError
-from verl.data.load_object import load_extern_object, load_module
+from verl.data.load_object import load_extern_object
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import (
     BaseTool,
-    FunctionTool,
     Model,
     OpenAIFunctionToolSchema,
+    Tool,
     ToolError,
     ToolResponse,
     check_schema,
 )
+from verl.rollout.tools.function_tools import load_function_tools_from_path
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
@@ -57,39 +59,45 @@ def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
 class Toolbox:
     """Tools by name; `tools` is the list of them, as loops of the public system want it."""
 
-    def __init__(self, named: Sequence[tuple[str, BaseTool]]):
-        self.by_name: dict[str, BaseTool] = {}
-        places: dict[str, str] = {}
+    def __init__(self, named: Sequence[tuple[str, Tool]]):
+        self.by_name = {tool.name: tool for _, tool in named}
+        places: dict[str, list[str]] = {}
         for where, tool in named:
-            if tool.name in places:
-                raise ToolError(f"two tools are called {tool.name!r}: in {places[tool.name]} and in {where}")
-            places[tool.name], self.by_name[tool.name] = where, tool
+            places.setdefault(tool.name, []).append(where)
+        if taken := sorted(name for name, found in places.items() if len(found) > 1):
+            each = (f"two tools are called {name!r}: in {' and in '.join(places[name])}" for name in taken)
+            raise ToolError(f"the names {taken} collide: {'; '.join(each)}")
         self.tools = list(self.by_name.values())
 
     @classmethod
     def load(cls, multi_turn: Any) -> Toolbox:
         """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
-        named: list[tuple[str, BaseTool]] = []
+        named: list[tuple[str, Tool]] = []
         if path := multi_turn.tool_config_path:
             entries = load_yaml(path, "tools")
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
         if path := multi_turn.function_tool_path:
             try:
-                module = load_module(path)
-            except DataError as error:
-                raise ToolError(f"function_tool_path: {error}") from error
-            marks = [getattr(value, "function_tool", None) for value in vars(module).values()]
-            found = [tool for tool in marks if isinstance(tool, FunctionTool)]
+                found = load_function_tools_from_path(path)
+            except FileNotFoundError as error:
+                raise ToolError(str(error)) from error
             if not found:
                 raise ToolError(f"function_tool_path={path}: no function of it is marked with @function_tool")
-            named += [(f"{path} ({tool.function.__name__})", tool) for tool in found]
+            named += [(f"{path} ({tool.fn.__name__})", tool) for tool in found]
         return cls(named)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Name → OpenAI schema, as templates take it."""
         return {name: tool.tool_schema.model_dump() for name, tool in self.by_name.items()}
+
+
+def load_all_tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[Tool]:
+    """The tools of a tools file and of a file of functions, as loops and tests of the public system load them."""
+    return Toolbox.load(
+        SimpleNamespace(tool_config_path=tool_config_path, function_tool_path=function_tool_path)
+    ).tools
 
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
@@ -135,7 +143,7 @@ class ToolRun:
     """
 
     def __init__(
-        self, tools: Mapping[str, BaseTool], kwargs: Any, *, timeout: float | None, longest: int, side: str
+        self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
     ):
         self._tools, self._kwargs = tools, kwargs or {}
         self._timeout, self._longest, self._side = timeout, longest, side
@@ -176,7 +184,7 @@ class ToolRun:
         return self._cut(response.text or "")
 
     async def _execute(
-        self, tool: BaseTool, arguments: dict[str, Any]
+        self, tool: Tool, arguments: dict[str, Any]
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
         if tool.config.get("lifetime") != "trajectory":
             instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
@@ -191,7 +199,7 @@ class ToolRun:
                 self._instances[tool.name], arguments, **self._of_row(tool, "execute_kwargs")
             )
 
-    def _of_row(self, tool: BaseTool, kind: str) -> dict[str, Any]:
+    def _of_row(self, tool: Tool, kind: str) -> dict[str, Any]:
         found = (self._kwargs.get(tool.name) or {}).get(kind) or {}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
+from tests.contract.conftest import Sampler
+from tests.vllm_cases import sample, vllm_engine
 from verl.engine.rollout.base import SamplingParams
 from verl.errors import UserError
 
-require_vllm()
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.parametrize("sampler", ["vllm"], indirect=True),
+]
 PROMPT = list(range(3, 103))
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_model(tmp_path_factory.mktemp("vllm") / "model")
-
-
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[Any]:
-    made = vllm_engine(path, load_format="auto")
-    yield made
-    made.close()
+@pytest.fixture
+def engine(sampler: Sampler) -> Any:
+    return sampler.engine
 
 
 def test_more_prompts_than_a_step_of_the_engine_holds(engine: Any) -> None:
@@ -112,13 +107,13 @@ def test_the_batch_call(engine: Any) -> None:
     ids=["unknown", "heads"],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_starts(
-    path: Path, given: dict[str, Any], said: str
+    sampler: Sampler, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        vllm_engine(path, **given)
+        vllm_engine(sampler.path, **given)
 
 
-def test_a_model_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_cpu_kernel_is_refused(sampler: Sampler, tmp_path: Path) -> None:
     from tests.tiny import tiny_model
     from verl.engine.rollout.vllm import launch
 
