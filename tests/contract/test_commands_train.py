@@ -207,6 +207,7 @@ def test_vision_commands_train(script, arch, fork_server, seeing_home, tmp_path)
     assert "images are seen: blanked" in run.stdout + run.stderr
     step = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert step["perf/images/count"] == 4 and step["perf/images/encoded_per_image/sampler"] == 1
-    assert step["perf/images/encoded_per_image/trainer"] <= 1.2 and math.isfinite(step["actor/grad_norm"])
+    most = 3 if "npu" in script else 1.2  # it asks for micro-batches of two of the five responses
+    assert step["perf/images/encoded_per_image/trainer"] <= most and math.isfinite(step["actor/grad_norm"])
     assert step["training/rollout_logprob_abs_diff/max"] < 0.1
     assert "val-core/hiyouga/geometry3k/reward/mean@1" in records(out)[0]
