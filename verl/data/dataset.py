@@ -419,7 +419,7 @@ class Scanner:
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
         extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
-        videos: set[int] = set()  # rows decoded to be measured: a header does not tell what is taken of a video
+        videos: set[int] = set()  # rows with videos, which are decoded to be measured
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)

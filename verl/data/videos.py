@@ -59,8 +59,10 @@ def _read(path: Path, rate: float, processor: Any) -> Opened:
     if not path.is_file():
         raise BadRow("video missing", f"{path}: no such file (a path begins at the data file)")
     try:
+        read: Any = load_video  # its annotations leave names of files out
         sample = partial(processor.sample_frames, fps=rate)
-        return load_video(str(path), backend=decoder, sample_indices_fn=sample)
+        frames, facts = read(str(path), backend=decoder, sample_indices_fn=sample)
+        return frames, facts
     except Exception as error:  # each decoder has its own
         repair = f"not a whole video that {decoder} reads: write it anew"
         raise BadRow("undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})") from error
