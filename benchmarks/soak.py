@@ -124,7 +124,11 @@ def compared(seen: list[tuple[int, dict[str, float]]], steps: int) -> dict[str, 
             "at_the_end": round(last, 1),
             "growth_a_step": round(growth, 5),
         }
-    return out
+    parts = [
+        [found["driver_mb"] for step, found in seen if start <= step < start + tenth]
+        for start in range(WARM, steps, tenth)
+    ]
+    return out | {"driver_mb_by_tenth": [round(statistics.median(part), 1) for part in parts if part]}
 
 
 def main() -> None:
@@ -150,6 +154,7 @@ def main() -> None:
                 print(
                     f"  {key:<20}{value['after_100']:>10} → {value['at_the_end']:<10} {value['growth_a_step']:+} a step"
                 )
+        print("  driver_mb by tenth of the steps after 100:", *numbers["driver_mb_by_tenth"])
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
