@@ -259,9 +259,8 @@ class ImageProcessor:
         change: what is done to the decoded images before.
         """
         is_video = [isinstance(cell, Video) for cell in cells]
-        images = [
-            decoded(open_image(cell, folder, urls=self.urls)) for cell in cells if not isinstance(cell, Video)
-        ]
+        pictures = [cell for cell in cells if not isinstance(cell, Video)]
+        images = [decoded(open_image(cell, folder, urls=self.urls)) for cell in pictures]
         videos, more = self._videos(cells, folder)
         self.counts["decoded"] += len(cells)
         images = images if change is None else change(images)

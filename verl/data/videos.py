@@ -41,13 +41,11 @@ def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], A
     if isinstance(cell, str):
         return _read(folder / Path(cell.removeprefix("file://")).expanduser(), rate, processor)
     if not isinstance(cell, Sequence) or isinstance(cell, bytes) or not cell:
-        needed = "a path, a list of frames or {frames, fps} is needed"
-        raise BadRow("wrong column type", f"a video is a {type(cell).__name__}; {needed}")
+        raise BadRow("wrong column type", f"a video is {type(cell).__name__}, not a path or a list of frames")
     frames = [np.asarray(image(frame)) for frame in cell]
     if len({frame.shape for frame in frames}) > 1:
         raise BadRow("video size", "its frames differ in size: scale them to one size")
-    numbers = list(range(len(frames)))
-    return np.stack(frames), VideoMetadata(len(frames), rate, frames_indices=numbers)
+    return np.stack(frames), VideoMetadata(len(frames), rate, frames_indices=[*range(len(frames))])
 
 
 def _read(path: Path, rate: float, processor: Any) -> Opened:
