@@ -207,7 +207,7 @@ def _look_at_row(c: Check, file: Any) -> Callable[[dict[str, Any], int], None]:
     from verl.data.rows import RowRules, Video, as_messages, cells_of, check_readable, fields_of, is_plain
     from verl.reward.rules import check_truth
 
-    data, seeing = c.cfg.data, c.facts.vision
+    data, seeing = c.cfg.data, c.facts is not None and c.facts.vision
     rules = replace(RowRules.of(c.cfg), images=seeing) if c.ppo else RowRules()
     plain = c.ppo and is_plain(file, rules)
 
