@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.test_agent_runs import WORDS as TOOLS
 from tests.integration.test_reward_models import ASKS
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import from_step, main_ppo, records, weights
 from tests.tiny import tiny_model
 from tests.unit.test_reward_model import classifier
@@ -286,3 +287,15 @@ def test_tools_over_two_ranks_and_two_samplers(train: Train, tmp_path: Path) -> 
         assert record["training/rollout_logprob_abs_diff/max"] < 1e-4
         assert record["tool_call_counts/mean"] > 1 and record["agent/prefill_ratio"] == 1.0
     assert rows[0] == rows[1]
+
+
+@pytest.mark.long
+def test_two_ranks_see_images_as_one_process(fork_server, ray_address, tmp_path) -> None:
+    seeing, found = VisionRun(tmp_path), {}
+    for name, words, more in (("one", (), {}), ("two", VERIFIED, {"RAY_ADDRESS": ray_address})):
+        words = seeing.overrides(tmp_path / name, "trainer.total_training_steps=2", *words)
+        run = fork_server.run(words, timeout=300, **more)
+        assert run.status == 0, (run.stdout + run.stderr)[-4000:]
+        found[name] = records(tmp_path / name)
+    assert_close(found["one"], found["two"], [1, 2])
+    assert found["two"][2]["training/rollout_logprob_abs_diff/max"] < 1e-4

@@ -32,6 +32,7 @@ from verl.data.rows import (
     RowFields,
     RowRules,
     RowTools,
+    Video,
     as_messages,
     check_columns,
     fields_of,
@@ -415,6 +416,7 @@ class Scanner:
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
         extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
+        videos: set[int] = set()  # rows with videos, which are decoded to be measured
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
@@ -425,9 +427,13 @@ class Scanner:
                 if seen is not None:
                     assert self.images is not None
                     messages, cells = seen
-                    headers = self.images.headers(
-                        cells, folder_of(self.source.paths[self.source.locate(index)[0]])
-                    )
+                    folder = folder_of(self.source.paths[self.source.locate(index)[0]])
+                    if any(isinstance(cell, Video) for cell in cells):
+                        text = self.renderer.text(messages, **self.tools_of(fields))
+                        scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
+                        videos.add(index)
+                        continue
+                    headers = self.images.headers(cells, folder)
                     more = sum(self.images.tokens(headers))
                     scan.frames += [index] * any(map(has_frames, headers))
                     texts[index] = self.renderer.text(messages, **self.tools_of(fields))
@@ -443,7 +449,7 @@ class Scanner:
                 scan.lengths[index - start] = length + extra.get(index, (0, 0))[1]
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
-        scan.media = set(extra)
+        scan.media = {*extra, *videos}
         return scan
 
     def _lengths(self, texts: dict[int, str], extra: dict[int, tuple[int, int]], scan: Scan) -> list[int]:

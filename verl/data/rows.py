@@ -1,7 +1,7 @@
 """What a row means: the chat format and the plain format, checked; its messages, rendered and tokenised once.
 
 A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Images are put in their places
-by `media.py`; videos and audio are not in this release. Specification: data.md §2, §3, §6.
+by `media.py`, videos opened by `videos.py`; audio is not in this release. Specification: data.md §2, §3, §6.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _RESERVED = ("tokenize", "return_tensors", "return_dict", "conversation", "padding", "truncation")
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video of a row, as its cell holds it, among the images of the row."""
+
+    cell: Any
 
 
 class BadRow(ValueError):
@@ -77,7 +84,8 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    """True for a video, too."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "video")
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -209,7 +217,8 @@ def final_number(text: str) -> str | None:
 @dataclass(frozen=True)
 class RowRules:
     """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
-    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column."""
+    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column, the
+    second that of videos."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
@@ -233,7 +242,7 @@ class RowRules:
 class RowFields:
     """One usable row. `cell` is the prompt as it stands in the file; `facts` are the parts of a `Prompt` that follow from
     the other columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else. `images`:
-    the cells of its images."""
+    the cells of its images, then its videos."""
 
     cell: Any
     facts: dict[str, Any]
@@ -368,15 +377,13 @@ def plain_row(row: Mapping[str, Any], number: int, rules: RowRules) -> RowFields
 
 def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     """The chat format. `raw_prompt`, where a custom dataset gives one, wins over the prompt column."""
-    images: Sequence[Any] = ()
-    for key in rules.media_keys:
+    images: list[Any] = []
+    for number, key in enumerate(rules.media_keys):
         media = cells_of(row.get(key))
-        if not media:
-            continue
-        if not rules.images or key != rules.media_keys[0]:
-            kind = "images" if key == rules.media_keys[0] else key
+        if media and (not rules.images or number > 1):
+            kind = key if number else "images"
             raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
-        images = media
+        images += map(Video, media) if number else media
     source = row.get(rules.source_key)
     if not source and not rules.needs_source:
         source = PLAIN
@@ -385,8 +392,8 @@ def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
             "data_source missing", f"column {rules.source_key!r} is {source!r:.60}, a name is needed"
         )
     taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
-    if len(images):
-        taken.append(rules.media_keys[0])
+    if images:
+        taken += rules.media_keys[:2]
     facts = {
         "data_source": source,
         "extra_info": dict(_typed("extra_info", row.get("extra_info"), Mapping, "a struct") or {}),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.names import nearest
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 from verl.errors import UserError
@@ -113,11 +114,12 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
 
 
 def _images(c: Check, key: str, file: Any) -> bool:
-    """Rule 25: rows with images need a model that sees them; videos are not in this release. False if that refuses the file."""
+    """Rule 25: rows with images need a model that sees them; videos more. False if that refuses the file."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
-    column = next((k for k in named if file.filled(k)), None)
-    if column is None or c.facts is None:
+    filled = [k for k in named if file.filled(k)]
+    if not filled or c.facts is None:
         return True
+    column = filled[0]
     if not c.facts.vision:
         c.refuse(
             f"{key}, column {column}",
@@ -125,14 +127,26 @@ def _images(c: Check, key: str, file: Any) -> bool:
             "use a vision model, or data without that column",
         )
         return False
-    if column == c.cfg.data.video_key:
-        c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
+    if c.cfg.data.video_key in filled and (why := _no_video(c, c.facts.name)):
+        c.lacks(key, f"{file.path}: rows with {c.cfg.data.video_key}: videos {why}")
         return False
     _template(c)
     if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
         why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
         c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
     return True
+
+
+def _no_video(c: Check, model: str) -> str:
+    """Why this run cannot have videos, "" if it can."""
+    if c.rollout is None:
+        return "are not in this release outside of reinforcement learning; use rows without them"
+    if model not in CAPABILITIES[c.rollout.name].videos:
+        known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+        return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
+    if importlib.util.find_spec("torchvision") is None:
+        return "need torchvision, which is not installed: pip install torchvision (beside a CPU torch see docs/vllm.md)"
+    return ""
 
 
 def _without_images(c: Check) -> None:
@@ -190,7 +204,7 @@ def _first_rows(c: Check, key: str, file: Any) -> None:
 def _look_at_row(c: Check, file: Any, seeing: bool) -> Callable[[dict[str, Any], int], None]:
     """A function that raises BadRow for a row that the run will not use."""
     from verl.data.media import folder_of, open_image, with_images
-    from verl.data.rows import RowRules, as_messages, cells_of, check_readable, fields_of, is_plain
+    from verl.data.rows import RowRules, Video, as_messages, cells_of, check_readable, fields_of, is_plain
     from verl.reward.rules import check_truth
 
     data = c.cfg.data
@@ -199,7 +213,8 @@ def _look_at_row(c: Check, file: Any, seeing: bool) -> Callable[[dict[str, Any],
 
     def images_in(messages: list[Any], cells: Sequence[Any]) -> None:
         for cell in with_images(messages, cells)[1] if cells and not data.allow_image_urls else ():
-            open_image(cell, folder_of(file.path))  # a remote one is not fetched here
+            if not isinstance(cell, Video):
+                open_image(cell, folder_of(file.path))  # a remote one is not fetched here
 
     def prompt(row: dict[str, Any], number: int) -> None:
         fields = fields_of(row, number, plain, rules)
