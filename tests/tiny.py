@@ -25,7 +25,7 @@ VISION_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
     "{%- for part in message['content'] -%}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{{ part['text'] or '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' }}"
     "{%- endfor -%}{%- endif -%}{{ '<|im_end|>' + '\n' }}",
 )
 VOCAB_SIZE = 256 + len(SPECIAL)

@@ -90,12 +90,16 @@ STATUSES = (
 """How a trajectory ended, in the words of `rollout.agent.on_status`."""
 
 
+VIDEO_SECONDS = "video_seconds"
+
+
 @dataclass(eq=False)
 class Media:
     """What a context holds besides tokens: made once of a row by the model's processor, shared by reference by all that see it.
 
     inputs  arguments of the model's forward by name: pixel_values float32 [patches, numbers of one],
-            image_grid_thw int64 [images, 3], in the order of the context
+            image_grid_thw int64 [images, 3], in the order of the context. A video is an image whose grid has several rows of
+            time; with one among them VIDEO_SECONDS float32 [images] has the seconds between such rows, 0 for an image
     tokens  of the context that stand for images
     small   the images scaled down, as encoded files, for the report
     files   the images as JPEG files for what scores the responses; empty unless `reward_model.images`
@@ -107,6 +111,16 @@ class Media:
     small: tuple[bytes, ...] = ()
     files: tuple[bytes, ...] = ()
     key: str = field(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Media]) -> Media:
+        """The images of several, one after the other."""
+        return cls(
+            {name: np.concatenate([one.inputs[name] for one in parts]) for name in parts[0].inputs},
+            sum(one.tokens for one in parts),
+            sum((one.small for one in parts), ()),
+            sum((one.files for one in parts), ()),
+        )
 
     @property
     def images(self) -> int:

@@ -70,12 +70,13 @@ def settings(args: argparse.Namespace, work: dict[str, Any]) -> dict[str, Any]:
 
 
 class Exact:
-    """A logits processor that ends row i at its own length and not before. Nothing in it waits for a device."""
+    """A logits processor that ends row i at its own length and not before, and samples none of the tokens `never`. Nothing in it
+    waits for a device."""
 
-    def __init__(self, prompt_width: int, lengths: list[int]):
+    def __init__(self, prompt_width: int, lengths: list[int], never: list[int]):
         import torch
 
-        self.width, self.lengths = prompt_width, torch.tensor(lengths)
+        self.width, self.lengths, self.never = prompt_width, torch.tensor(lengths), never
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         import torch
@@ -85,6 +86,7 @@ class Exact:
         last = self.lengths <= done + 1
         scores.masked_fill_(last[:, None], float("-inf"))
         scores[:, 0] = torch.where(last, 0.0, float("-inf"))
+        scores[:, self.never] = float("-inf")
         return scores
 
 
@@ -100,9 +102,32 @@ def exactly(generate: Callable[..., Any], tokenizer: Any, work: dict[str, Any]) 
             number = seen.get(text, 0)
             seen[text] = number + 1
             lengths.append(work["lengths"][index[text]][number])
-        return generate(*positional, **kwargs, logits_processor=[Exact(ids.shape[1], lengths)])
+        exact = Exact(ids.shape[1], lengths, work.get("never", []))
+        return generate(*positional, **kwargs, logits_processor=[exact])
 
     return generate_exact
+
+
+def rows_with_images(folder: Path, work: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompts as TRL takes them: messages, and Pillow images that it puts before the text."""
+    import io
+
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    cells = pq.read_table(folder / "prompts.parquet", columns=["images"])["images"].to_pylist()
+    return [
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "images": [Image.open(io.BytesIO(cell["bytes"])) for cell in images],
+        }
+        for text, images in zip(work["prompts"], cells, strict=True)
+    ]
+
+
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """Of messages, as TRL hands to rewards where prompts are messages, the response's text."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 class Clock:
@@ -153,7 +178,13 @@ def main() -> None:
     os.dup2(2, 1)
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+        TrainerCallback,
+    )
     from trl import GRPOConfig, GRPOTrainer
 
     sys.path.insert(0, str(Path(__file__).parent))
@@ -162,8 +193,13 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     work = json.loads((args.work / "work.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(args.work / "model")
-    model = AutoModelForCausalLM.from_pretrained(args.work / "model", dtype=torch.float32)
+    tokenizer = processing = AutoTokenizer.from_pretrained(args.work / "model")
+    kind, rows = AutoModelForCausalLM, [{"prompt": p} for p in work["prompts"]]
+    if work.get("images"):
+        processing = AutoProcessor.from_pretrained(args.work / "model")
+        tokenizer, kind = processing.tokenizer, AutoModelForImageTextToText
+        rows = rows_with_images(args.work, work)
+    model = kind.from_pretrained(args.work / "model", dtype=torch.float32)
     clock = Clock(out)
 
     class Steps(TrainerCallback):
@@ -173,16 +209,16 @@ def main() -> None:
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             clock.end()
 
-    def reward(completions: list[str], completion_ids: Any = (), **_kwargs: Any) -> list[float]:
+    def reward(completions: list[Any], completion_ids: Any = (), **_kwargs: Any) -> list[float]:
         clock.tokens = sum(len(row) for row in completion_ids)
-        return [score_text(text) for text in completions]
+        return [score_text(text_of(completion)) for completion in completions]
 
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**settings(args, work)),
-        train_dataset=Dataset.from_list([{"prompt": p} for p in work["prompts"]]),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=processing,
         callbacks=[Steps()],
     )
     model.generate = exactly(model.generate, tokenizer, work)

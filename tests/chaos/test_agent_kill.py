@@ -1,10 +1,11 @@
-"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program."""
+"""kill -9 in the middle of dialogues: of the trainer, of the process that runs the tools, of an environment's program or server."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from tests.chaos.killing import Kill, assert_none_left, processes_with, run_and_
 from tests.integration.test_agent_runs import ROLLOUT, WORDS
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_tokenizer
+from tests.unit.test_adapters import fake_python
+from tests.unit.test_mcp import STDIO, tools_file
 from tests.unit.test_session import _QWEN
 
-# Who finds the file "kill" takes it away and kills itself, once.
+# Who finds the file "kill" takes it away and kills itself, once; who finds "delete", the folder that is named there.
 TOOLS = """
-import os, time
+import os, shutil, time
 from pathlib import Path
 from verl.tools.function_tool import function_tool
 
@@ -32,6 +35,10 @@ def calculate(expression: str) -> str:
         expression: Like 3*4.
     '''
     time.sleep(0.02)
+    if (named := Path(__file__).parent / "delete").exists():
+        folder = named.read_text()
+        named.unlink()
+        shutil.rmtree(folder)
     try:
         (Path(__file__).parent / "kill").unlink()
     except FileNotFoundError:
@@ -61,7 +68,6 @@ def dialogues(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     tiny = TinyRun(tmp_path_factory.mktemp("dialogues"))
     tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(tiny.model)
     (tiny.root / "tools.py").write_text(TOOLS)
-    (tiny.root / "program.py").write_text(PROGRAM)
     return tiny
 
 
@@ -94,34 +100,75 @@ def test_a_trainer_killed_in_the_middle_of_a_dialogue_resumes_exactly(
         assert killed[step] == pytest.approx(record, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
+# What is killed → what the event says of it.
+KILLED = {
+    "tool": "SIGKILL",
+    "program": "exit status -9",
+    "mcp": "MCP server 'calculator' is gone",
+    "verifiers": "ended with status -9",
+}
+
+
+def what_is_killed(what: str, folder: Path, **variables: str) -> list[str]:
+    """The words of a run that uses it."""
+    environment = f"{ROLLOUT}agent.environment."
+    if what == "mcp":
+        pytest.importorskip("mcp")
+        path = tools_file(
+            folder, {"calculator": STDIO | {"env": variables}}, tool_selected_list=["calculate"]
+        )
+        return [
+            f"{ROLLOUT}multi_turn.function_tool_path=null",
+            f"{ROLLOUT}multi_turn.tool_config_path={path}",
+        ]
+    if what == "program":
+        (folder / "program.py").write_text(PROGRAM)
+        path = f"{environment}path='{sys.executable} {folder / 'program.py'}'"
+        return [f"{environment}name=command", path, f"{environment}kwargs.KILL={variables['KILL']}"]
+    if what == "verifiers":
+        return [
+            f"{environment}name=verifiers",
+            f"{environment}path={fake_python(folder)}",
+            f"{environment}kwargs.taskset=a",
+        ]
+    return []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tool", "program"])
-def test_a_tool_process_or_a_program_that_is_killed_is_an_outcome(
+@pytest.mark.parametrize("what", KILLED)
+def test_a_process_that_is_killed_is_an_outcome_and_none_outlives_the_trainer(
     dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path, what: str
 ) -> None:
-    kill, more = dialogues.root / "kill", []
-    if what == "program":
-        import sys
-
-        environment = f"{ROLLOUT}agent.environment."
-        program = f"{environment}path='{sys.executable} {dialogues.root / 'program.py'}'"
-        more = [f"{environment}name=command", program, f"{environment}kwargs.KILL={kill}"]
+    # A tool of the run's own looks for the file beside its module.
+    kill = (dialogues.root if what == "tool" else tmp_path) / "kill"
     kill.touch()
+    marks = str(tmp_path / "marks")
+    more = what_is_killed(what, tmp_path, KILL=str(kill), AGENT_KILL=str(tmp_path), CHAOS_MARKS=marks)
     words = words_of(dialogues, tmp_path / "run", 1, "trainer.total_training_steps=1", *more)
-    done = fork_server.run(words, AGENT_KILL=str(tmp_path))
+    done = fork_server.run(words, AGENT_KILL=str(tmp_path), KILL=str(kill))
     assert done.status == 0 and not kill.exists(), done.stderr
     (record,) = [r for r in records(tmp_path / "run").values() if "agent/resamples" in r]
     lost = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     lost = [event for event in lost if event["event"] == "trajectory_failed"]
     assert record["agent/resamples"] == len(lost) >= 1 and record["agent/status/environment_error"] == 0
     assert all(event["status"] == "environment_error" for event in lost)
-    assert ("exit status -9" if what == "program" else "SIGKILL") in lost[0]["error"]
+    assert KILLED[what] in lost[0]["error"]
     assert processes_with("AGENT_KILL", str(tmp_path)) == []
 
-    if what == "program":  # neither does a program outlive a trainer that is killed
+    if what != "tool":
         words = words_of(dialogues, tmp_path / "run2", 1, *more)
-        run_and_kill(fork_server, words, Kill("gen", 1, 0.6), tmp_path / "marks")
-        assert_none_left("CHAOS_MARKS", str(tmp_path / "marks"))
+        run_and_kill(fork_server, words, Kill("gen", 1, 2.0 if what == "mcp" else 0.6), tmp_path / "marks")
+        assert_none_left("CHAOS_MARKS", marks)
+
+
+@pytest.mark.slow
+def test_a_tool_that_deletes_the_run_folder_costs_what_was_in_it(
+    dialogues: TinyRun, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    (dialogues.root / "delete").write_text(str(tmp_path / "run"))
+    done = fork_server.run(words_of(dialogues, tmp_path / "run", 1))
+    assert done.status == 0 and "cannot be written" in done.stderr, done.stderr
+    assert sorted(records(tmp_path / "run")) == [1, 2] and weights(tmp_path / "run", 2)
 
 
 @pytest.mark.slow

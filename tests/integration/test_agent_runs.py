@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import TinyRun, records, weights
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
+from tests.unit.test_reward_model import classifier, plain_scores
 from tests.unit.test_session import _QWEN
 from verl.rollout.tools.parsers import PARSERS
 from verl.trainer.main_ppo import main
+from verl.trajectory import Prompt, Trajectory
 
 USER = Path(__file__).parents[1] / "unit" / "agents_of_a_user.py"
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -85,6 +88,49 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
         assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
 
 
+SHOWS = """
+from tests.integration.test_vision_runs import drawn
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+@function_tool
+def calculate(expression: str) -> ToolResponse:
+    '''Draws.
+
+    Args:
+        expression: Like 3*4.
+    '''
+    size = int(expression.split("*")[0])
+    if size % 5 == 4:
+        return ToolResponse("unreadable", image=[b"no image"])
+    return ToolResponse(f"{size} drawn", image=[drawn(size)] * (size % 3))
+"""
+SEES = (
+    "{% macro said(c) %}{% if c is string %}{{ c }}{% else %}{% for p in c %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endmacro %}"
+) + _QWEN.replace("%THINK%", "").replace("m.content +", "said(m.content) +")
+
+
+@pytest.mark.slow
+def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRun) -> None:
+    seeing = VisionRun(tmp_path / "seeing")
+    tiny_tokenizer(seeing.model, template=SEES, special=SPECIAL + VISION)
+    (tmp_path / "tools.py").write_text(SHOWS)
+    words = [
+        f"{ROLLOUT}multi_turn.function_tool_path={tmp_path / 'tools.py'}",
+        f"{ROLLOUT}stop_token_ids={list(range(32, 128))}",
+        "data.max_prompt_length=500",
+        "trainer.total_training_steps=1",
+    ]
+    here, there = (run(seeing, tmp_path / str(workers), workers, *words) for workers in (0, 1))
+    assert [(r["uid"], r["output"]) for r in here] == [(r["uid"], r["output"]) for r in there]
+    shown = [m["content"] for row in here for m in row["messages"] if m["role"] == "tool"]
+    assert any(text.startswith("<image><image>") for text in shown) and any("undecodable" in t for t in shown)
+    record = records(tmp_path / "0")[1]
+    assert record["training/rollout_logprob_abs_diff/max"] < 1e-4 and record["agent/unrecorded_tokens"] == 0
+    assert record["agent/segments_per_trajectory/max"] == 3 and record["actor/grad_norm"] > 0
+
+
 BAD = {
     "NoSuch": ("tool_config_path", "tools:\n  - class_name: {user}:NoSuch"),
     "is no JSON schema": (
@@ -96,6 +142,62 @@ BAD = {
         "tools:\n  - class_name: verl.tools.base_tool.BaseTool\n    tool_schema: {{function: {{name: calculate}}}}",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_the_dialogues_with_tools(tiny: TinyRun, tmp_path: Path) -> None:
+    path = classifier(tmp_path / "rm", template=_QWEN.replace("%THINK%", ""))
+    words = ["enable=True", f"model.path={path}", "rollout.dtype=float32", "rollout.max_model_len=1000"]
+    more = ["custom_reward_function.path=null", "trainer.total_training_steps=1"]
+    rows = run(tiny, tmp_path / "out", 1, *(f"reward_model.{word}" for word in words), *more)
+    nothing: Any = None
+    told = [
+        Trajectory(Prompt("", nothing, []), 0, segments=[], fields={"messages": r["messages"]}) for r in rows
+    ]
+    assert {"tool", "assistant"} <= {m["role"] for r in rows for m in r["messages"]}
+    assert [r["score"] for r in rows] == pytest.approx(plain_scores(path, told), abs=1e-5)
+    assert records(tmp_path / "out")[1]["reward/errors"] == 0
+
+
+ENVIRONMENT = f"{ROLLOUT}agent.environment."
+# What is said of it → keys that no run can be made of.
+WRONG = {
+    "environment.path.*needs it": [f"{ENVIRONMENT}name=custom"],
+    "NoSuch": [f"{ENVIRONMENT}name=custom", f"{ENVIRONMENT}path={USER}:NoSuch"],
+    "the program 'no-such-program' is not found": [f"{ENVIRONMENT}name=command", f"{ENVIRONMENT}path=no-such-program"],
+    "no OpenEnv server answers at|needs the package openenv": [f"{ENVIRONMENT}name=openenv", f"{ENVIRONMENT}path=http://127.0.0.1:9"],
+    "no-such-python is no program": [f"{ENVIRONMENT}name=verifiers", f"{ENVIRONMENT}path=no-such-python"],
+    "does nobody listen there|need the package mcp": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/mcp.yaml"],
+    "config.timeout is 'soon'": [f"{ROLLOUT}multi_turn.tool_config_path={{folder}}/soon.yaml"],
+    "unknown agent loop 'no_such_agent'": [f"{ROLLOUT}agent.default_agent_loop=no_such_agent"],
+    "two interactions are called 'nags'": [f"{ROLLOUT}multi_turn.interaction_config_path={{folder}}/twice.yaml"],
+}  # fmt: skip
+FILES = {
+    "mcp.yaml": "tools: [{config: {type: mcp}, mcp: {mcp_servers_config_path: FOLDER/servers.json}}]",
+    "servers.json": '{"mcpServers": {"search": {"url": "http://127.0.0.1:9/mcp"}}}',
+    "soon.yaml": "tools: [{class_name: verl.tools.base_tool.BaseTool, config: {timeout: soon}, tool_schema: {function: {name: x}}}]",
+    "twice.yaml": f"interaction: [{{class_name: '{USER}:Nags', name: nags}}, {{class_name: '{USER}:Nags', name: nags}}]",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_names_nothing_that_can_be_used_is_refused_with_one_message(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: str
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text.replace("FOLDER", str(tmp_path)))
+    more = [word.format(folder=tmp_path) for word in WRONG[words]]
+    assert (
+        main(
+            [
+                *tiny.overrides(tmp_path / "run", *WORDS, f"{ROLLOUT}multi_turn.format=hermes", *more),
+                "--check",
+            ]
+        )
+        == 2
+    )
+    said = capfd.readouterr().err
+    assert re.search(words, said) and "Traceback" not in said and "1 problem" in said, said
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,10 @@ def test_long_prompts_are_refused_by_default(tiny, fork_server, long_rows, tmp_p
         assert way_out in message
 
 
-@pytest.mark.parametrize("mode", ["left", "right", "middle"])
+# How each of them cuts: test_data_dataset.py.
+@pytest.mark.parametrize(
+    "mode", ["middle", *(pytest.param(m, marks=pytest.mark.long) for m in ("left", "right"))]
+)
 def test_long_prompts_are_cut(tiny, fork_server, long_rows, tmp_path, mode) -> None:
     out = tmp_path / "out"
     words = [f"data.train_files={long_rows}", f"data.truncation={mode}", "data.train_batch_size=24", *LONG]
@@ -223,11 +226,12 @@ FAILS_ON_LONG = (
 @pytest.mark.parametrize(
     ("what", "timeouts"),
     [
-        ("raise ValueError(f'odd answer {len(solution_str)}')", 0),
-        ("return float('inf')", 0),
-        ("time.sleep(1000)", 1),
+        pytest.param(
+            "raise ValueError(f'odd answer {len(solution_str)}')", 0, id="raises", marks=pytest.mark.long
+        ),
+        pytest.param("return float('inf')", 0, id="inf", marks=pytest.mark.long),
+        pytest.param("time.sleep(1000)", 1, id="hangs"),
     ],
-    ids=["raises", "inf", "hangs"],
 )
 def test_failed_scores_below_the_limit_are_counted(tiny, fork_server, tmp_path, what, timeouts) -> None:
     out = tmp_path / "out"
@@ -363,19 +367,20 @@ def three_steps(tiny, fork_server, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "damage",
-    ["actor/model.safetensors", "state/loop.json", "manifest.json", "state/actor_optim/__0_0.distcp"],
+    [("actor/model.safetensors", "state/loop.json"), ("manifest.json", "state/actor_optim/__0_0.distcp")],
+    ids=["model", "manifest"],
 )
 def test_a_checkpoint_cut_in_the_middle_is_passed_over(
     tiny, fork_server, three_steps, tmp_path, damage
 ) -> None:
     out = Path(shutil.copytree(three_steps, tmp_path / "out"))
-    for step in (2, 3):
-        cut_short(out / f"global_step_{step}" / damage)
+    for step, file in zip((2, 3), damage, strict=True):
+        cut_short(out / f"global_step_{step}" / file)
     run = fork_server.run(tiny.overrides(out, "trainer.total_training_steps=3"))
     assert run.status == 0 and "Traceback" not in run.stderr, run.stderr
-    for step in (2, 3):
+    for step, file in zip((2, 3), damage, strict=True):
         line = next(line for line in errors(run) if "passed over" in line and f"global_step_{step}" in line)
-        assert damage in line, line
+        assert file in line, line
     assert f"resuming from {out}/global_step_1, step 1" in run.stderr
     assert records(out) == records(three_steps) and weights(out, 3) == weights(three_steps, 3)
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_agent_runs import WORDS as TOOLS
 from tests.integration.test_reward_models import ASKS
+from tests.integration.test_vision_runs import VisionRun
 from tests.runs import from_step, main_ppo, records, weights
 from tests.tiny import tiny_model
 from tests.unit.test_reward_model import classifier
+from tests.unit.test_session import _QWEN
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -269,3 +272,30 @@ def test_nodes_that_do_not_fit_end_the_run_before_a_model_loads(
     (said,) = [line for line in done.stderr.splitlines() if "do not fit" in line]
     assert "somebody/tiny" in said and "HF_HUB_OFFLINE is set" in said, said
     assert not list((tmp_path / "out").glob("global_step_*")) and not list((tmp_path / "out").glob(".seen*"))
+
+
+def test_tools_over_two_ranks_and_two_samplers(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(_QWEN.replace("%THINK%", ""))
+    template = f"actor_rollout_ref.model.custom_chat_template={tmp_path / 'template.jinja'}"
+    rows = []
+    for name, more in (("one", ()), ("two", TWO)):
+        dump = f"trainer.rollout_data_dir={tmp_path / name / 'dump'}"
+        out = train(tmp_path / name, *TOOLS, template, dump, "trainer.total_training_steps=1", *more)
+        lines = (tmp_path / name / "dump/1.jsonl").read_text().splitlines()
+        rows.append([(row["uid"], row["output"], row["score"]) for row in map(json.loads, lines)])
+        record = records(out)[1]
+        assert record["training/rollout_logprob_abs_diff/max"] < 1e-4
+        assert record["tool_call_counts/mean"] > 1 and record["agent/prefill_ratio"] == 1.0
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.long
+def test_two_ranks_see_images_as_one_process(fork_server, ray_address, tmp_path) -> None:
+    seeing, found = VisionRun(tmp_path), {}
+    for name, words, more in (("one", (), {}), ("two", VERIFIED, {"RAY_ADDRESS": ray_address})):
+        words = seeing.overrides(tmp_path / name, "trainer.total_training_steps=2", *words)
+        run = fork_server.run(words, timeout=300, **more)
+        assert run.status == 0, (run.stdout + run.stderr)[-4000:]
+        found[name] = records(tmp_path / name)
+    assert_close(found["one"], found["two"], [1, 2])
+    assert found["two"][2]["training/rollout_logprob_abs_diff/max"] < 1e-4

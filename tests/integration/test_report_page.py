@@ -60,6 +60,7 @@ def test_charts_and_rows_are_drawn(page: chromium.Page, hostile_report: Path, tm
         "throughput",
         "sampler",
         "memory",
+        "ends",
     ):
         assert name in shown
     assert not {"loss", "critic", "stale", "filter"} & set(shown), "charts without metrics must not appear"

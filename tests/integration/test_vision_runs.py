@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageDraw
 
+from tests.chaos.killing import Kill, run_and_kill
 from tests.runs import TinyRun, records, weights
 from tests.tiny import tiny_vision_model
 
@@ -75,9 +76,11 @@ def test_a_run_sees_its_images_and_resumes_exactly(tiny: VisionRun, fork_server:
     ]
     done = fork_server.run(tiny.overrides(whole, *more))
     assert done.status == 0, done.stderr[-3000:]
-    for steps in (2, 3):
-        done = fork_server.run(tiny.overrides(parts, *more, f"trainer.total_training_steps={steps}"))
-        assert done.status == 0, done.stderr[-3000:]
+    words = tiny.overrides(parts, *more)
+    _, mark = run_and_kill(fork_server, words, Kill("update_actor", 2), tmp_path / "marks")
+    assert mark == "update_actor", "killed in the second step's update"
+    done = fork_server.run(words)
+    assert done.status == 0, done.stderr[-3000:]
     assert records(parts) == records(whole)
     assert weights(parts, 3) == weights(whole, 3) != weights(whole, 1)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]

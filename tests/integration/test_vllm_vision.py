@@ -1,17 +1,22 @@
 """Prompts with images in vLLM: what it samples is what the trainer computes, after transfers and from a checkpoint's files.
 
-Needs torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md).
+vLLM reads such models with torchvision, which on a machine without a GPU wants its operators declared (docs/vllm.md). `make test`
+keeps it in a folder beside the environment, so that everything else is tested without it: where that is so, a process that has
+the folder on its path runs this file.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.invariant.test_vision import VISION, make_prompts, rows_of, sample, sampled, segments, trained
+from tests.runs import environment
 from tests.tiny import tiny_vision_model
 from tests.unit.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, vllm_engine
@@ -20,11 +25,20 @@ from verl.trajectory import Prompt
 from verl.weight_sync.sender import StreamedSync
 
 require_vllm()
-if importlib.util.find_spec("torchvision") is None:
-    pytest.skip("vLLM reads models that see images with torchvision", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+HERE = importlib.util.find_spec("torchvision") is not None
+BESIDE = Path(sys.prefix) / "torchvision"
 
 
+@pytest.mark.skipif(HERE or not BESIDE.is_dir(), reason=f"no torchvision in {BESIDE}, or it is installed")
+def test_with_torchvision_on_the_path() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "qwen2_5_vl"]
+    path = environment(PYTHONPATH=f"{BESIDE}:{Path(__file__).parents[2]}")
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.skipif(not HERE, reason="vLLM reads models that see images with torchvision")
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_sampler_and_trainer_agree_after_three_syncs(tmp_path: Path, arch: str) -> None:
     """One image, none, several, and one of 64 tokens; then the checkpoint, as vLLM loads it."""

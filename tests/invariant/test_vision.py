@@ -23,7 +23,7 @@ from verl.engine.rollout.native import NativeEngine
 from verl.engine.training.fsdp_engine import FSDPEngine
 from verl.models.layers import product_weights
 from verl.models.load import load_model
-from verl.trajectory import Prompt, Trajectory
+from verl.trajectory import VIDEO_SECONDS, Media, Prompt, Trajectory
 from verl.weight_sync.sender import InProcessSync
 
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -142,6 +142,39 @@ def test_transformers_trainer_and_sampler_agree_after_three_syncs(path: Path, tm
             segments(rows), simple_loss(sum(r.length for r in rows)), temperature=1.0
         ).refused
         actor.images()
+
+
+def test_a_video_is_an_image_with_rows_of_time(path: Path) -> None:
+    """Ids, pixels and seconds as `data/videos.py` hands them over, against transformers, which is told of a video."""
+    from transformers import AutoModelForImageTextToText
+
+    model, rng = AutoModelForImageTextToText.from_pretrained(path).eval(), np.random.default_rng(3)
+    kind, place = model.config.model_type, [261, *[264] * 4, 262]
+    # Two rows of time: one run of tokens, or with Qwen3-VL one for each with its time before it.
+    video = [48, *place, 49, *place] if kind.startswith("qwen3") else [261, *[264] * 8, 262]
+    ids = np.array([65, 261, *[263] * 4, 262, 66, *video, 67])
+    patches = rng.standard_normal((48, 96)).astype(np.float32)
+    inputs = {"pixel_values": patches, "image_grid_thw": np.array([[1, 4, 4], [2, 4, 4]])}
+    media = Media(inputs | {VIDEO_SECONDS: np.array([0, 1.5], np.float32)}, 12)
+    prompt = Prompt("0:0@0", np.where(ids == 264, 263, ids), None, media=media)
+    actor = FSDPEngine(path, role_cfg=trained(), device="cpu")
+    found = sample(NativeEngine(actor.module, **LIMITS), [prompt])
+    rows = rows_of([prompt], found)
+    ours = actor.forward(segments(rows), temperature=1.0)["log_probs"]
+    assert np.abs(ours - sampled(found)).max() <= 1e-4
+    pixels, grids = torch.from_numpy(patches).split([16, 32]), torch.tensor(inputs["image_grid_thw"])
+    given = {"pixel_values": pixels[0], "image_grid_thw": grids[:1]}
+    given |= {"pixel_values_videos": pixels[1], "video_grid_thw": grids[1:]}
+    if kind == "qwen2_5_vl":
+        given["second_per_grid_ts"] = torch.tensor([1.5])
+    for row, own in zip(rows, np.split(ours, len(rows)), strict=True):
+        whole = torch.from_numpy(np.concatenate((ids, row.response_ids)))[None]
+        kinds = (whole == 263).int() + 2 * (whole == 264).int()
+        with torch.no_grad():
+            logits = model(input_ids=whole, mm_token_type_ids=kinds, **given).logits[0, len(ids) - 1 : -1]
+        logits[:, sorted(VISION)] = -torch.inf
+        theirs = logits.log_softmax(-1).gather(1, whole[0, len(ids) :, None])[:, 0].numpy()
+        assert np.abs(own - theirs).max() <= 1e-4
 
 
 @pytest.mark.parametrize(

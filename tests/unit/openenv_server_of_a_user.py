@@ -1,5 +1,6 @@
 """OpenEnv servers as a user writes them, by the kind of their actions: `act` (several fields) or `tools` (of an MCP server)."""
 
+import os
 import sys
 
 import uvicorn
@@ -28,6 +29,9 @@ class Products(Environment):
         return Seen(text=f"Make 12. {hint}")
 
     def step(self, action):
+        if os.path.exists(os.environ.get("KILL", "")):
+            os.unlink(os.environ["KILL"])
+            os.kill(os.getpid(), 9)
         right = action.a * action.b == 12
         return Seen(text=str(action.a * action.b), done=right, reward=float(right))
 

@@ -28,13 +28,23 @@ ENV = {"agent_name": "environment_agent"}
 
 
 def test_a_text_game_of_gymnasium() -> None:
-    pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
-    kwargs = {"id": "FrozenLake-v1", "is_slippery": False, "render_mode": "ansi"}
-    own = {"environment": {"name": "gym", "path": "gymnasium:make", "kwargs": kwargs}}
-    (t,), _ = play(["east", "Down: 1", "1", "2", "1", "2", "2"], row={"columns": own, **ENV})
+    gymnasium = pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
+
+    class Corridor(gymnasium.Env):
+        observation_space = action_space = gymnasium.spaces.Text(20)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "corridor", {}
+
+        def step(self, action):
+            return f"you go {action}", 1.0, action == "east", False, {}
+
+    gymnasium.register("Corridor-v0", Corridor)
+    own = {"environment": {"name": "gym", "path": "gymnasium:make", "kwargs": {"id": "Corridor-v0"}}}
+    (t,), _ = play(["west", "east"], row={"columns": own, **ENV})
     said = [m["content"] for m in t.fields["messages"]]
-    assert (t.status, t.score) == ("completed", 1.0) and "[S]FFF" in said[0] and "(Down)" in said[4]
-    assert said[2] == "Error: the action must be a number from 0 to 3"
+    assert (t.status, t.score, said[2]) == ("completed", 2.0, "you go west") and said[0].endswith("corridor")
 
 
 FAKE = """
@@ -58,6 +68,9 @@ for line in sys.stdin:
         continue
     body = json.dumps({"messages": [{"role": "user", "content": "3*4?"}]}).encode()
     urllib.request.urlopen(message["url"] + "/chat/completions", body).read()
+    if os.path.exists(os.environ.get("KILL", "")):
+        os.unlink(os.environ["KILL"])
+        os.kill(os.getpid(), 9)
     print(json.dumps({"id": message["id"], "reward": 2.0, "metrics": {"turns": 1}, "stop": None, "messages": []}), flush=True)
 """
 
@@ -182,7 +195,7 @@ def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
     """A server on a free port (the last word of its command) until the block ends; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd)
+    server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd, start_new_session=True)
     try:
         late = time.monotonic() + 60
         while time.monotonic() < late:
@@ -192,7 +205,7 @@ def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.kill()
+        os.killpg(server.pid, 9)
         server.wait()
 
 
@@ -214,6 +227,23 @@ def test_the_example_of_openenv(tmp_path: Path) -> None:
         assert said == ["3*4?\n\nEcho Env environment ready!", "Hi", "Hi", "Hello."]
         assert "OpenEnv" not in problems(words)
     assert f"no OpenEnv server answers at {url}" in problems(words) and "start it there" in problems(words)
+
+
+def test_a_server_of_openenv_that_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openenv", reason="the package openenv is not installed")
+    monkeypatch.setenv("KILL", str(tmp_path / "kill"))
+    (tmp_path / "kill").touch()
+    starts_again = (
+        "import subprocess, sys\nwhile subprocess.call([sys.executable, *sys.argv[1:]]) == -9: pass"
+    )
+    with serving("-c", starts_again, str(HERE / "openenv_server_of_a_user.py"), "act") as url:
+        (t, u), _ = play([call("act", a=2, b=2), call("act", a=3, b=4)], *openenv_words(url), n=2)
+        assert [t.status, u.status] == ["completed"] * 2 and 1 in (
+            t.extra.get("resamples"),
+            u.extra.get("resamples"),
+        )
 
 
 @pytest.mark.parametrize("kind", ["act", "tools"])

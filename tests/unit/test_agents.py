@@ -19,6 +19,7 @@ from tests.unit.test_session import _QWEN, session_of
 from verl.config import load
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams
 from verl.reward.runner import RewardRunner
+from verl.rollout.loop_processes import LoopProcesses
 from verl.rollout.manager import RolloutError, RolloutManager, RolloutSettings
 from verl.trajectory import Batch, Prompt, Trajectory
 
@@ -59,8 +60,9 @@ def play(
     delay: float = 0.0,
     events: list | None = None,
     model: Path | None = None,
+    processes: int = 0,
 ) -> tuple[Batch, Says]:
-    """One prompt through the manager in this process. words: keys below actor_rollout_ref.rollout."""
+    """One prompt through the manager, its loop in this process or in so many others. words: keys below actor_rollout_ref.rollout."""
     config = load(
         ["actor_rollout_ref.rollout.response_length=600", "actor_rollout_ref.rollout.prompt_length=600",
          *(f"actor_rollout_ref.rollout.{word}" for word in words),
@@ -81,12 +83,16 @@ def play(
         manager = RolloutManager(
             engine, settings, decode=tokenizer.decode, on_finished=score, tokenizer=tokenizer, config=config,
             event=lambda kind, **fields: None if events is None else events.append((kind, fields)),
+            processes=(lambda: LoopProcesses(processes, config)) if processes else None,
         )  # fmt: skip
         messages = [{"role": "user", "content": "3*4?"}]
         ids = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         prompt = Prompt("0:0@0", ids, messages, **(row or {}))
-        batch = await manager.take([prompt])
-        await manager.scored(batch)
+        try:
+            batch = await manager.take([prompt])
+            await manager.scored(batch)
+        finally:
+            await manager.stop()
         return batch, engine
 
     return asyncio.run(go())

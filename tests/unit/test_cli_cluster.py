@@ -356,7 +356,7 @@ def test_nodes_on_which_a_run_can_start(ray_address: str, fork_server: ForkServe
     by_name = {f["name"]: f for f in good["findings"]}
     assert done.status == 0 and good["ok"], good
     assert "4 nodes" in by_name["nodes"]["found"] and "everywhere" in by_name["this code"]["found"]
-    assert "over 2 ranks" in by_name["all-reduce (gloo)"]["found"]
+    assert "over 4 ranks" in by_name["all-reduce (gloo)"]["found"]
     assert by_name["model"]["found"].endswith("the same wherever it is")
     assert by_name["ports"]["found"].startswith("every node reaches every other")
     assert by_name["run folder"]["found"] == "seen by every node"

@@ -19,6 +19,7 @@ from verl.data import dataset
 from verl.data.dataset import PromptDataset, epoch_order
 from verl.data.files import DataError, open_file
 from verl.data.rows import RowRules, check_plain_truth
+from verl.reward.rules import check_truth
 
 HEAD, TAIL = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 EXTRA = 1 + len("user\n") + 2 + 1 + len("assistant\n")
@@ -188,7 +189,7 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "problem"), BAD)
 def test_bad_rows_are_left_out_counted_and_named(tmp_path, tokenizer, row, problem) -> None:
-    rows, known = [chat(), row, chat("b")], {"score_known": lambda source: source == "openai/gsm8k"}
+    rows, known = [chat(), row, chat("b")], {"check_truth": check_truth}
     data = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", **known)
     assert [data.prompt(i).row for i in range(len(data))] == [0, 2]
     (record,) = data.bad_rows
@@ -210,7 +211,7 @@ def test_too_many_bad_rows_refuse_the_run(tmp_path: Path, tokenizer: Any) -> Non
 def test_own_function_needs_neither_truth_nor_known_source(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"data_source": "mine", "prompt": "p"}]
     own = "custom_reward_function.path=f.py"
-    data = open_rows(tmp_path, rows, tokenizer, own, score_known=lambda s: False)
+    data = open_rows(tmp_path, rows, tokenizer, own, check_truth=check_truth)
     assert data.prompt(0).data_source == "mine" and data.prompt(0).ground_truth is None
 
 
@@ -242,14 +243,18 @@ def test_truncation_modes(tmp_path: Path, tokenizer: Any, mode: str) -> None:
     assert len(data.prompt(0).ids) == EXTRA + 5
 
 
-def test_scan_in_processes(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_in_processes(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     rows = [chat("x" * (i % 37)) if i % 37 else chat() | {"prompt": None} for i in range(40)]
     here = open_rows(tmp_path, rows, tokenizer, "data.max_bad_row_ratio=0.5", name="x.parquet")
     monkeypatch.setattr(dataset, "WORTH_PROCESSES", 1)
     monkeypatch.setattr(dataset, "CHUNK", 16)
+    monkeypatch.setattr(dataset, "TELL_SECONDS", 0)
     more = ("data.max_bad_row_ratio=0.5", "data.filter_overlong_prompts_workers=2")
     there = open_rows(tmp_path, rows, tokenizer, *more, name="x.parquet")
     assert there.report == here.report and there.bad_rows == here.bad_rows
+    assert "16 of 40 rows are checked" in capsys.readouterr().err
     assert [there.prompt(i).uid for i in range(len(there))] == [here.prompt(i).uid for i in range(len(here))]
 
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -304,6 +305,51 @@ def test_a_custom_class_may_give_pillow_images(model: Path, tmp_path: Path) -> N
     words = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
     data = open_rows(model, [GOOD, GOOD], tmp_path, *words)
     assert not data.bad_rows and pixels(data, 0) == pixels(data, 1)
+
+
+def frames(count: int, size: tuple[int, int] = (40, 24)) -> list[dict[str, Any]]:
+    return [{"bytes": picture(size, color=(20 * i, 0, 0)), "path": None} for i in range(count)]
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_stand_in_their_places(arch: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    model = tiny_vision_model(tmp_path / "model", arch)
+    both = {"images": GOOD["images"], "videos": [{"frames": frames(4), "fps": 4.0}]}
+    rows = [both | asked("<video> or <image>?"), {"videos": [{"frames": frames(3), "fps": 2.0}]} | asked("?")]
+    data = open_rows(model, rows, tmp_path)
+    prompts = [data.prompt(row) for row in range(2)]
+    assert [len(prompt.ids) for prompt in prompts] == data.lengths.tolist()
+    times = [prompt.media.inputs["image_grid_thw"][:, 0].tolist() for prompt in prompts]
+    assert times == [[2, 1], [2]], "in the order of the dialogue; an odd frame is repeated"
+    seconds = [prompt.media.inputs["video_seconds"].tolist() for prompt in prompts]
+    assert seconds == ([[0.5, 0], [1]] if arch == "qwen2_5_vl" else [[1, 0], [1]])
+    for prompt in prompts:
+        assert (prompt.ids == PAD).sum() == prompt.media.tokens and PAD + 1 not in prompt.ids
+        assert len(prompt.media.small) == prompt.media.images
+
+
+def test_a_video_file_is_read_where_something_decodes_it(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    cv2 = pytest.importorskip("cv2")
+    out = cv2.VideoWriter(str(tmp_path / "a.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 8, (48, 32))
+    for i in range(16):
+        out.write(np.full((32, 48, 3), 15 * i, np.uint8))
+    out.release()
+    (tmp_path / "b.avi").write_bytes((tmp_path / "a.avi").read_bytes()[:300])
+    data = open_rows(model, [{"videos": [f"{name}.avi"]} | asked("<video>?") for name in "abc"], tmp_path)
+    media = data.prompt(0).media
+    assert media is not None and media.inputs["image_grid_thw"][0, 0] == 2, "two of eight frames a second"
+    assert media.inputs["video_seconds"].tolist() == [1]
+    assert [record["problem"] for record in data.bad_rows] == ["undecodable video", "video missing"]
+
+
+def test_a_video_without_torchvision_is_a_bad_row(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("verl.data.media._video_processor", lambda path: None)
+    video = {"images": None, "videos": [frames(2)]} | asked("<video>?")
+    data = open_rows(model, [video, GOOD], tmp_path)
+    (bad,) = data.bad_rows
+    assert (bad["row"], bad["problem"]) == (0, "media") and "needs torchvision" in bad["detail"]
 
 
 def test_a_model_without_images_has_no_processor(model: Path, tmp_path: Path) -> None:

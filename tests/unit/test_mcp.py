@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.parsers import ToolCall
 from verl.rollout.tools.toolbox import Toolbox, ToolRun
 
-pytest.importorskip("mcp", reason="the package mcp is not installed (pip install 'verl[mcp]')")
+pytestmark = pytest.mark.skipif(
+    find_spec("mcp") is None, reason="the package mcp is not installed (pip install 'verl[mcp]')"
+)
 SERVER = Path(__file__).with_name("mcp_server_of_a_user.py")
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
 

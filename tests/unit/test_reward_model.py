@@ -82,7 +82,10 @@ def plain_scores(path: Path, rows: list[Trajectory]) -> list[float]:
     """One by one as its card says, and all together with padding on the right, which must agree."""
     module = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    told = [[*t.prompt.messages, {"role": "assistant", "content": t.text}] for t in rows]
+    told = [
+        t.fields.get("messages") or [*t.prompt.messages, {"role": "assistant", "content": t.text}]
+        for t in rows
+    ]
     ids = [tokenizer.apply_chat_template(messages, return_dict=False) for messages in told]
     alone = torch.cat([module(torch.tensor([one])).logits[:, 0] for one in ids])
     padded = tokenizer.pad({"input_ids": ids}, return_tensors="pt", padding_side="right")

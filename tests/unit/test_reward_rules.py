@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from verl.data.rows import BadRow
 from verl.reward import default_compute_score, known_sources
 from verl.reward.outcome import RewardLoadError, UnknownSource
-from verl.reward.rules import check_kwargs, gsm8k, rule_for, unsupported
+from verl.reward.rules import check_kwargs, check_truth, gsm8k, rule_for, unsupported
 from verl.reward.rules import math as math_rule
 from verl.reward.rules.math import last_boxed
 
@@ -295,3 +297,43 @@ def test_the_answers_of_mathverse_are_right_and_those_of_another_question_are_no
         for i in range(20)
     ]
     assert sum(one["score"] for one in wrong) <= 2
+
+
+# ------------------------------------------------------------------------------------------------- ground truths
+
+NUMBER, MATH, DAPO = "openai/gsm8k", "lighteval/MATH", "math_dapo"
+CHOICES = {"answer": "B", "choices": ["A. 1", "B. 2"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "truth"),
+    [
+        *((NUMBER, truth) for truth in ("72", "-1,000.50", "$5", 72, 72.0, "1e3", "+5", "72.", "0.00")),
+        *((MATH, truth) for truth in (r"\frac{1}{2}", r"\boxed{5}", "x", 3, r"\text{Evelyn}", "1 < x")),
+        *((DAPO, truth) for truth in ("34", "x = 5", "3\n4", r"\frac12", "the cat", 7)),
+        *(("hiyouga/geometry3k", "90"), ("numina_cn_k12", "2\\pi"), ("searchR1_nq", {"target": ["a", ""]})),
+        *(("vqa_x", ["no", "yes"]), ("visual_qa_x", CHOICES), ("apps", {"inputs": ["1"], "outputs": ["2"]})),
+        ("apps", '{"assert_case": ["assert True"]}'),
+    ],
+)
+def test_ground_truths_that_a_response_can_match(source: str, truth: Any) -> None:
+    check_truth(source, truth)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth"),
+    [
+        *((NUMBER, truth) for truth in ("abc", "nan", float("nan"), [72], {"a": 1}, True, "5%", "1/2", "#### 72", ",", "inf")),
+        *((NUMBER, truth) for truth in ("1e999", "7 apples", "7" * 400)),
+        *((MATH, truth) for truth in ("%", "$", ["1"], {"answer": "1"}, " ")),
+        *((DAPO, truth) for truth in (["34"], "[INVALID]", r"\boxed{5}", "9" * 400)),
+        *(("searchR1_nq", truth) for truth in ({}, {"target": []}, {"target": ""}, {"target": 5}, 5)),
+        *(("hiyouga/geometry3k", ["90"]), ("vqa_x", []), ("visual_qa_x", {"answer": None}), ("visual_qa_x", "")),
+        *(("apps", truth) for truth in ("no json", "[1]", {"inputs": ["1"], "outputs": []}, {}, 3)),
+        ("unheard/of", "72"),
+    ],
+)  # fmt: skip
+def test_ground_truths_that_no_response_can_match(source: str, truth: Any) -> None:
+    with pytest.raises(BadRow) as caught:
+        check_truth(source, truth)
+    assert repr(truth)[:40] in caught.value.detail or source in caught.value.detail

@@ -23,7 +23,7 @@ from verl.config.schema.base import Root
 def check(cfg: Root) -> Report:
     """All problems and notices of a configuration, and its plan of batches.
 
-    Reads the model's config.json, the data files' schema, reward columns and first images, /dev and the environment. Loads nothing,
+    Reads the model's config.json, the data files' schema, reward columns and first rows, /dev and the environment. Loads nothing,
     fetches nothing.
     """
     c = Check(cfg)

@@ -38,12 +38,13 @@ class ConfigError(UserError, ValueError):
 @dataclass
 class Report:
     """All that a check found. `downloads` are models and files that a run would fetch first; `check_only` are
-    notices that the run gives itself; `plan` tells the batches."""
+    notices that the run gives itself, `found_later` problems that it finds and tells more of; `plan` tells the batches."""
 
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     check_only: list[str] = field(default_factory=list)
     downloads: list[Problem] = field(default_factory=list)
+    found_later: list[Problem] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
 
     def of(self, kind: Kind) -> list[Problem]:
@@ -57,12 +58,14 @@ class Report:
             return EXIT_CONFIGURATION
         return EXIT_MACHINE if self.problems else EXIT_OK
 
-    def allow_downloads(self) -> None:
-        """A run may fetch what is not on disk: those problems become notices."""
+    def allow_run(self) -> None:
+        """A run may fetch what is not on disk: those problems become notices. What it finds later is left to it."""
         for problem in self.downloads:
-            self.problems.remove(problem)
             self.notices.append(f"{problem.key}: not on this disk, fetched at the start")
+        for problem in [*self.downloads, *self.found_later]:
+            self.problems.remove(problem)
         self.downloads.clear()
+        self.found_later.clear()
 
     def problem_text(self) -> str:
         """All problems, by class, or ""."""

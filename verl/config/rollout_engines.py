@@ -23,7 +23,7 @@ class Capabilities:
     tensor_parallel    one engine may span several devices, each with a part of every matrix
     lora_ranks         ranks that it allocates memory for, ascending; empty: exactly the adapter's
     lora_experts, lora_head   it adds adapters of expert layers, of the output layer, itself; else it is sent merged weights
-    images             types of models whose images it takes besides token ids
+    images, videos     types of models whose images, and videos, it takes besides token ids
     routes             it returns the experts that each token went to
     takes_arguments    `rollout.engine_kwargs.<name>` are arguments of its own
     packages           distributions that it may come in, besides those of every run
@@ -37,6 +37,7 @@ class Capabilities:
     lora_experts: bool = True
     lora_head: bool = True
     images: tuple[str, ...] = ()
+    videos: tuple[str, ...] = ()
     routes: bool = False
     takes_arguments: bool = True
     packages: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ CAPABILITIES = _ByName(
         in_place_weights=True,
         tensor_parallel=False,
         images=VISION_MODELS,
+        videos=QWEN_VISION,
         routes=True,
         takes_arguments=False,
     ),

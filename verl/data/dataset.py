@@ -8,12 +8,13 @@ them. Specification: data.md §1–§7. The position in the order belongs to `st
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from verl.data.rows import (
     RowFields,
     RowRules,
     RowTools,
+    Video,
     as_messages,
     check_columns,
     fields_of,
@@ -40,6 +42,7 @@ from verl.trajectory import Prompt
 CHUNK = 512
 # Fewer rows than this are scanned in this process: starting others takes longer.
 WORTH_PROCESSES = 20_000
+TELL_SECONDS = 10
 # Stands for the epoch in the draw of train_max_samples, so that it differs from every epoch's order.
 SUBSET = 2**31
 SMALLER = "lower data.mm_processor_kwargs.max_pixels (smaller images)"
@@ -181,8 +184,8 @@ def truncate(ids: np.ndarray, limit: int, mode: str) -> np.ndarray:
 class PromptDataset(CheckedRows):
     """The usable prompts of one split. `len()` counts them; `prompt(i, epoch)` gives number i.
 
-    files: path or list; config: the whole configuration; score_known(data_source): is there a built-in
-    reward function for it? (None: for all.) rules: what a row must have (None: as the configuration says). tools: what rows of
+    files: path or list; config: the whole configuration; check_truth(data_source, ground_truth): raises BadRow where no built-in
+    function can give a full score (None: taken as they are). rules: what a row must have (None: as the configuration says). tools: what rows of
     `tool_agent` are rendered with. processor: of a model that sees images (None: rows with images are bad). With data.custom_cls
     the rows come from the user's class. Raises DataError where the data cannot be used; it carries the rows that explain it.
     """
@@ -194,7 +197,7 @@ class PromptDataset(CheckedRows):
         tokenizer: Any,
         *,
         split: str = "train",
-        score_known: Callable[[str], bool] | None = None,
+        check_truth: Callable[[str, Any], None] | None = None,
         rules: RowRules | None = None,
         tools: RowTools | None = None,
         processor: Any = None,
@@ -217,8 +220,9 @@ class PromptDataset(CheckedRows):
         else:
             super().__init__(RowFiles(files, data.cache_dir, use_shm=data.use_shm))
             plain = [check_columns(file, self.rules) for file in self.source.files]
-        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images)
-        self._scan(int(data.filter_overlong_prompts_workers), score_known)
+        judged = check_truth if self.rules.needs_truth else None
+        self._scanner = Scanner(self.source, plain, self.rules, renderer, tools, self.images, judged)
+        self._scan(int(data.filter_overlong_prompts_workers))
         self.refuse_too_many_bad(float(data.max_bad_row_ratio))
         self._too_long = np.flatnonzero(self.lengths > self._limit)
         train = split == "train"
@@ -231,7 +235,7 @@ class PromptDataset(CheckedRows):
 
     # -------------------------------------------------------------------------------------------- checking
 
-    def _scan(self, workers: int, score_known: Callable[[str], bool] | None) -> None:
+    def _scan(self, workers: int) -> None:
         self._scanned = scan = scan_all(self._scanner, max(1, min(workers, os.cpu_count() or 1)))
         self.lengths, self.bad = scan.lengths, scan.bad
         if self.config.data.truncation != "error" and not self.config.data.filter_overlong_prompts:
@@ -239,13 +243,6 @@ class PromptDataset(CheckedRows):
                 found = f"{self.lengths[row]} tokens with its images, which are never cut"
                 detail = f"{found}; raise data.max_prompt_length={self._limit}, or {SMALLER}"
                 self.bad[row], self.lengths[row] = ("prompt too long", detail), -1
-        if not self.rules.needs_truth or score_known is None:
-            return
-        unknown = {source for source in set(scan.sources) if source and not score_known(source)}
-        for row, source in enumerate(scan.sources):
-            if source in unknown and row not in self.bad:
-                detail = f"no built-in reward function for {source!r}; set custom_reward_function.path"
-                self.bad[row], self.lengths[row] = ("data_source without a function", detail), -1
 
     def _fitting(self) -> np.ndarray:
         """Rows that fit or are made to fit, int64, ascending."""
@@ -381,7 +378,7 @@ class Scan:
 @dataclass
 class Scanner:
     """Everything a process needs to scan rows of a source. `plain[f]`: has file f the plain format? `images`: None for a model
-    that sees none."""
+    that sees none. `check_truth(data_source, ground_truth)` raises BadRow."""
 
     source: Any
     plain: Sequence[bool]
@@ -389,6 +386,7 @@ class Scanner:
     renderer: ChatRenderer
     tools: RowTools | None = None
     images: ImageProcessor | None = None
+    check_truth: Callable[[str, Any], None] | None = None
 
     def tools_of(self, fields: RowFields) -> dict[str, Any]:
         """{"tools": schemas} of a row that has tools, else {}. Raises BadRow."""
@@ -418,17 +416,24 @@ class Scanner:
         scan = Scan(np.full(stop - start, -1, np.int64), sources=[""] * (stop - start))
         texts: dict[int, str] = {}
         extra: dict[int, tuple[int, int]] = {}  # images, tokens they add
+        videos: set[int] = set()  # rows with videos, which are decoded to be measured
         for index, row in enumerate(self.source.rows(start, stop), start):
             try:
                 fields = self.fields(row, index)
-                scan.sources[index - start] = fields.facts["data_source"]
+                scan.sources[index - start] = source = fields.facts["data_source"]
+                if self.check_truth is not None:
+                    self.check_truth(source, fields.facts["ground_truth"])
                 seen = self.with_images(fields)
                 if seen is not None:
                     assert self.images is not None
                     messages, cells = seen
-                    headers = self.images.headers(
-                        cells, folder_of(self.source.paths[self.source.locate(index)[0]])
-                    )
+                    folder = folder_of(self.source.paths[self.source.locate(index)[0]])
+                    if any(isinstance(cell, Video) for cell in cells):
+                        text = self.renderer.text(messages, **self.tools_of(fields))
+                        scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
+                        videos.add(index)
+                        continue
+                    headers = self.images.headers(cells, folder)
                     more = sum(self.images.tokens(headers))
                     scan.frames += [index] * any(map(has_frames, headers))
                     texts[index] = self.renderer.text(messages, **self.tools_of(fields))
@@ -437,16 +442,51 @@ class Scanner:
                     texts[index] = self.text(fields)
             except BadRow as bad:
                 scan.bad[index] = (bad.problem, bad.detail)
-        for index, ids in zip(texts, self.renderer.batch_ids(list(texts.values())), strict=True):
-            images, more = extra.get(index, (0, 0))
-            if self.images is not None and (stray := self.images.wrong_tokens(ids, images)):
-                scan.bad[index] = ("image tokens", stray)
-            elif len(ids):
-                scan.lengths[index - start] = len(ids) + more
+        for index, length in zip(texts, self._lengths(texts, extra, scan), strict=True):
+            if index in scan.bad:
+                continue
+            if length:
+                scan.lengths[index - start] = length + extra.get(index, (0, 0))[1]
             else:
                 scan.bad[index] = ("prompt empty", "it renders to no token")
-        scan.media = set(extra)
+        scan.media = {*extra, *videos}
         return scan
+
+    def _lengths(self, texts: dict[int, str], extra: dict[int, tuple[int, int]], scan: Scan) -> list[int]:
+        """Tokens of the rendered texts; where images are seen, rows whose text has other image tokens become bad."""
+        if self.images is None:
+            return self.renderer.lengths(list(texts.values()))
+        found = self.renderer.batch_ids(list(texts.values()))
+        for index, ids in zip(texts, found, strict=True):
+            if stray := self.images.wrong_tokens(ids, extra.get(index, (0, 0))[0]):
+                scan.bad[index] = ("image tokens", stray)
+        return [len(ids) for ids in found]
+
+
+class Progress:
+    """Says how many of the rows are checked, where that takes long."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._next = time.monotonic() + TELL_SECONDS
+
+    def at(self, rows: int) -> None:
+        """So many are."""
+        if rows < self._total and time.monotonic() >= self._next:
+            notice(f"{rows} of {self._total} rows are checked")
+            self._next = time.monotonic() + TELL_SECONDS
+
+
+_own: list[Scanner] = []
+"""The scanner of a scanning process. It is sent once: its tokenizer is large."""
+
+
+def _own_scanner(scanner: Scanner) -> None:
+    _own[:] = [scanner]
+
+
+def _chunk(start: int, stop: int) -> Scan:
+    return _own[0].chunk(start, stop)
 
 
 def scan_all(scanner: Scanner, workers: int) -> Scan:
@@ -454,12 +494,16 @@ def scan_all(scanner: Scanner, workers: int) -> Scan:
     total = len(scanner.source)
     starts = range(0, total, CHUNK)
     stops = [min(start + CHUNK, total) for start in starts]
-    if workers <= 1 or total < WORTH_PROCESSES:
-        parts = list(map(scanner.chunk, starts, stops))
-    else:
-        share = math.ceil(len(stops) / workers)  # the scanner travels with each, and its tokenizer is large
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            parts = list(pool.map(scanner.chunk, starts, stops, chunksize=share))
+    parts, progress = [], Progress(total)
+    with ExitStack() as stack:
+        found: Iterable[Scan] = map(scanner.chunk, starts, stops)
+        if workers > 1 and total >= WORTH_PROCESSES:
+            spawn = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(workers, spawn, initializer=_own_scanner, initargs=(scanner,))
+            found = stack.enter_context(pool).map(_chunk, starts, stops)
+        for part, stop in zip(found, stops, strict=True):
+            parts.append(part)
+            progress.at(stop)
     whole = Scan(np.concatenate([part.lengths for part in parts]))
     for part in parts:
         whole.bad |= part.bad

@@ -15,6 +15,7 @@ import stat
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ Paths = str | Sequence[str]
 """One file, or several that are read one after the other."""
 # A parquet file larger than this, decoded, is unpacked once into the cache and memory-mapped from there.
 IN_MEMORY_BYTES = 256 * 2**20
+MOST_NESTED = 64
+"""Levels of lists and objects in a row: what copies, sends and writes rows works by recursion."""
 
 
 class DataError(UserError):
@@ -40,6 +43,15 @@ class DataError(UserError):
     def __init__(self, message: str, records: Sequence[dict[str, Any]] = ()):
         super().__init__(message)
         self.records = list(records)
+
+
+class UnreadableRow(dict[str, Any]):
+    """Stands for a row that cannot be had as Python values: it has no columns. `problem`, `detail`: as of a bad row."""
+
+    def __init__(self, problem: str, detail: str):
+        super().__init__()
+        self.problem = problem
+        self.detail = detail
 
 
 def nearest(name: str, present: Sequence[str]) -> str | None:
@@ -151,6 +163,22 @@ def _fetch(url: str, cache_dir: str | None) -> Path:
 # --------------------------------------------------------------------------------------------------- one file
 
 
+@contextmanager
+def _naming(path: str, what: str) -> Iterator[None]:
+    """DataError that names the file for whatever a library raises over its bytes: damaged ones raise almost anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: {what}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
 class RowFile(ABC):
     """One file. `path` is what the user wrote, `local` where it lies; columns in file order."""
 
@@ -165,7 +193,7 @@ class RowFile(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows start..stop−1 (from 0) as plain Python values."""
+        """Rows start..stop−1 (from 0) as plain Python values; UnreadableRow for one that cannot be had so."""
 
     @abstractmethod
     def is_string(self, column: str) -> bool:
@@ -175,21 +203,38 @@ class RowFile(ABC):
         """Row `number`."""
         return self.rows(number, number + 1)[0]
 
+    def first(self, count: int) -> list[dict[str, Any]]:
+        """The first rows, as few as there are."""
+        return self.rows(0, min(count, len(self)))
+
+    def values(self, column: str) -> list[Any]:
+        """The different values of a column where they are plain, else all; None where one cannot be had."""
+        return [row.get(column) for row in self.rows(0, len(self))]
+
+    def filled(self, column: str) -> bool:
+        """True if the column holds anything, as far as can be told without reading much."""
+        return any(row.get(column) for row in self.first(1000))
+
 
 class ParquetFile(RowFile):
     """Parquet. Only the footer is read on opening; the rows on first use."""
 
     def __init__(self, path: str, local: Path, cache_dir: str | None = None):
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         super().__init__(path, local)
-        try:
+        with _naming(path, f"not a parquet file ({_looks_like(local)})"):
             self._meta = pq.read_metadata(local)
             self._schema = self._meta.schema.to_arrow_schema()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path}: not a parquet file ({_looks_like(local)}): {error}") from error
-        self.columns = list(self._schema.names)
+            self.columns = list(self._schema.names)
+            groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
+        if twice := [name for name, count in Counter(self.columns).items() if count > 1]:
+            raise DataError(
+                f"{path}: column {twice[0]!r} is there more than once; rename or drop all but one"
+            )
+        if sum(group.num_rows for group in groups) != self._meta.num_rows:
+            raise DataError(f"{path}: damaged: its parts do not have the number of rows that it states")
+        self._decoded_bytes = sum(group.total_byte_size for group in groups)
         self._cache_dir = cache_dir
         self._table: pa.Table | None = None
 
@@ -210,21 +255,52 @@ class ParquetFile(RowFile):
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         if not 0 <= start < stop <= len(self):
             raise IndexError(f"{self.path}: rows {start}..{stop} of {len(self)}")
-        return self._open().slice(start, stop - start).to_pylist()
+        return _python_rows(self._open().slice(start, stop - start))
+
+    def first(self, count: int) -> list[dict[str, Any]]:
+        """The first rows; no more is read."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with _naming(self.path, "reading it failed"):
+            batch = next(pq.ParquetFile(self.local).iter_batches(batch_size=count))
+        return _python_rows(pa.Table.from_batches([batch]))
+
+    def values(self, column: str) -> list[Any]:
+        """As of any file; the column alone is read."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with _naming(self.path, f"reading column {column!r} failed"):
+            cells = pq.read_table(self.local, columns=[column], partitioning=None).column(column)
+            if self.is_string(column):
+                cells = cells.unique()
+        return [row.get(column) for row in _python_rows(pa.table({column: cells}))]
+
+    def filled(self, column: str) -> bool:
+        """As of any file, from the statistics: nothing is read."""
+        with _naming(self.path, "its statistics cannot be read"):
+            groups = [self._meta.row_group(number) for number in range(self._meta.num_row_groups)]
+            chunks = [group.column(number) for group in groups for number in range(self._meta.num_columns)]
+            known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
+            return any(
+                found is None or found.null_count is None or count > found.null_count
+                for count, found in known
+            )
 
     def _open(self) -> pa.Table:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         if self._table is None:
-            size = sum(self._meta.row_group(i).total_byte_size for i in range(self._meta.num_row_groups))
-            try:
-                if size <= IN_MEMORY_BYTES:
-                    self._table = pq.read_table(self.local, partitioning=None)
+            with _naming(self.path, "reading it failed"):
+                if self._decoded_bytes <= IN_MEMORY_BYTES:
+                    table = pq.read_table(self.local, partitioning=None)
                 else:
-                    self._table = pa.ipc.open_file(pa.memory_map(str(self._unpack()))).read_all()
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{self.path}: reading it failed: {error}") from error
+                    table = pa.ipc.open_file(pa.memory_map(str(self._unpack()))).read_all()
+            if (table.num_rows, table.column_names) != (len(self), self.columns):
+                raise DataError(f"{self.path}: damaged: its rows or columns are others than it states")
+            self._table = table
         return self._table
 
     def _unpack(self) -> Path:
@@ -246,6 +322,25 @@ class ParquetFile(RowFile):
         return target
 
 
+def _python_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a table, UnreadableRow for one with text that is not UTF-8, a time that Python cannot hold, and the like."""
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    except Exception:  # it depends on the type; which rows, is found below
+        return [_python_row(table, number) for number in range(len(table))]
+
+
+def _python_row(table: pa.Table, number: int) -> dict[str, Any]:
+    row = {}
+    for name in table.column_names:
+        try:
+            row[name] = table.column(name)[number].as_py()
+        except Exception as error:
+            return UnreadableRow("unreadable cell", f"column {name!r}: {_said(error)}")
+    return row
+
+
 class JsonFile(RowFile):
     """A JSON array of objects, or one JSON object per line (blank lines are not rows); held in memory as text."""
 
@@ -258,17 +353,20 @@ class JsonFile(RowFile):
             lines = enumerate(content.split(b"\n"), 1)
             numbered = [(i, self._parse(f"line {i}", line)) for i, line in lines if line.strip()]
         self._strings: dict[str, bool] = {}
+        self._rows: list[str | UnreadableRow] = []
         for number, value in numbered:
             if not isinstance(value, dict):
                 raise DataError(f"{path}: {unit} {number} is a JSON {type(value).__name__}, not an object")
             for name, cell in value.items():
                 self._strings[name] = self._strings.get(name, False) or isinstance(cell, str)
-        self._rows = [json.dumps(value) for _, value in numbered]
+            self._rows.append(_kept(value))
         self.columns = list(self._strings)
 
     def _parse(self, where: str, text: bytes) -> Any:
         try:
             return json.loads(text)
+        except RecursionError as error:
+            raise DataError(f"{self.path}: {where} is nested more than {MOST_NESTED} levels deep") from error
         except ValueError as error:
             raise DataError(f"{self.path}: {where} is not JSON: {error}") from error
 
@@ -279,8 +377,36 @@ class JsonFile(RowFile):
         return self._strings.get(column, False)
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        found = [json.loads(text) for text in self._rows[start:stop]]
-        return [{name: value.get(name) for name in self.columns} for value in found]
+        return [self._row(kept) for kept in self._rows[start:stop]]
+
+    def _row(self, kept: str | UnreadableRow) -> dict[str, Any]:
+        if isinstance(kept, UnreadableRow):
+            return kept
+        value = json.loads(kept)
+        return {name: value.get(name) for name in self.columns}
+
+
+def _kept(value: dict[str, Any]) -> str | UnreadableRow:
+    """A JSON object as text, or why it cannot be a row."""
+    if _nested_too_deep(value):
+        return UnreadableRow("nested too deep", f"more than {MOST_NESTED} levels of lists and objects")
+    text = json.dumps(value)
+    try:
+        if "\\ud" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return UnreadableRow("unreadable cell", f"text with half of a surrogate pair: {_said(error)}")
+    return text
+
+
+def _nested_too_deep(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MOST_NESTED):
+        inside = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = [item for item in inside if isinstance(item, list | dict)]
+        if not level:
+            return False
+    return True
 
 
 def _looks_like(local: Path) -> str:
@@ -291,6 +417,7 @@ def _looks_like(local: Path) -> str:
         b"{": "it looks like JSON: name it .jsonl or .json",
         b"[": "it looks like JSON: name it .jsonl or .json",
         b"<": "it looks like a web page",
+        b"PAR1": "it begins as one: cut short or damaged",
     }
     known = (text for start, text in kinds.items() if head.lstrip().startswith(start))
     return next(known, f"it starts with {head[:8]!r}")
@@ -360,8 +487,11 @@ class RowFiles:
             low, high = max(start, first), min(stop, first + len(file))
             out += file.rows(low - first, high - first) if low < high else []
         if len(self.files) > 1:
-            return [{name: row.get(name) for name in self.columns} for row in out]
+            return [self._with_every_column(row) for row in out]
         return out
+
+    def _with_every_column(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row if isinstance(row, UnreadableRow) else {name: row.get(name) for name in self.columns}
 
 
 def notice(text: str) -> None:

@@ -1,9 +1,9 @@
-"""Images of a row: found in its columns, put in their places in the dialogue, decoded, and processed once for sampler and trainer.
+"""Images and videos of a row: found in its columns, put in their places in the dialogue, decoded, and processed once for sampler and trainer.
 
     cell ─ open_image ─▶ header (size, number of tokens) ─ at the draw ─▶ RGB ─ the model's processor ─▶ ids, pixels, grid
 
-The processor is the model's own class around its image processor for Pillow and the run's tokenizer. It has no video processor,
-which would want torchvision. Specification: data.md §4, §5.
+The processor is the model's own class around its image processor for Pillow and the run's tokenizer, and its video processor
+where torchvision is. Specification: data.md §4, §5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import DataError
-from verl.data.rows import PLACEHOLDER, BadRow
+from verl.data.rows import BadRow, Video
+from verl.data.videos import as_images, open_video
 from verl.trajectory import Media
 
 if TYPE_CHECKING:
@@ -144,30 +145,32 @@ def with_images(
     """Messages, of which those with images have parts as content, and the images in the order of the dialogue. Raises BadRow
     where counts differ.
 
-    `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself. Where there is no place
-    at all, images go before the text of the first user message.
+    `<image>` in a text takes the next of `cells`, as a part of type image does that holds none itself; with a `Video` among them
+    so do `<video>` and videos. Where there is no place at all, they go before the text of the first user message.
     """
-    waiting, ordered = list(cells), []
-    placed = [dict(message) for message in messages]
+    videos = [cell for cell in cells if isinstance(cell, Video)]
+    waiting = {"image": [cell for cell in cells if not isinstance(cell, Video)], "video": videos}
+    ordered, placed = [], [dict(message) for message in messages]
     for message in placed:
-        message["content"] = _parts(message["content"])
+        message["content"] = _parts(message["content"], "(<image>|<video>)" if videos else "(<image>)")
     parts = [part for message in placed for part in _images(message)]
-    if not parts and waiting:
+    if not parts and len(cells):
         first = next((message for message in placed if message["role"] == "user"), placed[0])
-        parts = [{"type": "image"} for _ in waiting]
+        parts = [{"type": kind} for kind, left in waiting.items() for _ in left]
         first["content"] = [*parts, *first["content"]]
     for message, before in zip(placed, messages, strict=True):
         if not _images(message):
             message["content"] = before["content"]
-    wanted = sum(part.get("image") is None for part in parts)
-    if wanted != len(waiting):
-        raise BadRow(
-            "image count",
-            f"the prompt has {wanted} places ({PLACEHOLDER}) for {len(waiting)} images; write one for each image",
-        )
+    for kind, left in waiting.items():
+        wanted = sum(part["type"] == kind and part.get(kind) is None for part in parts)
+        if wanted != len(left):
+            found = f"the prompt has {wanted} places (<{kind}>) for {len(left)} {kind}s"
+            raise BadRow(f"{kind} count", f"{found}; write one for each {kind}")
     for part in parts:
-        own = part.pop("image", None)
-        ordered.append(waiting.pop(0) if own is None else own)
+        kind, own = part["type"], part.pop(part["type"], None)
+        if own is not None and kind == "video":
+            own = Video(own)
+        ordered.append(waiting[kind].pop(0) if own is None else own)
     return placed, ordered
 
 
@@ -190,21 +193,21 @@ def _for_scoring(images: Sequence[Image]) -> tuple[bytes, ...]:
 
 
 def _images(message: dict[str, Any]) -> list[dict[str, Any]]:
-    return [part for part in message["content"] if part["type"] == "image"]
+    return [part for part in message["content"] if part["type"] != "text"]
 
 
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Content as parts of type text and image."""
+def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, Any]]:
+    """Content as parts of type text, image and video. places: pattern of the words in a text that stand for one."""
     out: list[dict[str, Any]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if part["type"] == "image":
-            own = next((part[key] for key in ("image", "bytes", "path", "url") if part.get(key)), None)
-            out.append({"type": "image"} | ({} if own is None else {"image": own}))
+        kind = part["type"]
+        if kind != "text":
+            own = next((part[key] for key in (kind, "bytes", "path", "url") if part.get(key)), None)
+            out.append({"type": kind} | ({} if own is None else {kind: own}))
             continue
-        for number, text in enumerate(re.split(PLACEHOLDER, part["text"])):
-            out += [{"type": "image"}] * bool(number)
-            out += [{"type": "text", "text": text}] * bool(text)
-    return [dict(part) for part in out]
+        for number, text in enumerate(re.split(places, part["text"])):
+            out += [{"type": text[1:-1]} if number % 2 else {"type": "text", "text": text}] * bool(text)
+    return out
 
 
 # ------------------------------------------------------------------------------------------- the processor
@@ -222,7 +225,9 @@ class ImageProcessor:
     counts: dict[str, int] = field(default_factory=lambda: {"decoded": 0, "processed": 0})
 
     def headers(self, cells: Sequence[Any], folder: Path) -> list[Image]:
-        """The images of a row, their pixels not read. Raises BadRow."""
+        """The images of a row, their pixels not read. Raises BadRow, for a video too."""
+        if any(isinstance(cell, Video) for cell in cells):
+            raise BadRow("media", "videos are not in this release here; use rows without them")
         if self.limit is not None and len(cells) > self.limit:
             raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
         return [open_image(cell, folder, urls=self.urls) for cell in cells]
@@ -238,10 +243,8 @@ class ImageProcessor:
 
     def expanded(self, ids: np.ndarray, cells: Sequence[Any], folder: Path) -> np.ndarray:
         """Of ids int64 [P] in which each image has one token: how often each is there in the prompt, int64 [P]. Raises BadRow."""
-        is_image, counts = (
-            np.isin(ids, self.processor.image_token_ids),
-            self.tokens(self.headers(cells, folder)),
-        )
+        is_image = np.isin(ids, self.processor.image_token_ids)
+        counts = self.tokens(self.headers(cells, folder))
         if wrong := self.wrong_tokens(ids, len(counts)):
             raise BadRow("image tokens", wrong)
         repeats = np.ones(len(ids), np.int64)
@@ -255,28 +258,49 @@ class ImageProcessor:
 
         change: what is done to the decoded images before.
         """
-        images = [decoded(open_image(cell, folder, urls=self.urls)) for cell in cells]
-        self.counts["decoded"] += len(images)
+        is_video = [isinstance(cell, Video) for cell in cells]
+        pictures = [cell for cell in cells if not isinstance(cell, Video)]
+        images = [decoded(open_image(cell, folder, urls=self.urls)) for cell in pictures]
+        videos, more = self._videos(cells, folder)
+        self.counts["decoded"] += len(cells)
         images = images if change is None else change(images)
+        options = {"return_tensors": "np", "add_special_tokens": False} | more
         try:
-            made = dict(
-                self.processor(text=[text], images=images, return_tensors="np", add_special_tokens=False)
-            )
+            made = dict(self.processor(text=[text], images=images or None, **options))
         except (ValueError, OverflowError, StopIteration) as error:
             raise BadRow("processing failed", f"{type(error).__name__}: {error}") from error
-        self.counts["processed"] += len(images)
+        self.counts["processed"] += len(cells)
         ids = np.asarray(made.pop("input_ids")[0], np.int64)
         for name in ("attention_mask", "mm_token_type_ids"):
             made.pop(name, None)
+        if videos:
+            made = as_images(made, is_video)
+            ids[ids == self.processor.video_token_id] = self.processor.image_token_id
+            firsts = (iter(images), iter(videos))
+            images = [next(firsts[video]) for video in is_video]
         inputs = {name: np.ascontiguousarray(value) for name, value in made.items()}
-        tokens = (
-            int(inputs["image_grid_thw"].prod(-1).sum())
-            // int(self.processor.image_processor.merge_size) ** 2
-        )
+        merge = int(self.processor.image_processor.merge_size)
+        tokens = int(inputs["image_grid_thw"].prod(-1).sum()) // merge**2
         if wrong := self.wrong_tokens(ids, tokens):
             raise BadRow("image tokens", wrong)
         files = _for_scoring(images) if self.scored else ()
         return ids, Media(inputs, tokens, tuple(map(_scaled_down, images)), files)
+
+    def _videos(self, cells: Sequence[Any], folder: Path) -> tuple[list[Image], dict[str, Any]]:
+        """The first frame of each video, and the processor's arguments for videos; empty without any. Raises BadRow."""
+        from PIL.Image import fromarray
+
+        processor = getattr(self.processor, "video_processor", None)
+        found = [
+            open_video(cell.cell, folder, processor, lambda frame: decoded(open_image(frame, folder)))
+            for cell in cells
+            if isinstance(cell, Video)
+        ]
+        if not found:
+            return [], {}
+        frames, facts = zip(*found, strict=True)
+        arguments = {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
+        return [fromarray(video[0]) for video in frames], arguments
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""
@@ -290,7 +314,8 @@ class ImageProcessor:
 def load_processor(
     path: str | None, tokenizer: Any, kwargs: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Any:
-    """The processor of a model directory or hub id without its video processor; None for a model that sees no images, or none.
+    """The processor of a model directory or hub id, with its video processor where torchvision is; None for a model that sees no
+    images, or none.
 
     kwargs: of its image processor (`data.mm_processor_kwargs`). A tokenizer without a chat template gets the processor's.
     DataError where the model has none that works here.
@@ -328,12 +353,24 @@ def load_processor(
     if tokenizer.chat_template is None and (file := _file(path, "chat_template.json")) is not None:
         tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template")
     parts = dict.fromkeys(own.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
+    if "video_processor" in parts:
+        parts["video_processor"] = _video_processor(path)
     made = own.__new__(own)
     # A part that is left out is None, which the class would refuse; it stays the class itself, for other processes.
     made.check_argument_for_proper_class = lambda *_: None
     own.__init__(made, **parts)
     del made.check_argument_for_proper_class
     return made
+
+
+def _video_processor(path: str) -> Any:
+    """The model's own; None without torchvision, which all of them import, and for a model that has none."""
+    from transformers import AutoVideoProcessor
+
+    try:
+        return AutoVideoProcessor.from_pretrained(path)
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError):
+        return None
 
 
 def _file(path: str, name: str) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.files import DataError, Paths, RowFiles
+from verl.data.files import DataError, Paths, RowFiles, UnreadableRow
 from verl.data.load_object import load_extern_object
-from verl.data.rows import BadRow, as_messages
+from verl.data.rows import BadRow, as_messages, check_readable
 
 
 class RLHFDataset:
@@ -42,6 +42,7 @@ class RLHFDataset:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = self.rows.row(item)
+        check_readable(row)
         extra = row.get("extra_info") or {}
         return row | {
             "raw_prompt": self._build_messages(row),
@@ -139,7 +140,7 @@ class CustomRows:
         return 0, index
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows start..stop−1; a row that raised holds only `row_error`, which makes it a bad row."""
+        """Rows start..stop−1; UnreadableRow for one that raised."""
         return [self.row(index) for index in range(start, stop)]
 
     def row(self, index: int) -> dict[str, Any]:
@@ -147,8 +148,8 @@ class CustomRows:
         try:
             row = dict(self.dataset[index])
         except BadRow as bad:
-            return {"row_error": (bad.problem, bad.detail)}
+            return UnreadableRow(bad.problem, bad.detail)
         except Exception as error:  # user code
-            return {"row_error": ("custom dataset failed", f"{type(error).__name__}: {error}")}
+            return UnreadableRow("custom dataset failed", f"{type(error).__name__}: {error}")
         raw = row.get("raw_prompt")
         return row | {"raw_prompt": raw.tolist()} if isinstance(raw, np.ndarray) else row

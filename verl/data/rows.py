@@ -1,11 +1,12 @@
 """What a row means: the chat format and the plain format, checked; its messages, rendered and tokenised once.
 
 A row that cannot be used raises BadRow; a file whose columns cannot be used raises DataError. Images are put in their places
-by `media.py`; videos and audio are not in this release. Specification: data.md §2, §3, §6.
+by `media.py`, videos opened by `videos.py`; audio is not in this release. Specification: data.md §2, §3, §6.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.schema.base import select
-from verl.data.files import DataError, RowFile, absent_column, nearest, notice
+from verl.data.files import DataError, RowFile, UnreadableRow, absent_column, nearest, notice
 from verl.trajectory import AGENT_LOOP_ARGUMENTS, Prompt
 
 GSM8K = "openai/gsm8k"
@@ -26,6 +27,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FINAL = re.compile(r"#### (-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _RESERVED = ("tokenize", "return_tensors", "return_dict", "conversation", "padding", "truncation")
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video of a row, as its cell holds it, among the images of the row."""
+
+    cell: Any
 
 
 class BadRow(ValueError):
@@ -62,7 +70,7 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
         raise BadRow("prompt is not messages", f"{where} is a {type(item).__name__}, not a message")
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
-        raise BadRow("unknown role", f"{where}.role is {role!r}; known: {', '.join(ROLES)}")
+        raise BadRow("unknown role", f"{where}.role is {role!r:.60}; known: {', '.join(ROLES)}")
     if content is None and item.get("tool_calls"):
         content = ""
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -76,7 +84,8 @@ def _message(item: Any, where: str, images: bool) -> dict[str, Any]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+    """True for a video, too."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "video")
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -92,7 +101,7 @@ def _part_text(part: Any, where: str) -> str:
     if kind in ("image", "video", "audio"):
         raise BadRow("media", f"{where} holds a part of type {kind!r}, {_no_media(kind)}")
     if kind != "text" or not isinstance(text, str):
-        raise BadRow("prompt is not messages", f"{where} holds a part {part!r}")
+        raise BadRow("prompt is not messages", f"{where} holds a part {part!r:.60}")
     return text
 
 
@@ -162,6 +171,21 @@ class ChatRenderer:
         prefix = [] if self.has_template else self._begin()
         return [np.array(prefix + list(ids), dtype=np.int64) for ids in encoded]
 
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each of many texts: `len` of `batch_ids`, in half the time where the tokenizer is transformers' own."""
+        from transformers import PreTrainedTokenizerFast
+
+        # A tokenizer with an encoding of its own may add to what the library's does.
+        plain = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+        first = [
+            len(ids) for ids in self.batch_ids(texts if not plain else texts[:1])
+        ]  # sets the library's options
+        if not plain or len(texts) < 2:
+            return first
+        rest = self.tokenizer.backend_tokenizer.encode_batch_fast(list(texts[1:]), add_special_tokens=False)
+        begin = 0 if self.has_template else len(self._begin())
+        return [*first, *(begin + len(encoding) for encoding in rest)]
+
     def _begin(self) -> list[int]:
         begin = self.tokenizer.bos_token_id
         first = self.tokenizer("a")["input_ids"][:1]
@@ -193,7 +217,8 @@ def final_number(text: str) -> str | None:
 @dataclass(frozen=True)
 class RowRules:
     """The keys and demands of a run, picklable. `needs_truth`: rows are scored by a built-in function; `needs_source`: by
-    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column."""
+    one that their data_source selects; `images`: the model sees them, and the first of `media_keys` is their column, the
+    second that of videos."""
 
     prompt_key: str = "prompt"
     source_key: str = "data_source"
@@ -217,7 +242,7 @@ class RowRules:
 class RowFields:
     """One usable row. `cell` is the prompt as it stands in the file; `facts` are the parts of a `Prompt` that follow from
     the other columns, by name: data_source, ground_truth, extra_info, agent_name, and in `columns` everything else. `images`:
-    the cells of its images."""
+    the cells of its images, then its videos."""
 
     cell: Any
     facts: dict[str, Any]
@@ -249,10 +274,13 @@ def tools_of_row(
     """The schemas that a row may use: those named in its column `tools` or in `tool_selection`, with `need_tools_kwargs` those that
     `tools_kwargs` has something for, else all. BadRow for a name that is no tool."""
     names = column if column is not None else extra.get("tool_selection")
-    if names is None and extra.get("need_tools_kwargs"):
-        names = [name for name, given in (extra.get("tools_kwargs") or {}).items() if given is not None]
-    names = schemas if names is None else names
-    names = [name if isinstance(name, str) else name["function"]["name"] for name in names]
+    try:
+        if names is None and extra.get("need_tools_kwargs"):
+            names = [name for name, given in (extra.get("tools_kwargs") or {}).items() if given is not None]
+        names = schemas if names is None else names
+        names = [str(name if isinstance(name, str) else name["function"]["name"]) for name in names]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadRow("wrong column type", f"tools are neither names nor schemas: {error!r}") from error
     if unknown := [name for name in names if name not in schemas]:
         raise BadRow("unknown tool", f"{unknown[0]!r}; the run has {', '.join(schemas) or 'none'}")
     return [schemas[name] for name in names]
@@ -319,8 +347,15 @@ def check_plain_truth(path: str, responses: Iterable[Any], rules: RowRules) -> N
     )
 
 
+def check_readable(row: Mapping[str, Any]) -> None:
+    """Raises BadRow for an UnreadableRow."""
+    if isinstance(row, UnreadableRow):
+        raise BadRow(row.problem, row.detail)
+
+
 def fields_of(row: Mapping[str, Any], number: int, plain: bool, rules: RowRules) -> RowFields:
     """Row `number` of a file in its format. Raises BadRow."""
+    check_readable(row)
     return plain_row(row, number, rules) if plain else chat_row(row, rules)
 
 
@@ -342,25 +377,23 @@ def plain_row(row: Mapping[str, Any], number: int, rules: RowRules) -> RowFields
 
 def chat_row(row: Mapping[str, Any], rules: RowRules) -> RowFields:
     """The chat format. `raw_prompt`, where a custom dataset gives one, wins over the prompt column."""
-    if row.get("row_error"):
-        raise BadRow(*row["row_error"])
-    images: Sequence[Any] = ()
-    for key in rules.media_keys:
+    images: list[Any] = []
+    for number, key in enumerate(rules.media_keys):
         media = cells_of(row.get(key))
-        if not media:
-            continue
-        if not rules.images or key != rules.media_keys[0]:
-            kind = "images" if key == rules.media_keys[0] else key
+        if media and (not rules.images or number > 1):
+            kind = key if number else "images"
             raise BadRow("media", f"column {key!r} is not empty: {kind}, {_no_media(kind)}")
-        images = media
+        images += map(Video, media) if number else media
     source = row.get(rules.source_key)
     if not source and not rules.needs_source:
         source = PLAIN
     if not isinstance(source, str) or not source:
-        raise BadRow("data_source missing", f"column {rules.source_key!r} is {source!r}, a name is needed")
+        raise BadRow(
+            "data_source missing", f"column {rules.source_key!r} is {source!r:.60}, a name is needed"
+        )
     taken = [rules.prompt_key, "raw_prompt", "extra_info", "agent_name", rules.source_key]
-    if len(images):
-        taken.append(rules.media_keys[0])
+    if images:
+        taken += rules.media_keys[:2]
     facts = {
         "data_source": source,
         "extra_info": dict(_typed("extra_info", row.get("extra_info"), Mapping, "a struct") or {}),
@@ -385,6 +418,6 @@ def _truth(reward_model: Any, rules: RowRules) -> Any:
     if reward_model is None:
         raise BadRow("no ground truth", "reward_model is null, {style, ground_truth} is needed")
     truth = _typed("reward_model", reward_model, Mapping, "{style, ground_truth}").get("ground_truth")
-    if truth is None or (isinstance(truth, str) and not truth.strip()):
+    if truth is None or (isinstance(truth, float) and math.isnan(truth)) or not str(truth).strip():
         raise BadRow("no ground truth", f"reward_model.ground_truth is {truth!r}")
     return truth

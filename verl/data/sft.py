@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.data.dataset import SMALLER, CheckedRows
+from verl.data.dataset import SMALLER, CheckedRows, Progress
 from verl.data.files import DataError, Paths, RowFiles, absent_column
 from verl.data.media import ImageProcessor, folder_of, with_images
-from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of
+from verl.data.rows import BadRow, ChatRenderer, as_messages, cells_of, check_readable
 from verl.data.sft_mask import Span, TurnFinder, token_mask
 from verl.trajectory import Media
 
@@ -96,6 +96,7 @@ class SFTDataset(CheckedRows):
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The row's dialogue. Raises BadRow."""
+        check_readable(row)
         config, seeing = self.config, self._images is not None
         for key in (config.video_key,) if seeing else (config.image_key, config.video_key):
             if row.get(key):
@@ -203,6 +204,7 @@ class SFTDataset(CheckedRows):
 
     def _scan(self) -> None:
         total, tokens = len(self.source), 0
+        progress = Progress(total)
         for start in range(0, total, CHUNK):
             rendered: dict[int, _Rendered] = {}
             for index, row in enumerate(self.source.rows(start, min(start + CHUNK, total)), start):
@@ -220,6 +222,7 @@ class SFTDataset(CheckedRows):
                 tokens += self._keep(index, whole)
             if tokens > KEPT_TOKENS:
                 self._kept = None
+            progress.at(start + CHUNK)
 
     def _keep(self, index: int, row: SFTRow) -> int:
         try:

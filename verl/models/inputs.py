@@ -1,6 +1,6 @@
 """The keyword arguments of a Hugging Face model's forward, made of packed tokens and images: the one place that builds them.
 
-A vision-language model rotates by three positions (time, height, width). Of a context with images they are what its own
+A vision-language model rotates by three positions (time, height, width). Of a context with images or videos they are what its own
 `get_rope_index` says; a token after it is counted on from there by a constant. `mm_token_type_ids` are needed for that and for
 nothing else: a forward that is given its positions does not look at them.
 """
@@ -19,7 +19,7 @@ import torch
 from verl.config.rollout_engines import VISION_MODELS
 from verl.errors import UserError
 from verl.models.layers import is_recurrent
-from verl.trajectory import Media
+from verl.trajectory import VIDEO_SECONDS, Media
 
 _SPECIAL = ("image_", "video_", "audio_", "vision_")
 
@@ -167,14 +167,24 @@ class VisionInputs:
         expected = int(grid.prod(-1).sum()) // self._merge**2
         if int(is_image.sum()) != expected:
             raise ValueError(f"a context has {int(is_image.sum())} image tokens for images of {expected}")
-        tokens, kinds = torch.from_numpy(ids)[None], torch.from_numpy(is_image.astype(np.int32))[None]
-        positions, shift = self._base.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor(grid))
+        tokens, kinds = torch.from_numpy(ids)[None], is_image.astype(np.int32)
+        seconds = torch.from_numpy(media.inputs.get(VIDEO_SECONDS, np.zeros(len(grid), np.float32)))
+        video, grids, more = seconds > 0, torch.tensor(grid), {}
+        if video.any():  # to the model's function they are of a kind of their own
+            kinds[is_image] = np.repeat(1 + video.int().numpy(), grid.prod(-1) // self._merge**2)
+            more = {"video_grid_thw": grids[video], "second_per_grid_ts": seconds[video]}
+        positions, _ = self._base.get_rope_index(
+            tokens, torch.from_numpy(kinds)[None], image_grid_thw=grids[~video], **more
+        )
+        # What follows is counted on from the last token, as in a forward over the whole sequence. The function's own second result
+        # counts from the largest position, which in a long video is that of its last frame.
+        shift = int(positions[:, 0, -1].max()) + 1 - len(ids)
         before = np.concatenate(([0], np.cumsum(is_image)))
-        return ImageContext(positions[:, 0].numpy(), int(shift), before)
+        return ImageContext(positions[:, 0].numpy(), shift, before)
 
     @staticmethod
     def tensors(media: Sequence[Media], device: torch.device | str) -> dict[str, torch.Tensor]:
         """The arguments of a forward whose tokens hold these images, in their order; empty without."""
-        names = media[0].inputs if media else ()
+        names = [name for name in media[0].inputs if name != VIDEO_SECONDS] if media else ()
         joined = {name: np.concatenate([one.inputs[name] for one in media]) for name in names}
         return {name: torch.from_numpy(array).to(device) for name, array in joined.items()}

@@ -109,6 +109,7 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     """(rows evenly spread over the file, rows in it, bad rows among them as text). DataError for a bad file."""
     from verl.data.files import open_file
     from verl.data.rows import BadRow, RowRules, check_columns, fields_of
+    from verl.reward.rules import check_truth
 
     file = open_file(path)
     rules = RowRules(needs_truth=not custom)
@@ -118,6 +119,8 @@ def read_prompts(path: str, samples: int, custom: bool) -> tuple[list[Prompt], i
     for number in numbers:
         try:
             fields = fields_of(file.row(number), number, plain, rules)
+            if not custom:
+                check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
         except BadRow as error:
             bad.append(f"{path} row {number} cannot be used: {error}")
             continue

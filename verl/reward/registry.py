@@ -20,11 +20,6 @@ def register(name: str) -> Callable[[type], type]:
     return add
 
 
-def registered(name: str) -> type | None:
-    """The class registered under a name, None without."""
-    return REWARD_MANAGER_REGISTRY.get(name)
-
-
 def get_reward_manager_cls(name: str) -> type:
     """The class registered under a name. ValueError naming the known ones."""
     if name not in REWARD_MANAGER_REGISTRY:

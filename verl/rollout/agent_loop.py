@@ -114,13 +114,10 @@ class ServerManager:
         *,
         prompt_ids: Any,
         sampling_params: Mapping[str, Any],
-        image_data: Any = None,
-        video_data: Any = None,
         **more: Any,
     ) -> TokenOutput:
         """Sample a continuation of `prompt_ids`. request_id is not needed: the session keeps its prefix in one replica."""
-        media = {name: data for name, data in (("image", image_data), ("video", video_data)) if data}
-        done = await self.session.generate(prompt_ids, sampling_params, media or None)
+        done = await self.session.generate(prompt_ids, sampling_params)
         reason = "aborted" if done.finish_reason == "abort" else "completed"
         return TokenOutput(done.token_ids.tolist(), done.log_probs.tolist(), None, reason, done.num_preempted)
 
@@ -173,7 +170,7 @@ class AgentLoopBase(ABC):
         self, messages: list[dict[str, Any]], tools: Any = None, **media: Any
     ) -> list[int]:
         """Ids of a whole dialogue with the generation prompt."""
-        return [int(i) for i in self.session.boundaries.whole(messages, tools)]
+        return [int(i) for i in self.session.boundaries.whole(messages, tools)[0]]
 
     ct_build_initial_tokens = apply_chat_template
 
@@ -196,7 +193,7 @@ class AgentLoopBase(ABC):
             raise UserError(
                 "the chat template rewrites earlier turns: return the next turn as an output of its own"
             )
-        added = [int(i) for i in between]
+        added = [int(i) for i in between[0]]
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(added)]
         return SimpleNamespace(token_ids=ids + added), [*response_mask, *[0] * len(added)], log_probs
 

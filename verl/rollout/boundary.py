@@ -14,13 +14,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.data.rows import BadRow, ChatRenderer
+from verl.data.media import decoded, open_image
+from verl.data.rows import PLACEHOLDER, BadRow, ChatRenderer
+from verl.trajectory import Media
 
 Message = Mapping[str, Any]
+Rendered = tuple[np.ndarray, tuple[Media, ...]]
+"""Token ids int64 [N], and the images that have a part of them."""
 
 _MARK = "verlTurnEndsHere"
 _SHORT: list[Message] = [{"role": "user", "content": "Hello."}]
@@ -34,17 +40,38 @@ _LONG: list[Message] = [
 class Boundaries:
     """Renders dialogues and what stands between turns for one tokenizer; made once in a process.
 
-    kwargs: data.apply_chat_template_kwargs.
+    kwargs: data.apply_chat_template_kwargs. open_images: gives the model's `verl.data.media.ImageProcessor`, None where it sees none.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, open_images: Any = None):
         self._chat = ChatRenderer(tokenizer, kwargs)
         self._tokenizer = tokenizer
         self._pure: dict[str, bool] = {}
+        self._open_images = open_images
 
-    def whole(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray:
-        """Ids int64 [P] of a whole dialogue with the generation prompt. BadRow where the template refuses it."""
-        return self._chat.ids(self._chat.text(messages, **_with(tools)))
+    @cached_property
+    def _images(self) -> Any:
+        if self._open_images is None or (found := self._open_images()) is None:
+            raise BadRow("this model sees no images", "use a vision-language model")
+        return found
+
+    def image_parts(self, cells: Sequence[Any]) -> list[dict[str, Any]]:
+        """Images as parts of a message, decoded. BadRow where the model cannot see them."""
+        images = [decoded(open_image(cell, Path())) for cell in cells]
+        self._images.tokens(images)
+        return [{"type": "image", "image": image} for image in images]
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+        """A whole dialogue with the generation prompt. BadRow where the template refuses it, or an image cannot be shown."""
+        return self._rendered(self._chat.text(messages, **_with(tools)), messages)
+
+    def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:
+        """The ids of a text that the template wrote of these messages, and the images in them."""
+        cells = [part["image"] for message in messages for part in images_of(message)]
+        if not cells:
+            return self._chat.ids(text), ()
+        ids, media = self._images(text, cells, Path())
+        return ids, (media,)
 
     def keeps(self, ids: np.ndarray, messages: Sequence[Message], tools: Any = None) -> bool:
         """True if these ids are what the template writes of the whole dialogue."""
@@ -53,15 +80,15 @@ class Boundaries:
 
     def between(
         self, turn: Message, following: Sequence[Message], tools: Any, last_id: int | None
-    ) -> np.ndarray | None:
-        """Ids int64 [N] that come after the model's `turn` (its message) when `following` are said, the generation prompt at
-        their end. last_id: the last sampled token. None where the template has no boundary here."""
+    ) -> Rendered | None:
+        """What comes after the model's `turn` (its message) when `following` are said, the generation prompt at its end. last_id: the
+        last sampled token. None where the template has no boundary here."""
         kind = f"{following[0]['role']} {bool(turn.get('tool_calls'))}"
         if kind not in self._pure:
             short, long = (self._difference(history, turn, following, tools) for history in (_SHORT, _LONG))
             self._pure[kind] = short is not None and long is not None and short[1] == long[1]
         found = self._difference(_SHORT, turn, following, tools) if self._pure[kind] else None
-        return None if found is None else self._chat.ids(self._after(*found, last_id))
+        return None if found is None else self._rendered(self._after(*found, last_id), following)
 
     def _difference(
         self, history: list[Message], turn: Message, following: Sequence[Message], tools: Any
@@ -91,6 +118,22 @@ class Boundaries:
         if end and end in ending:  # the turn was cut
             return end + ending.rpartition(end)[2] + further
         return further
+
+
+def images_of(message: Message) -> list[Message]:
+    """The parts of a message that hold an image (`image`: what `verl.data.media.open_image` takes)."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, Mapping) and part.get("image") is not None]
+
+
+def without_images(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with <image> where one holds an image, for what reads dialogues as text."""
+    return [{**m, "content": _as_text(m["content"])} if images_of(m) else dict(m) for m in messages]
+
+
+def _as_text(parts: list[dict[str, Any]]) -> str:
+    return "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in parts)
 
 
 def _with(tools: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,27 +33,14 @@ class StepResult:
 class Env(Protocol):
     """What a user writes; one instance serves one trajectory. Methods may be async; others run in a thread of their own."""
 
-    def reset(self, row: Mapping[str, Any]) -> Observation:
+    def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begin. row: the row's columns, and `raw_prompt`, `extra_info`, `uid`, `sample_index`."""
 
-    def step(self, message: Mapping[str, Any]) -> StepResult:
+    def step(self, message: Mapping[str, Any]) -> StepResult | Awaitable[StepResult]:
         """Answer a turn of the policy: role, content, and `tool_calls` where tools were given."""
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Give up what it holds."""
-
-
-class AsyncEnv(Protocol):
-    """The same with methods that are async."""
-
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
-        """See `Env`."""
-
-    async def step(self, message: Mapping[str, Any]) -> StepResult:
-        """See `Env`."""
-
-    async def close(self) -> None:
-        """See `Env`."""
 
 
 def seed_of(row: Mapping[str, Any]) -> int:

@@ -13,7 +13,6 @@ import asyncio
 import inspect
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -28,19 +27,20 @@ from verl.errors import UserError
 from verl.platform.parent_channel import die_with_parent
 from verl.rollout import openenv, verifiers_server
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, EnvironmentFailed, outputs_of, register
-from verl.rollout.environment_base import AsyncEnv, Env, Messages, Observation, StepResult, opening, seed_of
+from verl.rollout.boundary import without_images
+from verl.rollout.environment_base import Env, Messages, Observation, StepResult, opening, seed_of
 from verl.rollout.session import OutOfTokens, Recorded
 from verl.rollout.tools.base import in_thread
 from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
-_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
+_EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
 
 class GymEnv:
     """An environment of gymnasium's interface: observations are messages of the user, turns are actions.
 
-    What is no text is shown as `render_mode=ansi` draws it, what is coloured there in brackets. Where actions are numbers (`Discrete`), the last one of a turn is taken.
     The members of a group begin alike: where `reset` takes a seed, it follows from the row's uid.
     """
 
@@ -51,39 +51,21 @@ class GymEnv:
         """The row's prompt, and the first observation at its end."""
         takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         seen, _ = self._env.reset(seed=seed_of(row)) if takes_seed else self._env.reset()
-        return Observation(opening(row, self._text(seen)))
+        return Observation(opening(row, seen))
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
-        """The turn's text is the action, or names it."""
-        try:
-            action = self._action(message["content"])
-        except ValueError as error:
-            return StepResult([{"role": "user", "content": f"Error: {error}"}])
-        seen, reward, terminated, truncated, info = self._env.step(action)
+        """The turn's text is the action."""
+        seen, reward, terminated, truncated, info = self._env.step(message["content"])
         metrics = {k: v for k, v in info.items() if isinstance(v, int | float | str | bool)}
-        said = [{"role": "user", "content": self._text(seen)}]
+        said = [{"role": "user", "content": str(seen)}]
         return StepResult(said, float(reward), bool(terminated or truncated), metrics, not terminated)
-
-    def _text(self, seen: Any) -> str:
-        if not isinstance(seen, str) and getattr(self._env, "render_mode", None) == "ansi":
-            seen = _COLOURED.sub(r"[\1]", self._env.render())
-        return str(seen)
-
-    def _action(self, text: str) -> Any:
-        space: Any = getattr(self._env, "action_space", None)
-        if type(space).__name__ != "Discrete":
-            return text
-        numbers = re.findall(r"-?\d+", text)
-        if not numbers or not space.contains(int(numbers[-1])):
-            raise ValueError(f"the action must be a number from {space.start} to {space.start + space.n - 1}")
-        return int(numbers[-1])
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
 
-def make(spec: Mapping[str, Any]) -> Env | AsyncEnv:
+def make(spec: Mapping[str, Any]) -> Env:
     """The environment that {name, path, kwargs} describes. UserError for one that does not exist."""
     path, kwargs = str(spec["path"]), {k: v for k, v in (spec.get("kwargs") or {}).items() if v is not None}
     if spec["name"] == "openenv":
@@ -149,7 +131,7 @@ class EnvironmentAgent(AgentLoopBase):
             with suppress(Exception):
                 await self._ask(env.close)
 
-    async def _turns(self, env: Env | AsyncEnv, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
         while True:
             try:
@@ -207,11 +189,15 @@ class EnvironmentAgent(AgentLoopBase):
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
+        output = bytearray()
+        reading = asyncio.ensure_future(_keep_end(process.stdout, output))
         try:
-            output, _ = await process.communicate()
+            await process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait([reading], timeout=_EXIT_WAIT)
+            reading.cancel()
         if process.returncode and not self.session.full:
             raise EnvironmentFailed(f"{spec['path']}: exit status {process.returncode}")
         self._messages = self.session.messages or list(row["raw_prompt"])
@@ -256,8 +242,15 @@ class EnvironmentAgent(AgentLoopBase):
             "reward_score": total if scored else None,
             "metrics": metrics,
             "extra_fields": {
-                "messages": self._messages,
+                "messages": without_images(self._messages),
                 "environment_reward": total,
                 "environment_metrics": self._metrics,
             },
         }
+
+
+async def _keep_end(stream: Any, output: bytearray) -> None:
+    """Read to the end and keep the last bytes: a program may print more than memory holds."""
+    while part := await stream.read(_KEPT_OUTPUT):
+        output += part
+        del output[:-_KEPT_OUTPUT]

@@ -6,7 +6,8 @@
                               ←─outputs, or error─
 
 A process runs many trajectories at once, in one event loop. The first is started by the first trajectory, another while all are
-busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded).
+busy, up to a limit. A process that ends loses its trajectories: their environment failed (LoopEnded). One that answers nothing any
+more is ended: no deadline passes while code of the user's blocks its event loop, or has stopped it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
+import math
+import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from verl.config.schema.base import select
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
 from verl.platform.child_process import ChildProcess
@@ -28,8 +33,11 @@ from verl.platform.parent_channel import ParentChannel, encode
 from verl.rollout import agent_loop
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.requests import TrajectoryCalls
+from verl.trajectory import Media
 
 _EXIT_WAIT = 1.0  # seconds in which what a process sent before its end may still come
+_PING_SECONDS = 5.0
+_GRACE_SECONDS = 60.0  # beyond the deadline of a tool: loading tools may hold a process up, too
 
 
 class LoopFailed(RuntimeError):
@@ -52,6 +60,7 @@ class _Run:
 
     session: TrajectoryCalls
     outputs: asyncio.Future[list[agent_loop.AgentLoopOutput]]
+    media: dict[str, Media] = field(default_factory=dict)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     def fail(self, error: Exception) -> None:
@@ -64,6 +73,9 @@ class _LoopProcess(ChildProcess):
         super().__init__(__name__)
         self.running: dict[int, _Run] = {}
         self.started = asyncio.Event()
+        self.why = ""
+        # Seconds without an answer, in which this process was not held up itself; before the first answer none.
+        self.silence = -math.inf
 
 
 class LoopProcesses:
@@ -75,6 +87,8 @@ class LoopProcesses:
     def __init__(self, limit: int, config: Any):
         self._limit = min(limit, usable())
         self._config = config
+        timeout = select(config, "actor_rollout_ref.rollout.agent.tool_timeout")
+        self._patience = None if timeout is None else timeout + _GRACE_SECONDS
         self._numbers = itertools.count()
         self._processes: list[_LoopProcess] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -130,29 +144,46 @@ class LoopProcesses:
 
     async def _serve(self, process: _LoopProcess) -> None:
         """A process from its start to its end."""
-        config, why, watching = self._config, "", None
+        config, why = self._config, ""
+        watching: list[asyncio.Future[None]] = []
         unusable: LoopUnusable | None = None
         try:
             external = config.actor_rollout_ref.model.external_lib
             await process.start(encode({"external_lib": external, "config": config.to_dict()}))
-            watching = asyncio.ensure_future(process.close_after_exit(_EXIT_WAIT))
+            for watch in (process.close_after_exit(_EXIT_WAIT), self._end_if_silent(process)):
+                watching.append(asyncio.ensure_future(watch))
             process.started.set()
             async for message in process.messages():
+                process.silence = 0.0
                 if "unusable" in message:
                     unusable = LoopUnusable(f"agent loops cannot run in processes: {message['unusable']}")
-                else:
+                elif "pong" not in message:
                     self._handle(process, message)
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f" ({type(error).__name__}: {error})"
         finally:
             self._processes.remove(process)
-            if watching is not None:
-                watching.cancel()
+            for task in watching:
+                task.cancel()
             await process.end()
             process.started.set()
-            ended = LoopEnded(f"the process of the agent loop ended: {process.exit_text()}{why}")
+            ended = LoopEnded(
+                f"the process of the agent loop ended: {process.why or process.exit_text()}{why}"
+            )
             for run in process.running.values():
                 run.fail(unusable or ended)
+
+    async def _end_if_silent(self, process: _LoopProcess) -> None:
+        while self._patience is not None:
+            process.writer.write(encode({"ping": True}))
+            await asyncio.sleep(_PING_SECONDS)
+            process.silence += _PING_SECONDS
+            if process.silence > self._patience:
+                process.why = (
+                    f"it answered nothing for {self._patience:g} s: does code of yours block its event loop?"
+                )
+                process.kill()
+                return
 
     def _handle(self, process: _LoopProcess, message: dict[str, Any]) -> None:
         run = process.running.get(message["run"])
@@ -175,7 +206,9 @@ class LoopProcesses:
         try:
             sampling = SamplingParams(**message["sampling"])
             ids = np.asarray(message["prompt_ids"], np.int64)
-            completion = await run.session.generate(ids, sampling, message["media"])
+            run.media |= {facts["key"]: Media(**facts) for facts in message["media"]}
+            seen = [run.media[key] for key in message["seen"]]
+            completion = await run.session.generate(ids, sampling, seen)
             # Expert routes stay here, where `TrajectoryCalls.routes` finds them: they are larger than all the rest.
             result["completion"] = asdict(replace(completion, routed_experts=None))
         except Exception as error:
@@ -216,26 +249,38 @@ class _Child:
         self._numbers = itertools.count()
 
     async def serve(self) -> None:
-        """Handle the messages of the run as they come."""
+        """Handle the messages of the run as they come, on a thread of their own: the loop's may all be busy with code of the user's."""
         loop = asyncio.get_running_loop()
-        while True:
-            message = await loop.run_in_executor(None, self._channel.inbox.get)
-            if "own" in message:
-                self._runs[message["run"]] = asyncio.ensure_future(self._run(message))
-            elif "cancel" in message:
-                if (task := self._runs.get(message["cancel"])) is not None:
-                    task.cancel()
-            else:
-                self._completed(message)
+
+        def read() -> None:
+            while True:
+                loop.call_soon_threadsafe(self._take, self._channel.inbox.get())
+
+        threading.Thread(target=read, name="verl-inbox", daemon=True).start()
+        await loop.create_future()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "own" in message:
+            self._runs[message["run"]] = asyncio.ensure_future(self._run(message))
+        elif "cancel" in message:
+            if (task := self._runs.get(message["cancel"])) is not None:
+                task.cancel()
+        elif "ping" in message:
+            self._channel.send({"pong": True})
+        else:
+            self._completed(message)
 
     async def _run(self, message: dict[str, Any]) -> None:
-        number = message["run"]
+        number, sent = message["run"], set[str]()
 
-        async def send(prompt_ids: Any, sampling: SamplingParams, media: Any) -> Completion:
+        async def send(prompt_ids: Any, sampling: SamplingParams, media: Sequence[Media]) -> Completion:
             call = next(self._numbers)
             self._calls[call] = asyncio.get_running_loop().create_future()
-            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "media": media}
-            self._channel.send(request | {"sampling": asdict(sampling)}, arrays=True)
+            request = {"run": number, "call": call, "prompt_ids": prompt_ids, "sampling": asdict(sampling)}
+            new = [vars(one) for one in media if one.key not in sent]
+            seen = [one.key for one in media]
+            sent.update(seen)
+            self._channel.send(request | {"seen": seen, "media": new}, arrays=True)
             try:
                 return await self._calls[call]
             finally:

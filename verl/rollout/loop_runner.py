@@ -35,7 +35,18 @@ class LoopRunner:
     def _boundaries(self) -> Boundaries | None:
         if self.tokenizer is None:
             return None
-        return Boundaries(self.tokenizer, select(self.config, "data.apply_chat_template_kwargs"))
+        kwargs = select(self.config, "data.apply_chat_template_kwargs")
+        return Boundaries(self.tokenizer, kwargs, self._open_images)
+
+    def _open_images(self) -> Any:
+        """What makes the images of tools and environments the model's; None for a model that sees none."""
+        from verl.data.media import ImageProcessor, load_processor
+
+        model, kwargs = self.config.actor_rollout_ref.model, self.config.data.mm_processor_kwargs
+        processor = load_processor(
+            model.path, self.tokenizer, kwargs, trust_remote_code=model.trust_remote_code
+        )
+        return None if processor is None else ImageProcessor(processor)
 
     @cached_property
     def tools(self) -> Any:

@@ -358,7 +358,7 @@ class RolloutManager:
                 raise
             lost = self._lost(prompt, index, error)
             if isinstance(error, LoopEnded) and settings.on_status.get("environment_error") == "resample":
-                lost.status = "environment_error"
+                lost.status, lost.extra["agent_loop"] = "environment_error", name
             return lost
         finally:
             calls.end()
@@ -405,9 +405,10 @@ class RolloutManager:
             raise ValueError(f"the agent loop returned no output ({prompt.uid})")
         completions = calls.completions
         versions = tuple(sorted({v for c in completions for v in c.versions})) or (self.engine.version,)
-        segments = [_segment(prompt, output, versions) for output in outputs]
+        segments = [_segment(prompt, output, calls) for output in outputs]
         unrecorded = mask_unrecorded(segments, completions)
         for segment, output in zip(segments, outputs, strict=True):
+            segment.versions = versions
             _add_routes(segment, output.routed_experts, calls)
         ids = np.concatenate([segment.response_ids for segment in segments])
         text = _text(completions, ids)
@@ -455,7 +456,7 @@ class RolloutManager:
         return batch
 
 
-def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple[int, ...]) -> Segment:
+def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: TrajectoryCalls) -> Segment:
     """One output of an agent loop. A context that is the prompt is its array, so that it is computed once for a group.
 
     ValueError for arrays of different lengths.
@@ -475,10 +476,10 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, versions: tuple
         context = prompt.ids
     if output.multi_modal_data:
         raise ValueError(
-            f"agent loop gave multi_modal_data: images of tools are not in this release ({prompt.uid})"
+            f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
         )
     log_probs = None if log_probs is None else log_probs * mask
-    return Segment(context, ids, mask, versions=versions, media=prompt.media, rollout_log_probs=log_probs)
+    return Segment(context, ids, mask, media=calls.media_of(context), rollout_log_probs=log_probs)
 
 
 def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:

@@ -19,7 +19,7 @@ from verl.rollout.environment_base import Observation, StepResult, opening, seed
 from verl.rollout.tools.base import in_thread
 
 ACT = "act"
-_ROOM_PAUSE = 0.2  # seconds between two attempts at a server that has no room for another session
+_PAUSE = 0.2  # seconds between two attempts at a server that has no room for another session, or is being started again
 
 
 def check(url: str) -> None:
@@ -86,7 +86,9 @@ class OpenEnv:
             except RuntimeError as error:
                 if "CAPACITY_REACHED" not in str(error):
                     raise
-            await asyncio.sleep(_ROOM_PAUSE)
+            except ConnectionError:
+                pass
+            await asyncio.sleep(_PAUSE)
 
     async def _tools(self, schema: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if "tool_name" in schema["properties"]:

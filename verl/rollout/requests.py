@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, first_routes
-from verl.trajectory import Prompt
+from verl.trajectory import Media, Prompt
 
+Images = Sequence[Media]
 _ABORT_AGAIN_S = 1.0
 
 
@@ -44,14 +45,18 @@ class TrajectoryCalls:
         self.completions: list[Completion] = []
         self.prefill = np.zeros(2, np.int64)
         self._contexts: list[np.ndarray] = []
+        self._media: list[Media | None] = []
+        self._several: dict[tuple[Media, ...], Media] = {}
         self._requests, self._prompt = requests, prompt
         self._group = f"{prefix}{prompt.uid}"
         self.id = f"{self._group}#{index}" + (f"r{attempt}" if attempt else "")
         self._session = self.id if more_follow else None
         self._calls = 0
 
-    async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Any = None) -> Completion:
-        """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call)."""
+    async def generate(self, prompt_ids: Any, sampling: SamplingParams, media: Images = ()) -> Completion:
+        """Sample a continuation of `prompt_ids`, int64 [P]. Call k of a trajectory draws by (seed, k, position in the call). media: images
+        that came after the row's own."""
+        seen = self._joined(media)
         call, self._calls = self._calls, self._calls + 1
         options: dict[str, Any] = {"request_id": f"{self.id}.{call}" if call else self.id}
         if self._session is not None:
@@ -62,15 +67,27 @@ class TrajectoryCalls:
             prompt_ids, self._prompt.ids
         ):  # what a loop puts before it is its trajectory's alone
             options["group"] = self._group
-        result = await self._requests.generate(
-            prompt_ids, sampling, media=media if self._prompt.media is None else self._prompt.media, **options
-        )
+        result = await self._requests.generate(prompt_ids, sampling, media=seen, **options)
         context = np.asarray(prompt_ids, np.int64)
         if call:
             self.prefill += result.prefilled, max(1, len(context) - self._seen(context))
         self.completions.append(result)
         self._contexts.append(context)
+        self._media.append(seen)
         return result
+
+    def _joined(self, media: Images) -> Media | None:
+        """The row's images and these as one; the same object for every call that sees the same."""
+        own = self._prompt.media
+        parts = (*([] if own is None else [own]), *media)
+        if len(parts) > 1 and parts not in self._several:
+            self._several[parts] = Media.joined(parts)
+        return self._several.get(parts, parts[0] if parts else None)
+
+    def media_of(self, context: np.ndarray) -> Media | None:
+        """The images that stand in a context, int64 [P]."""
+        calls = zip(self._contexts, self._media, strict=True)
+        return next((media for ids, media in calls if np.array_equal(ids, context)), self._prompt.media)
 
     def _seen(self, ids: np.ndarray) -> int:
         """How many of these first tokens an earlier call has computed: all of its own but the last it sampled."""

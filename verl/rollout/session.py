@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.boundary import Boundaries, Message
+from verl.rollout.boundary import Boundaries, Message, Rendered, without_images
 from verl.rollout.tools.parsers import ToolCall, parse
+from verl.trajectory import Media
 
+Given = SamplingParams | Mapping[str, Any] | None
+Images = Sequence[Media]
 Send = Callable[[Any, SamplingParams, Any], Awaitable[Completion]]
 
 _FIELDS = {f.name for f in fields(SamplingParams)}
@@ -36,9 +39,11 @@ class OutOfTokens(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Recorded:
-    """One segment. context int64 [P]; tokens int64, mask bool and log_probs float32, each [L]: what follows the context."""
+    """One segment. context int64 [P]; tokens int64, mask bool and log_probs float32, each [L]: what follows the context. media: the
+    images in the context, but for the row's own."""
 
     context: np.ndarray
+    media: tuple[Media, ...] = ()
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -76,6 +81,7 @@ class _Dialogue:
     messages: list[tuple[Any, ...]]
     turn: Message
     ids: np.ndarray
+    media: tuple[Media, ...]
     last_id: int | None
 
 
@@ -116,15 +122,15 @@ class Session:
         self.turns: list[dict[str, float]] = []
         self._began = time.monotonic()
 
-    async def generate(
-        self, prompt_ids: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, media: Any = None
-    ) -> Completion:
-        """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one."""
+    async def generate(self, prompt_ids: Any, sampling: Given = None, media: Images = ()) -> Completion:
+        """Sample a continuation of `prompt_ids`, int64 [P], with the run's settings or others. ValueError for an unknown one.
+
+        media: the images that have tokens in `prompt_ids` behind those of the row's own images."""
         completion = await self._send(prompt_ids, self.params(sampling), media)
-        self._record(np.asarray(prompt_ids, np.int64), completion)
+        self._record(np.asarray(prompt_ids, np.int64), tuple(media), completion)
         return completion
 
-    def params(self, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    def params(self, given: Given) -> SamplingParams:
         """The run's settings with what a mapping changes of them."""
         if given is None or isinstance(given, SamplingParams):
             return given or self.sampling
@@ -148,7 +154,8 @@ class Session:
     ) -> Reply:
         """Sample the next turn of a dialogue. Where it goes on from turns of this session their tokens stay as they were sampled.
 
-        sampling: max_tokens, stop, stop_token_ids. OutOfTokens if there is no room, BadRow where the template refuses the messages.
+        sampling: max_tokens, stop, stop_token_ids. An image that a message holds (`{"type": "image", "image": …}`) begins a segment.
+        OutOfTokens if there is no room, BadRow where the template refuses the messages or an image cannot be shown.
         """
         if wrong := [name for name in sampling if name not in _OWN]:
             raise ValueError(
@@ -156,21 +163,21 @@ class Session:
             )
         asked = time.monotonic()
         said = [_normal(message) for message in messages]
-        ids = self._prompt(said, tools)
-        completion = await self.generate(ids, self.fitting(ids, sampling))
+        ids, media = self._prompt(said, tools)
+        completion = await self.generate(ids, self.fitting(ids, sampling, media), media)
         reply = self._reply(completion, tools)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         full = np.concatenate([ids, completion.token_ids])
-        self.messages = [*said, reply.message]
-        self._dialogues.append(_Dialogue(_keys(self.messages), reply.message, full, last))
+        self.messages = [*without_images(said), reply.message]
+        self._dialogues.append(_Dialogue(_keys([*said, reply.message]), reply.message, full, media, last))
         taken = {"at": asked - self._began, "seconds": time.monotonic() - asked}
         self.turns.append({name: round(value, 4) for name, value in taken.items()})
         return reply
 
-    def fitting(self, ids: np.ndarray, given: Mapping[str, Any]) -> SamplingParams:
+    def fitting(self, ids: np.ndarray, given: Mapping[str, Any], media: Images = ()) -> SamplingParams:
         """The settings of a turn after `ids`, with a budget of what a segment may still have behind its context, and the longest
         sequence. OutOfTokens if that is nothing."""
-        segment, params = self._segment_of(ids), self.params(given)
+        segment, params = self._segment_of(ids, tuple(media)), self.params(given)
         room = self.sampling.max_tokens - (len(ids) - len(segment.context) if segment else 0)
         if self.longest is not None:
             room = min(room, self.longest - len(ids))
@@ -194,20 +201,20 @@ class Session:
 
     def close(self) -> None:
         """No more calls come over HTTP."""
-        from verl.rollout import http_sessions
-
         if self._url is not None:
+            from verl.rollout import http_sessions
+
             http_sessions.close_session(self._url)
             self._url = None
 
-    def _segment_of(self, ids: np.ndarray) -> Recorded | None:
-        """The segment that ids go on from."""
-        return next((s for s in reversed(self._segments) if s.is_prefix_of(ids)), None)
+    def _segment_of(self, ids: np.ndarray, media: tuple[Media, ...]) -> Recorded | None:
+        """The segment that ids go on from: images are in contexts alone."""
+        return next((s for s in reversed(self._segments) if s.media == media and s.is_prefix_of(ids)), None)
 
-    def _record(self, ids: np.ndarray, completion: Completion) -> None:
-        segment = self._segment_of(ids)
+    def _record(self, ids: np.ndarray, media: tuple[Media, ...], completion: Completion) -> None:
+        segment = self._segment_of(ids, media)
         if segment is None:
-            segment = Recorded(ids)
+            segment = Recorded(ids, media)
             self._segments.append(segment)
         segment.add(ids[len(segment.context) + len(segment.tokens) :])
         segment.add(completion.token_ids, completion.log_probs)
@@ -223,19 +230,17 @@ class Session:
         ]
         return max(found, key=lambda d: len(d.messages), default=None)
 
-    def _prompt(self, messages: Sequence[Message], tools: Any) -> np.ndarray:
-        """The ids to sample after."""
-        earlier = self._earlier(messages)
-        if earlier is not None:
+    def _prompt(self, messages: Sequence[Message], tools: Any) -> Rendered:
+        """The ids to sample after, and the images in them but for the row's own."""
+        if (earlier := self._earlier(messages)) is not None:
             following = messages[len(earlier.messages) :]
             between = self.boundaries.between(earlier.turn, following, tools, earlier.last_id)
-            ids = None if between is None else np.concatenate([earlier.ids, between])
-            if ids is not None and not (
-                self._as_inference and not self.boundaries.keeps(ids, messages, tools)
-            ):
-                return ids
+            if between is not None:
+                ids = np.concatenate([earlier.ids, between[0]])
+                if not self._as_inference or self.boundaries.keeps(ids, messages, tools):
+                    return ids, earlier.media + between[1]
         if self._opening is not None and _key(*self._opening[:2]) == _key(messages, tools):
-            return self._opening[2]
+            return self._opening[2], ()
         return self.boundaries.whole(messages, tools)
 
     def _reply(self, completion: Completion, tools: Any) -> Reply:

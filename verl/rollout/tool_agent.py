@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 from verl.data.rows import TOOL_AGENT, BadRow, ChatRenderer, RowTools, tools_of_row
 from verl.errors import UserError
 from verl.rollout.agent_loop import AgentLoopBase, AgentLoopOutput, outputs_of, register
-from verl.rollout.boundary import Boundaries
+from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
 from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
-from verl.rollout.tools.toolbox import Toolbox, ToolRun
+from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun
 
 INVALID_TURNS = 3
 """A trajectory ends after so many turns in a row whose calls are all invalid."""
@@ -49,6 +49,7 @@ class ToolAgent(AgentLoopBase):
             longest=self._turns.max_tool_response_length,
             side=self._turns.tool_response_truncate_side,
         )
+        self.tools.show_images = self.session.boundaries.image_parts
         self.partner = self._partner(extra.get("interaction_kwargs"))
         self.messages: list[dict[str, Any]] = [dict(message) for message in row["raw_prompt"]]
         self.session.begin(self.messages, row["prompt_ids"], schemas)
@@ -100,13 +101,13 @@ class ToolAgent(AgentLoopBase):
         """The messages that answer a turn: of its tools, or of the interaction. []: the dialogue is over."""
         if reply.calls:
             room = asyncio.Semaphore(self._turns.max_parallel_calls)
-            texts = await asyncio.gather(*(self._call(call, room) for call in reply.calls))
-            return [_tool_message(call, text) for call, text in zip(reply.calls, texts, strict=True)]
+            answers = await asyncio.gather(*(self._call(call, room) for call in reply.calls))
+            return [_tool_message(call, answer) for call, answer in zip(reply.calls, answers, strict=True)]
         assert self.partner is not None
-        said = await self.partner.answer(self.messages)
+        said = await self.partner.answer(without_images(self.messages))
         return [] if said is None else [{"role": "user", "content": said}]
 
-    async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> str:
+    async def _call(self, call: ToolCall, room: asyncio.Semaphore) -> Content:
         async with room:
             return await self.tools.call(call)
 
@@ -137,15 +138,16 @@ class ToolAgent(AgentLoopBase):
         if self.partner is not None:
             rewards["turn_scores"] = self.partner.rewards
         metrics = {"tool_calls": self.tools.seconds, "tool_counts": dict(self.tools.counts)}
+        fields = {"messages": without_images(self.messages), "tool_metrics": self.tools.metrics}
         return {
             "num_turns": len(self.messages),
             "metrics": metrics | {"reward_scores": rewards},
-            "extra_fields": {**rewards, "messages": self.messages, "tool_metrics": self.tools.metrics},
+            "extra_fields": rewards | fields,
         }
 
 
-def _tool_message(call: ToolCall, text: str) -> dict[str, Any]:
-    message = {"role": "tool", "content": text, "name": call.name}
+def _tool_message(call: ToolCall, content: Content) -> dict[str, Any]:
+    message = {"role": "tool", "content": content, "name": call.name}
     return message if call.error else message | {"tool_call_id": call.id}
 
 
@@ -179,11 +181,11 @@ def _check_room(
     answer = boundaries.between(turn, [_tool_message(call, "")], schemas, chat.tokenizer.eos_token_id)
     if not written or answer is None:
         return
-    called = len(chat.ids(written))
-    if called + len(answer) >= longest:
+    called, answered = len(chat.ids(written)), len(answer[0])
+    if called + answered >= longest:
         raise ToolError(
             f"data.max_response_length={longest} cannot hold a turn after a call of a tool: the shortest call has {called} tokens, "
-            f"the message with its answer {len(answer)} more; raise it to {2 * (called + len(answer))} or more"
+            f"the message with its answer {answered} more; raise it to {2 * (called + answered)} or more"
         )
 
 

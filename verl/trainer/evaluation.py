@@ -24,7 +24,7 @@ from verl.data.rows import BadRow, RowFields, RowRules, fields_of, is_plain
 from verl.errors import UserError
 from verl.reward.answers import final_answer, has_answers, predicted
 from verl.reward.pool import FunctionSpec
-from verl.reward.rules import unsupported
+from verl.reward.rules import check_truth, unsupported
 from verl.reward.runner import RewardRunner
 from verl.reward.settings import RewardSettings
 from verl.tracking.console import Progress, say
@@ -117,6 +117,8 @@ def read_table(config: EvalConfig) -> Table:
         try:
             row["reward_model"] = _truth(row.get(data.reward_model_key))
             fields = fields_of(row, number, plain_format, rules)
+            if rules.needs_truth:
+                check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=True)
             table.responses += _responses(row.pop(data.response_key), fields, file.path, number)
             uid = table.responses[-1].uid
             table.references[uid] = _reference(row, config.metrics.reference, fields.facts["ground_truth"])

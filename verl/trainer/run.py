@@ -288,20 +288,16 @@ def quiet_libraries() -> None:
 def open_data(config: Config, tokenizer: Any, tracking: Any, processor: Any = None) -> tuple[Any, Any]:
     """Training data, and validation data or None; bad rows reported, limits enforced. processor: of a model that sees images."""
     from verl.data.dataset import PromptDataset
-    from verl.reward.rules import unsupported
+    from verl.reward.rules import check_truth
     from verl.rollout.tool_agent import checked_tools
 
     data = config.data
-
-    def known(source: str) -> bool:
-        return not unsupported([source])
-
     tools = checked_tools(config.actor_rollout_ref.rollout, tokenizer, data.apply_chat_template_kwargs)
     open_split = partial(
         PromptDataset,
         config=config,
         tokenizer=tokenizer,
-        score_known=known,
+        check_truth=check_truth,
         tools=tools,
         processor=processor,
     )

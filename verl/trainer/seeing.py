@@ -38,10 +38,8 @@ class ImageRecord:
         if row is None or row.media is None:
             return
         self._checked = True
-        policy, probes = (
-            self._parts.workers.policy,
-            [_probe(row, media) for media in (row.media, row.media.blanked())],
-        )
+        policy = self._parts.workers.policy
+        probes = [_probe(row, media) for media in (row.media, row.media.blanked())]
         with colocation.computing(policy):
             policy.forward(Batch(probes), "images", {"log_probs": "old_log_probs"})
         seen, blank = (probe.old_log_probs for probe in probes)

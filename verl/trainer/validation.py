@@ -67,9 +67,12 @@ class Validator:
             part = await self._rollouts.sample(prompts, self._sampling, self._n, progress)
             await self._rollouts.scored(part)
             trajectories += part
-            for prompt in prompts:
-                if prompt.media is not None:
-                    prompt.media.drop_pixels()
+            for media in {
+                *(prompt.media for prompt in prompts),
+                *(segment.media for segment in part.segments),
+            }:
+                if media is not None:
+                    media.drop_pixels()
         batch = Batch(trajectories)
         await self._score_rest(batch)
         metrics = validation_metrics(batch)

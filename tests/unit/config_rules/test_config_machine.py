@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -15,7 +16,6 @@ from verl.config.names import built_in
 
 
 def test_ray_and_open_files(base, monkeypatch):
-    import importlib.util
     import resource
 
     many = "trainer.n_gpus_per_node=2"
@@ -60,11 +60,11 @@ def test_devices(base, monkeypatch):
 def test_models_that_are_not_here(base, monkeypatch):
     report = check(load([*base, f"{ARR}.model.path=Org/Name"]))
     assert report.exit_code == 3 and "hf download Org/Name" in str(report.problems[0])
-    report.allow_downloads()
+    report.allow_run()
     assert report.exit_code == 0 and "fetched at the start" in report.notices[-1]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     report = check(load([*base, f"{ARR}.model.path=Org/Name"]))
-    report.allow_downloads()
+    report.allow_run()
     assert report.exit_code == 3
     only(problems(*base, f"{ARR}.model.path=/no/such/dir"), "machine", "no such directory")
     only(problems(*base, f"{ARR}.model.path=null"), "configuration", "is required")
@@ -177,7 +177,7 @@ def test_json_lines(base, tmp_path):
     assert report.problems == [] and report.plan[0].startswith("9 rows")
 
 
-def test_rows_with_images(base, tmp_path):
+def test_rows_with_images(base, tmp_path, monkeypatch):
     from PIL import Image
 
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
@@ -195,11 +195,17 @@ def test_rows_with_images(base, tmp_path):
     only(problems(*base, bad, vision), "configuration", *told)
     enough = (*base, bad, vision, "data.max_bad_row_ratio=0.1")
     assert problems(*enough) == [] and any("row 3" in note for note in check(load(enough)).check_only)
-    only(
-        problems(*base, file, vision, "data.video_key=images", "data.image_key=x"),
-        "machine",
-        "videos are not",
-    )
+    videos = (*base, file, vision, "data.video_key=images", "data.image_key=x")
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name)
+        )
+        only(problems(*videos), "machine", "videos need torchvision, which is not installed: pip install")
+        patched.setattr(importlib.util, "find_spec", lambda name: name == "torchvision" or find(name))
+        assert problems(*videos) == []
+        told = problems(*videos, f"{ARR}.rollout.name=vllm")
+        assert any("not sampled by vllm" in problem and "rollout.name=native" in problem for problem in told)
     label = {"architectures": ["QForSequenceClassification"], "id2label": {"0": "x"}}
     scorer = write_model(tmp_path / "scorer", **label)
     scored = ["reward_model.enable=True", f"reward_model.model.path={scorer}"]

@@ -49,9 +49,11 @@ class Check:
         shown = [path if i == 0 else path.rpartition(".")[2] for i, path in enumerate(paths)]
         return ", ".join(f"{s}={self.cfg.select(path)}" for s, path in zip(shown, paths, strict=True))
 
-    def refuse(self, key: str, message: str) -> None:
-        """The configuration is wrong. One key alone in `key` is shown with its value."""
-        self._add(Problem(self._shown(key), message))
+    def refuse(self, key: str, message: str, *, run_says: bool = False) -> None:
+        """The configuration is wrong. One key alone in `key` is shown with its value. `run_says`: the run finds it itself."""
+        problem = Problem(self._shown(key), message)
+        if self._add(problem) and run_says:
+            self.report.found_later.append(problem)
 
     def lacks(self, key: str, message: str, download: bool = False) -> None:
         """This machine lacks something; `download` if a run could fetch it."""

@@ -7,12 +7,13 @@ import contextlib
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl.config.names import nearest
+from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
 from verl.config.weights import scores_by_model
 from verl.errors import UserError
@@ -21,6 +22,7 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TEXT_METRICS = {"bleu": "sacrebleu", "rouge": "rouge-score"}
 """Names of `metrics.text`, and the package that computes each."""
 _LOOKED_AT = 256
+_SHOWN = 5
 
 
 def check(c: Check) -> None:
@@ -36,13 +38,23 @@ def check(c: Check) -> None:
             paths = c.cfg.select(key) or []
             opened = [file for path in paths if (file := _open(c, key, path)) is not None]
             for file in opened:
-                sources |= _rl_file(c, key, file) if c.ppo else _sft_file(c, key, file)
+                with _refusing(c, key):
+                    sources |= _rl_file(c, key, file) if c.ppo else _sft_file(c, key, file)
             if opened and len(opened) == len(paths):
                 c.rows[key] = sum(len(file) for file in opened)
         if c.ppo:
             _sources(c, sources)
             _without_images(c)
         _enough_rows(c)
+
+
+@contextlib.contextmanager
+def _refusing(c: Check, key: str) -> Iterator[None]:
+    """What is found wrong with a file while it is looked at."""
+    try:
+        yield
+    except UserError as error:
+        c.refuse(key, str(error))
 
 
 def _open(c: Check, key: str, path: str) -> Any:
@@ -65,39 +77,25 @@ def _rl_file(c: Check, key: str, file: Any) -> set[str]:
     from verl.data.rows import RowRules, check_columns, check_plain_truth
 
     rules, said, sources = RowRules.of(c.cfg), io.StringIO(), set()
-    try:
-        with contextlib.redirect_stderr(said):
-            plain = check_columns(file, rules)
+    with contextlib.redirect_stderr(said):
+        plain = check_columns(file, rules)
         if not plain:
-            found = [v for v in _values(file, rules.source_key, distinct=True) if v is not None]
-            if any(isinstance(v, (list, dict)) for v in found):
+            found = [value for value in file.values(rules.source_key) if value is not None]
+            if any(isinstance(value, (list, dict)) for value in found):
                 name = rules.source_key
                 raise UserError(
                     f"{file.path}: column {name!r} holds no names; set data.reward_fn_key to the one that does"
                 )
             sources = set(map(str, found))
         elif key == "data.train_files" and "response" in file.columns:
-            check_plain_truth(file.path, _values(file, "response"), rules)
-    except UserError as error:
-        c.refuse(key, str(error))
+            check_plain_truth(file.path, file.values("response"), rules)
     for line in said.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
-        c.agent_names |= {str(v) for v in _values(file, "agent_name", distinct=True) if v}
-    _images(c, key, file)
+        c.agent_names |= {str(value) for value in file.values("agent_name") if value}
+    if _images(c, key, file):
+        _first_rows(c, key, file)
     return sources
-
-
-def _values(file: Any, column: str, distinct: bool = False) -> list[Any]:
-    """The values of one column; parquet reads that column alone."""
-    if file.local.suffix != ".parquet":
-        return [row.get(column) for row in file.rows(0, len(file))]
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    cells = pq.read_table(file.local, columns=[column], partitioning=None).column(column)
-    plain = not pa.types.is_nested(cells.type)
-    return list((cells.unique() if distinct and plain else cells).to_pylist())
 
 
 def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> None:
@@ -108,35 +106,47 @@ def _sources(c: Check, sources: set[str], key: str = "data.reward_fn_key") -> No
         return
     from verl.reward.rules import unsupported
 
-    for source, message in unsupported(sorted(sources)).items():
-        c.refuse(f"{c.at(key)}, source {source}", message)
+    unknown = unsupported(sorted(sources))
+    for source, message in list(unknown.items())[:_SHOWN]:
+        c.refuse(f"{c.at(key)}, source {source:.80}", message)
+    if len(unknown) > _SHOWN:
+        c.refuse(c.at(key), f"{len(unknown) - _SHOWN} further values of that column have no built-in reward")
 
 
-def _images(c: Check, key: str, file: Any) -> None:
-    """Rule 25: rows with images need a model that sees them; videos are not in this release."""
+def _images(c: Check, key: str, file: Any) -> bool:
+    """Rule 25: rows with images need a model that sees them; videos more. False if that refuses the file."""
     named = [k for k in (c.cfg.data.image_key, c.cfg.data.video_key) if k in file.columns]
-    column = next((k for k in named if _filled(file, k)), None)
-    if column is None or c.facts is None:
-        return
-    if c.facts.vision:
-        if column == c.cfg.data.video_key:
-            c.lacks(key, f"{file.path}: rows with {column}: videos are not in this release")
-        else:
-            _template(c)
-            _first_images(c, key, file)
-            if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
-                why = (
-                    f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
-                )
-                c.lacks(
-                    "reward_model.model.path", f"{why} reward_model.images=True for a model that sees them"
-                )
-    else:
+    filled = [k for k in named if file.filled(k)]
+    if not filled or c.facts is None:
+        return True
+    column = filled[0]
+    if not c.facts.vision:
         c.refuse(
             f"{key}, column {column}",
             f"{file.path} has rows with {column} and {c.model.path} ({c.facts.name}) is a text model; "
             "use a vision model, or data without that column",
         )
+        return False
+    if c.cfg.data.video_key in filled and (why := _no_video(c, c.facts.name)):
+        c.lacks(key, f"{file.path}: rows with {c.cfg.data.video_key}: videos {why}")
+        return False
+    _template(c)
+    if c.ppo and scores_by_model(c.cfg) and not c.cfg.reward_model.images:
+        why = f"reads text, and {file.path} has rows with {column}; score these with a function, or set"
+        c.lacks("reward_model.model.path", f"{why} reward_model.images=True for a model that sees them")
+    return True
+
+
+def _no_video(c: Check, model: str) -> str:
+    """Why this run cannot have videos, "" if it can."""
+    if c.rollout is None:
+        return "are not in this release outside of reinforcement learning; use rows without them"
+    if model not in CAPABILITIES[c.rollout.name].videos:
+        known = f"{c.rollout_key}.name=native with one of {', '.join(CAPABILITIES['native'].videos)}"
+        return f"of {model} models are not sampled by {c.rollout.name} in this release; take {known}"
+    if importlib.util.find_spec("torchvision") is None:
+        return "need torchvision, which is not installed: pip install torchvision (beside a CPU torch see docs/vllm.md)"
+    return ""
 
 
 def _without_images(c: Check) -> None:
@@ -165,21 +175,18 @@ def _template(c: Check) -> None:
         )
 
 
-def _first_images(c: Check, key: str, file: Any) -> None:
-    """The places and headers of the images of the first rows: what is certain to refuse the run is refused here."""
+def _first_rows(c: Check, key: str, file: Any) -> None:
+    """The first rows as the run will read them, with the places and headers of images: what is certain to refuse it is said."""
     from verl.data.dataset import by_problem
-    from verl.data.media import folder_of, open_image, with_images
     from verl.data.rows import BadRow
 
     data, bad = c.cfg.data, []
-    if data.allow_image_urls or data.get("prompt_dict_keys"):
-        return  # nothing is fetched here, nor found inside structs
-    dialogue = _dialogues(c, file)
-    for number, row in enumerate(rows := _first(file, _LOOKED_AT)):
+    if c.facts is None or data.get("prompt_dict_keys"):
+        return  # nothing is found inside structs here
+    look, rows = _look_at_row(c, file, c.facts.vision), file.first(_LOOKED_AT)
+    for number, row in enumerate(rows):
         try:
-            messages, images = dialogue(row, number)
-            for cell in with_images(messages, images)[1] if images else ():
-                open_image(cell, folder_of(file.path))
+            look(row, number)
         except BadRow as wrong:
             found = {"file": file.path, "row": number, "problem": wrong.problem, "detail": wrong.detail}
             bad.append(found)
@@ -188,54 +195,40 @@ def _first_images(c: Check, key: str, file: Any) -> None:
     told = f"{len(bad)} of the first {len(rows)} rows cannot be used: {'; '.join(by_problem(bad))}"
     if len(bad) > data.max_bad_row_ratio * len(file):
         most = f"data.max_bad_row_ratio={data.max_bad_row_ratio} allows {int(data.max_bad_row_ratio * len(file))}"
-        c.refuse(key, f"{told}. Repair the rows, or raise data.max_bad_row_ratio ({most})")
+        advice = f"Repair the rows, or raise data.max_bad_row_ratio ({most})"
+        c.refuse(key, f"{file.path}: {told}. {advice}", run_says=True)
     else:
         c.notice(f"{key}: {told}; they are left out", run_says=True)
 
 
-def _dialogues(c: Check, file: Any) -> Callable[[dict[str, Any], int], tuple[list[Any], Sequence[Any]]]:
-    """A function that gives the messages of a row and its images. It raises BadRow."""
-    from verl.data.rows import RowRules, as_messages, cells_of, fields_of, is_plain
+def _look_at_row(c: Check, file: Any, seeing: bool) -> Callable[[dict[str, Any], int], None]:
+    """A function that raises BadRow for a row that the run will not use."""
+    from verl.data.media import folder_of, open_image, with_images
+    from verl.data.rows import RowRules, Video, as_messages, cells_of, check_readable, fields_of, is_plain
+    from verl.reward.rules import check_truth
 
     data = c.cfg.data
-    if not c.ppo:
-        column = data.prompt_key or data.messages_key
-        return lambda row, _: (
-            as_messages(row.get(column), column, images=True),
-            cells_of(row.get(data.image_key)),
-        )
-    rules = replace(RowRules.of(c.cfg), images=True)
-    plain = is_plain(file, rules)
+    rules = replace(RowRules.of(c.cfg), images=seeing) if c.ppo else RowRules()
+    plain = c.ppo and is_plain(file, rules)
 
-    def of_prompt(row: dict[str, Any], number: int) -> tuple[list[Any], Sequence[Any]]:
+    def images_in(messages: list[Any], cells: Sequence[Any]) -> None:
+        for cell in with_images(messages, cells)[1] if cells and not data.allow_image_urls else ():
+            if not isinstance(cell, Video):
+                open_image(cell, folder_of(file.path))  # a remote one is not fetched here
+
+    def prompt(row: dict[str, Any], number: int) -> None:
         fields = fields_of(row, number, plain, rules)
-        return as_messages(fields.cell, data.prompt_key, images=True), fields.images
+        if rules.needs_truth:
+            check_truth(fields.facts["data_source"], fields.facts["ground_truth"], any_source=not plain)
+        images_in(as_messages(fields.cell, data.prompt_key, images=seeing), fields.images)
 
-    return of_prompt
+    def dialogue(row: dict[str, Any], number: int) -> None:
+        check_readable(row)
+        column = data.prompt_key or data.messages_key
+        messages = as_messages(row.get(column), column, images=seeing)
+        images_in(messages, cells_of(row.get(data.image_key)) if seeing else ())
 
-
-def _first(file: Any, count: int) -> list[dict[str, Any]]:
-    """The first rows; of parquet no more is read."""
-    if file.local.suffix != ".parquet":
-        return list(file.rows(0, min(count, len(file))))
-    import pyarrow.parquet as pq
-
-    return list(next(pq.ParquetFile(file.local).iter_batches(batch_size=count)).to_pylist())
-
-
-def _filled(file: Any, column: str) -> bool:
-    """True if a media column holds anything; parquet answers from its statistics, without reading pixels."""
-    if file.local.suffix != ".parquet":
-        return any(row.get(column) for row in file.rows(0, min(len(file), 1000)))
-    import pyarrow.parquet as pq
-
-    meta = pq.read_metadata(file.local)
-    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(meta.num_columns)]
-    known = [(c.num_values, c.statistics) for c in chunks if c.path_in_schema.split(".")[0] == column]
-    return any(
-        found is None or found.null_count is None or count > found.null_count for count, found in known
-    )
+    return prompt if c.ppo else dialogue
 
 
 def _enough_rows(c: Check) -> None:
@@ -256,8 +249,8 @@ def _sft_file(c: Check, key: str, file: Any) -> set[str]:
     for column in missing:
         absent = f"{_absent(column, file)}; set data.messages_key, or data.prompt_key and data.response_key"
         c.refuse(key, f"{file.path}: no column {column!r}{absent}")
-    if not missing:
-        _images(c, key, file)
+    if not missing and _images(c, key, file):
+        _first_rows(c, key, file)
     return set()
 
 
@@ -275,10 +268,11 @@ def _table(c: Check) -> None:
     if files and len(files) == len(paths):
         c.rows["data.path"] = sum(map(len, files))
     for file in files:
-        if c.cfg.entry == "generation":
-            _has_columns(c, file, "prompt_key")
-        else:
-            _responses_file(c, file)
+        with _refusing(c, "data.path"):
+            if c.cfg.entry == "generation":
+                _has_columns(c, file, "prompt_key")
+            else:
+                _responses_file(c, file)
 
 
 def _has_columns(c: Check, file: Any, *keys: str) -> bool:
@@ -296,7 +290,7 @@ def _responses_file(c: Check, file: Any) -> None:
     scored = ("data_source_key", "reward_model_key")
     plain = is_plain(file, RowRules(data.prompt_key, data.data_source_key))
     if _has_columns(c, file, "response_key", *(() if plain else scored)) and not plain:
-        found = _values(file, data.data_source_key, distinct=True)
+        found = file.values(data.data_source_key)
         _sources(c, {str(source) for source in found if source}, "data.data_source_key")
     _text_metrics(c, file)
 

@@ -146,10 +146,10 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
 
 def _own_manager(c: Check, name: str) -> bool:
     """True for a manager class that a plug-in registers: the run has it as it has a class of a module, `source=importlib`."""
-    from verl.reward.registry import registered
+    from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
     _import_plugins(c)
-    found = registered(name)
+    found = REWARD_MANAGER_REGISTRY.get(name)
     if found is not None:
         own = c.cfg.reward_manager
         own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"

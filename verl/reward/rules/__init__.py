@@ -53,7 +53,7 @@ def rule_for(data_source: str) -> str:
     if rule := rule_or_none(data_source):
         return rule
     raise UnknownSource(
-        f"data_source {str(data_source)!r} has no built-in reward. Set custom_reward_function.path=your_file.py, "
+        f"data_source {str(data_source)!r:.80} has no built-in reward. Set custom_reward_function.path=your_file.py, "
         f"or use one of: {', '.join(known_sources())}"
     )
 
@@ -69,8 +69,29 @@ def unsupported(sources: Iterable[str]) -> dict[str, str]:
     return problems
 
 
-def _rule(name: str) -> Callable[..., Any]:
-    return importlib.import_module(f"verl.reward.rules.{name}").compute_score
+def check_truth(data_source: str, ground_truth: Any, *, any_source: bool = False) -> None:
+    """Raises BadRow where the built-in rule of the source can give no response its full score, or where there is no rule
+    (`any_source`: that is reported elsewhere). Only what is certain counts."""
+    from verl.data.rows import BadRow
+
+    rule = rule_or_none(data_source)
+    if rule is None:
+        if any_source:
+            return
+        detail = f"no built-in reward function for {data_source!r:.80}; set custom_reward_function.path"
+        raise BadRow("data_source without a function", detail)
+    try:
+        reason = _rule(rule, "unmatched")(ground_truth)
+    except Exception as error:  # the rule would raise it of every response
+        reason = str(error)
+    if reason:
+        detail = f"reward_model.ground_truth is {ground_truth!r:.60}: {reason}"
+        raise BadRow("ground truth without a match", detail)
+
+
+def _rule(name: str, function: str = "compute_score") -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(f"verl.reward.rules.{name}"), function)
+    return found
 
 
 @functools.cache

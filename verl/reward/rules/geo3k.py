@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.reward.rules.math import last_boxed, same_answer
+from verl.reward.rules.math import unmatched as unmatched
 
 
 def format_ok(answer: str) -> bool:

@@ -59,3 +59,16 @@ def compute_score(
     if answer is None:
         return 0.0
     return float(score) if same_number(answer, truth) else float(format_score)
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    truth = written = clean_number(str(ground_truth))
+    try:
+        number = Decimal(truth)
+        if number.is_finite() and abs(number.adjusted()) < TAIL:
+            written = format(number, "f")
+    except InvalidOperation:
+        pass
+    answer = extract(f"#### {written}")
+    return "" if answer and same_number(answer, truth) else "a number is needed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.reward.rules.math import last_boxed
+from verl.reward.rules.math import last_boxed, not_text
 from verl.reward.rules.math import normalise as normalise_math
 
 TAIL = 300
@@ -49,3 +49,11 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     pred = "" if answer is None else normalise(answer)
     right = pred not in ("", INVALID) and pred == normalise(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred or INVALID}
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    text = str(ground_truth)
+    written = (text, " ".join(text.split()), normalise(text))
+    right = any(compute_score(f"Answer: {answer}", text)["acc"] for answer in written)
+    return not_text(ground_truth) or ("" if right else "no answer reads so")

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from verl.reward.rules.math import last_boxed, same_answer, truth_text
+from verl.reward.rules.math import unmatched as unmatched
 
 _LEAD = re.compile(r"(?i)answer(?:\s+(?:is|are)\b|s?\s*:)\s*:?\s*")
 _INLINE = re.compile(r"\$([^$]+)\$")

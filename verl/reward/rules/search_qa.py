@@ -44,3 +44,8 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
         return 0.0
     many = solution_str.count("<answer>") > MAX_TAGS or solution_str.count("</answer>") > MAX_TAGS
     return 0.25 if many else 1.0
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    return "" if any(text.strip() for text in targets(ground_truth)) else "every accepted answer is empty"

@@ -68,3 +68,8 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
         texts = [truth, *([choices[truth]] if truth in choices else [])]
         right = right or by_letter or (bool(said) and any(_same(said, text) for text in texts))
     return {"score": float(right), "acc": float(right), "pred": said}
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    return "" if any(text.strip() for text in _truths(ground_truth)[0]) else "every accepted answer is empty"

@@ -44,3 +44,8 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
         left_out = same * min(1.0, (same - 1) / ENOUGH) if same else 0.0
         accuracy = (left_out + (len(people) - same) * min(1.0, same / ENOUGH)) / len(people)
     return {"score": accuracy, "acc": accuracy, "pred": said}
+
+
+def unmatched(ground_truth: Any) -> str:
+    """Why no response can match this ground truth; "" where one can."""
+    return "" if any(text.strip() for text in accepted(ground_truth)) else "every accepted answer is empty"

@@ -203,8 +203,9 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     def call() -> None:
         try:
             result, error = function(**arguments), None
-        except Exception as raised:
-            result, error = None, raised
+        # sys.exit too: raised on, it would end the event loop; left here, the caller would wait.
+        except BaseException as raised:
+            result, error = None, raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
         if not loop.is_closed():
             loop.call_soon_threadsafe(set_result, result, error)
 

@@ -11,13 +11,13 @@ from typing import Any
 from verl.data.files import DataError
 from verl.data.load_object import load_module
 from verl.rollout.tools.base import (
-    Model,
     OpenAIFunctionToolSchema,
     Tool,
     ToolError,
     ToolResponse,
     check_schema,
     in_thread,
+    plain,
 )
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
@@ -46,23 +46,16 @@ class FunctionTool(Tool):
 
 
 def normalize_function_tool_return(found: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(response, reward, metrics) of what a function returned: text, a ToolResponse, anything else as JSON or else as text, or a
+    """(response, reward, metrics) of what a function returned: a ToolResponse, a dict or list as JSON, anything else as text, or a
     tuple of one of these, a reward and metrics, of which None is none. TypeError for a tuple of another length."""
     parts = found if isinstance(found, tuple) else (found,)
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"a function tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
     said, reward, metrics = (*parts, None, None)[:3]
-    response = said if isinstance(said, ToolResponse) else ToolResponse(_text(said))
-    return response, float(reward or 0.0), metrics or {}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError:
-        return str(value)
+    if not isinstance(said, ToolResponse):
+        text = json.dumps(said, ensure_ascii=False) if isinstance(said, dict | list) else str(said)
+        said = ToolResponse(text)
+    return said, float(reward or 0.0), metrics or {}
 
 
 def function_tool(target: Any = None, *, schema: Any = None) -> Any:
@@ -74,12 +67,11 @@ def function_tool(target: Any = None, *, schema: Any = None) -> Any:
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         name = target if isinstance(target, str) else function.__name__
         found = schema if schema is not None else _schema_of(function, name)
-        check_schema(found.model_dump() if isinstance(found, Model) else found, f"function tool {name!r}")
+        check_schema(plain(found), f"function tool {name!r}")
         taken = FUNCTION_TOOL_REGISTRY.get(name)
         if taken and taken.fn.__module__ == function.__module__ and _place(taken.fn) != _place(function):
-            raise ToolError(
-                f"two tools are called {name!r}: {_place(taken.fn)} is already registered, then {_place(function)}"
-            )
+            before = f"{_place(taken.fn)} is already registered"
+            raise ToolError(f"two tools are called {name!r}: {before}, then {_place(function)}")
         function.function_tool = FUNCTION_TOOL_REGISTRY[name] = FunctionTool(function, name, found)  # type: ignore[attr-defined]
         return function
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.rollout.tools.base import plain
-from verl.rollout.tools.parsers import PARSERS, parse
+from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
 
 
 @dataclass
@@ -20,11 +19,13 @@ class FunctionCall:
     tool_call_id: str | None = None
 
 
+Found = tuple[str, list[FunctionCall]]
+
+
 class ToolParser:
     """Reads the calls of a sampled turn, in one of the formats of `PARSERS`."""
 
     tool_format: str = ""
-    stop_token_ids: Sequence[int] = ()
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -39,24 +40,18 @@ class ToolParser:
         parser.tool_format = name
         return parser
 
-    async def extract_tool_calls(
-        self, responses_ids: Sequence[int], tools: Any = None
-    ) -> tuple[str, list[FunctionCall]]:
+    async def extract_tool_calls(self, responses_ids: Any, tools: Any = None) -> Found:
         """(what was said besides the calls, the calls that could be read) of sampled ids; tools: schemas, for formats without types."""
-        text = self.tokenizer.decode(responses_ids, skip_special_tokens=False)
-        return self._read(text, tools)
+        return self._read(self.tokenizer.decode(responses_ids, skip_special_tokens=False), tools)
 
-    def _read(self, text: str, tools: Any) -> tuple[str, list[FunctionCall]]:
+    def _read(self, text: str, tools: Any) -> Found:
         content, calls = parse(self.tool_format, text, plain(tools or []))
-        return content, [
-            FunctionCall(
-                call.name,
-                json.dumps(call.arguments, ensure_ascii=False),
-                None if call.id == f"call_{number}" else call.id,
-            )
-            for number, call in enumerate(calls)
-            if not call.error
-        ]
+        return content, [_call(call, number) for number, call in enumerate(calls) if not call.error]
+
+
+def _call(call: ToolCall, number: int) -> FunctionCall:
+    own = None if call.id == f"call_{number}" else call.id
+    return FunctionCall(call.name, json.dumps(call.arguments, ensure_ascii=False), own)
 
 
 class HermesToolParser(ToolParser):

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
+from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import (
     BaseTool,
@@ -29,6 +30,8 @@ from verl.rollout.tools.function_tools import load_function_tools_from_path
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or its parts where it holds an image."""
 
 
 def load_class(path: str, what: str) -> Any:
@@ -102,8 +105,11 @@ def load_all_tools(tool_config_path: str | None = None, function_tool_path: str 
 
 def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
     """(place, tool) of an entry: one tool, or those of MCP servers."""
-    named = entry.get("class_name")
-    if (entry.get("config") or {}).get("type") == "mcp":
+    named, config = entry.get("class_name"), entry.get("config") or {}
+    timeout = config.get("timeout")
+    if timeout is not None and (not isinstance(timeout, int | float) or timeout <= 0):
+        raise ToolError(f"{where}: config.timeout is {timeout!r}, it must be seconds, or null for none")
+    if config.get("type") == "mcp":
         from verl.rollout.tools.mcp_servers import McpTool, load_tools
 
         return load_tools(entry, where, load_class(named, where) if named else McpTool)
@@ -139,8 +145,11 @@ class ToolRun:
     """The tools of one trajectory: instances, deadlines, step rewards, metrics.
 
     kwargs: the row's `extra_info.tools_kwargs`. timeout: seconds of a call where the tool's config has none. longest, side: how
-    many characters of a response the model sees, and which part of a longer one is cut.
+    many characters of a response the model sees, and which part of a longer one is cut. show_images:
+    `Boundaries.image_parts` of the session.
     """
+
+    show_images: Any = None
 
     def __init__(
         self, tools: Mapping[str, Tool], kwargs: Any, *, timeout: float | None, longest: int, side: str
@@ -154,8 +163,8 @@ class ToolRun:
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
 
-    async def call(self, call: ToolCall) -> str:
-        """The text that answers a call. What a tool does wrong is text too; EnvironmentFailed where its server is gone."""
+    async def call(self, call: ToolCall) -> Content:
+        """What answers a call. What a tool does wrong is text; EnvironmentFailed where its server is gone."""
         started, tool = time.monotonic(), self._tools.get(call.name)
         self.counts["calls"] += 1
         if call.error or tool is None:
@@ -167,21 +176,26 @@ class ToolRun:
         try:
             async with deadline:
                 response, reward, metrics = await self._execute(tool, call.arguments)
+                if response.video:
+                    raise ToolError("it gave a video, and videos are not in this release")
+                images = self.show_images(response.image) if response.image else []
         except EnvironmentFailed:
             raise
         except Exception as error:
+            if isinstance(
+                error, BadRow
+            ):  # its text may hold an address of memory, another one when a run resumes
+                error = ToolError(f"it gave an image that cannot be shown: {error.problem}")
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
             self.seconds += time.monotonic() - started
-        if not response.is_text_only():
-            self.counts["errors"] += 1
-            return f"Error: tool {call.name!r} gave an image or video, which are not in this release"
         self.rewards.append(float(reward or 0.0))
         self.metrics.append({"tool": call.name, **(metrics or {})})
-        return self._cut(response.text or "")
+        text = self._cut(response.text or "")
+        return [*images, {"type": "text", "text": text}] if images else text
 
     async def _execute(
         self, tool: Tool, arguments: dict[str, Any]

@@ -15,7 +15,7 @@ import torch
 from verl.config.rollout_engines import CAPABILITIES
 from verl.errors import UserError
 from verl.models.inputs import special_token_ids
-from verl.trajectory import Media
+from verl.trajectory import VIDEO_SECONDS, Media
 
 _MODALITY = "image"
 # What the processor makes of images, by the shape of it: a row for each patch, a row for each image.
@@ -47,6 +47,8 @@ class ImageInputs:
             if len(places):
                 raise ValueError("a prompt without images holds image tokens")
             return dict(tokens_input(list(ids)))
+        if VIDEO_SECONDS in media.inputs:
+            raise ValueError("videos are not sampled by vllm in this release; set rollout.name=native")
         counts = (media.inputs[_GRIDS].prod(-1) // self._patches).tolist()
         if len(places) != sum(counts):
             raise ValueError(f"a prompt has {len(places)} image tokens for images of {sum(counts)}")

@@ -1,0 +1,314 @@
+"""Damaged and odd data files: every one is refused by name, or its bad rows are named and counted, or it can be trained on.
+
+VERL_DATA_MUTATIONS: how many files; VERL_DATA_MUTATIONS_FROM: the number of the first. A failure names the file's number.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.tiny import CHAT_TEMPLATE, tiny_vision_model
+from verl.config import load
+from verl.config.rules import data as data_rules
+from verl.config.rules.context import Check
+from verl.data.dataset import CheckedRows, PromptDataset
+from verl.data.media import load_processor
+from verl.data.rows import BadRow, RowTools
+from verl.data.sft import SFTDataset
+from verl.data.tokenizer import load_tokenizer
+from verl.errors import UserError
+from verl.reward.rules import check_truth, default_compute_score
+
+COUNT = int(os.environ.get("VERL_DATA_MUTATIONS", "80"))
+FIRST = int(os.environ.get("VERL_DATA_MUTATIONS_FROM", "0"))
+ROWS = 6
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "calc", "description": "d", "parameters": {"type": "object"}},
+}
+Rows = list[dict[str, Any]]
+
+
+def picture() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (16, 8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def good_rows(images: bool) -> Rows:
+    """Rows with every column that something reads."""
+    user = {"role": "user", "content": "<image> 1+1?" if images else "What is 1+1?"}
+    row: dict[str, Any] = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Count."}, user],
+        "messages": [user, {"role": "assistant", "content": "#### 2"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {
+            "index": 3,
+            "answer": "#### 2",
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"calc": {"create_kwargs": {"truth": "2"}}},
+            "tool_selection": ["calc"],
+        },
+        "agent_name": "tool_agent",
+        "tools": [SCHEMA],
+    }
+    return [row | ({"images": [{"bytes": picture(), "path": None}]} if images else {}) for _ in range(ROWS)]
+
+
+# ------------------------------------------------------------------------------------------------------ mutations
+
+
+def deep(levels: int, value: Any = 1) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+ODD: list[Any] = [
+    *(None, True, 0, -1, 2**80, 1e308, float("nan"), float("inf"), "", " ", "abc", "\x00", "\ud800", "x" * 20_000),
+    *([], {}, [None], [[]], {"": None}, {"a": 1}, [1, 2], ["x"], [{"role": "user"}], deep(70), deep(990), "~nobody/x"),
+    *("<image>", "<|im_end|>", "<|image_pad|>", "data:image/png;base64,AAAA", "http://localhost:1/x.png", "/", "a\nb"),
+    *({"type": "image"}, {"bytes": "x"}, {"bytes": b"x".hex()}, {"function": 3}, {"target": []}, {"type": None}),
+]  # fmt: skip
+
+
+def set_odd(rng: random.Random, row: Any, value: Any, path: list[Any] | None) -> list[Any]:
+    """Put the value somewhere into the row (`path`, where given); the place."""
+    way: list[Any] = []
+    while True:
+        step = path[len(way)] if path else rng.choice(list(row) if isinstance(row, dict) else range(len(row)))
+        way.append(step)
+        inner = row[step]
+        if (
+            (len(way) == len(path))
+            if path
+            else (not isinstance(inner, dict | list) or not inner or rng.random() < 0.3)
+        ):
+            row[step] = value
+            return way
+        row = inner
+
+
+def odd_value(rng: random.Random, rows: Rows) -> Rows:
+    """One cell, or a part of it, in some of the rows or in all."""
+    value, path = rng.choice(ODD), None
+    changed = [copy.deepcopy(row) for row in rows]
+    for row in changed[rng.choice([0, 0, 3, 5]) :]:
+        path = set_odd(rng, row, value, path)
+    return changed
+
+
+def other_columns(rng: random.Random, rows: Rows) -> Rows:
+    """A column dropped, renamed, or swapped with another."""
+    names = list(rows[0])
+    one, two = rng.sample(names, 2)
+    new = rng.choice([None, two, one.upper(), one + " ", "", "row_error", "a.b", "uid"])
+    order = {name: (new if name == one else one if name == two and new == two else name) for name in names}
+    return [{order[name]: cell for name, cell in row.items() if order[name] is not None} for row in rows]
+
+
+def damaged(rng: random.Random, content: bytes) -> bytes:
+    """Bytes changed, cut out, put in."""
+    data = bytearray(content)
+    kind = rng.choice(["flip", "flip", "flip", "cut", "zero", "insert", "double", "swap", "encode"])
+    at = rng.randrange(len(data)) if rng.random() < 0.5 else max(0, len(data) - rng.randrange(1, 4000))
+    size = rng.choice([1, 4, 30, 500])
+    if kind == "flip":
+        for _ in range(rng.choice([1, 1, 3, 20])):
+            data[min(len(data) - 1, at + rng.randrange(size))] = rng.randrange(256)
+    elif kind == "cut":
+        del data[at : rng.choice([at + size, len(data)])]
+    elif kind == "zero":
+        data[at : at + size] = bytes(len(data[at : at + size]))
+    elif kind == "insert":
+        data[at:at] = rng.choice(
+            [rng.randbytes(size), b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 100_000, b"NaN", b"\x00"]
+        )
+    elif kind == "double":
+        data = data + data
+    elif kind == "swap":
+        data = data[at:] + data[:at]
+    elif kind == "encode":
+        data = bytearray(
+            content.decode("latin-1").encode(rng.choice(["utf-8", "utf-16", "utf-32", "utf-8-sig"]))
+        )
+    return bytes(data)
+
+
+def raw_strings(count: int) -> pa.Array:
+    """Strings that are not UTF-8."""
+    return pa.array([b"ab\xff\xc3"] * count, pa.binary()).view(pa.string())
+
+
+def struct_of(*columns: pa.Array, names: list[str]) -> pa.Array:
+    return pa.StructArray.from_arrays(columns, names=names)
+
+
+ODD_COLUMNS: list[Callable[[int], pa.Array]] = [
+    raw_strings,
+    lambda n: pa.array([1] * n, pa.duration("ns")),
+    lambda n: pa.array([1] * n, pa.timestamp("ns")),
+    lambda n: pa.array([1] * n, pa.timestamp("us", tz="Nowhere/Land")),
+    lambda n: pa.array([2**62] * n, pa.timestamp("s")),
+    lambda n: pa.array([1] * n, pa.time64("ns")),
+    lambda n: pa.array([10**6] * n, pa.date32()),
+    lambda n: pa.array([Decimal("1.5")] * n, pa.decimal256(60, 3)),
+    lambda n: pa.array([1.5] * n, pa.float16()),
+    lambda n: pa.array([None] * n, pa.null()),
+    lambda n: pa.array(["a"] * n).dictionary_encode(),
+    lambda n: pa.array([["a"]] * n, pa.large_list(pa.large_string())),
+    lambda n: pa.array([[("k", 1), ("k", 2)]] * n, pa.map_(pa.string(), pa.int64())),
+    lambda n: pa.array([b"2"] * n, pa.binary(1)),
+    lambda n: pa.array([b"\xff"] * n, pa.large_binary()),
+    lambda n: struct_of(*[pa.array([1] * n)] * 2, names=["a", "a"]),
+    lambda n: struct_of(raw_strings(n), names=["ground_truth"]),
+    lambda n: struct_of(pa.array([7] * n, pa.duration("ns")), names=["ground_truth"]),
+    lambda n: pa.array([deep(90)] * n),
+]  # fmt: skip
+
+
+def odd_column(rng: random.Random, table: pa.Table) -> pa.Table:
+    """A column of an odd type in the place of another, beside the others, or a second time."""
+    name, made = rng.choice(table.column_names), rng.choice(ODD_COLUMNS)(len(table))
+    way = rng.choice(["replace", "replace", "add", "twice"])
+    if way == "replace":
+        return table.set_column(table.column_names.index(name), name, made)
+    return (
+        table.append_column("further", made)
+        if way == "add"
+        else table.append_column(name, table.column(name))
+    )
+
+
+def written(rng: random.Random, folder: Path, images: bool) -> Path:
+    """A mutated file."""
+    rows = good_rows(images)
+    if rng.random() < 0.5:
+        rows = rng.choice([odd_value, odd_value, odd_value, other_columns])(rng, rows)
+    try:
+        table = pa.Table.from_pylist(rows)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, RecursionError):
+        table = None
+    if images or (table is not None and rng.random() < 0.5):
+        path = folder / "rows.parquet"
+        table = pa.Table.from_pylist(good_rows(images)) if table is None else table
+        table = odd_column(rng, table) if rng.random() < 0.4 else table
+        try:
+            pq.write_table(
+                table, path, row_group_size=rng.choice([4, 100]), compression=rng.choice(["none", "snappy"])
+            )
+        except (pa.ArrowException, OSError):  # what pyarrow does not write is nobody's file
+            pq.write_table(pa.Table.from_pylist(good_rows(images)), path)
+    else:
+        path = folder / rng.choice(["rows.jsonl", "rows.jsonl", "rows.json"])
+        try:
+            lines = [json.dumps(row) for row in rows]
+        except RecursionError:  # one that is deeper than Python can write
+            lines = ['{"a": ' * 2000 + "1" + "}" * 2000]
+        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else f"[{','.join(lines)}]")
+    if rng.random() < 0.4:
+        path.write_bytes(damaged(rng, path.read_bytes()))
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------- readers
+
+
+class Reader:
+    """Reads a file as `--check`, reinforcement learning and supervised training do."""
+
+    def __init__(self, model: Path):
+        self.model = model
+        self.tokenizer = load_tokenizer(model)
+        self.processor = load_processor(str(model), self.tokenizer, {})
+
+    def config(self, path: Path, entry: str) -> Any:
+        sft = entry == "sft"
+        key = "model.path" if sft else "actor_rollout_ref.model.path"
+        words = [f"data.train_files={path}", f"{key}={self.model}", "data.max_bad_row_ratio=0.5"]
+        return load([*words, "data.val_files=null", "data.train_batch_size=1"], entry=entry)
+
+    def check(self, path: Path, entry: str) -> list[str]:
+        found = Check(self.config(path, entry))
+        data_rules.check(found)
+        return [str(problem) for problem in found.report.problems]
+
+    def prompts(self, path: Path, sees: bool) -> tuple[CheckedRows, Callable[[int], Any]]:
+        config, processor = self.config(path, "ppo"), self.processor if sees else None
+        tools = RowTools({"calc": SCHEMA}, every_row=True)
+        data = PromptDataset(
+            path, config, self.tokenizer, check_truth=check_truth, tools=tools, processor=processor
+        )
+
+        def use(number: int) -> Any:
+            prompt = data.prompt(number)
+            default_compute_score(prompt.data_source, "#### 5", prompt.ground_truth)
+            return prompt
+
+        return data, use
+
+    def dialogues(self, path: Path, sees: bool) -> tuple[CheckedRows, Callable[[int], Any]]:
+        config, processor = self.config(path, "sft").data, self.processor if sees else None
+        data = SFTDataset(path, self.tokenizer, config, processor)
+        return data, data.__getitem__
+
+
+def outcome(open_file: Callable[..., Any], path: Path, sees: bool) -> str:
+    """What became of the file; AssertionError, or what was raised, where it was neither refused nor used as it should be."""
+    try:
+        data, use = open_file(path, sees)
+    except UserError as error:
+        assert path.name in str(error), error
+        return "refused"
+    for record in data.bad_rows:
+        assert record["file"].endswith(path.name) and record["row"] >= 0 and record["detail"], record
+    for number in range(len(data)):
+        try:
+            pickle.dumps(use(number))
+        except (BadRow, UserError) as bad:
+            assert path.name in str(bad), bad
+    assert data.report and data.describe()
+    return "bad rows" if data.bad_rows else "used"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(tiny_vision_model(tmp_path_factory.mktemp("model")))
+
+
+def test_mutated_files_end_in_no_traceback(
+    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: Counter[str] = Counter()
+    assert CHAT_TEMPLATE
+    for number in range(FIRST, FIRST + COUNT):
+        rng = random.Random(number)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        images = rng.random() < 0.4
+        path = written(rng, folder, images)
+        try:
+            for entry, opened in (("ppo", reader.prompts), ("sft", reader.dialogues)):
+                problems = reader.check(path, entry)
+                assert all(str(path) in problem or "source" in problem for problem in problems), problems
+                seen[outcome(opened, path, images)] += 1
+        except Exception as error:
+            raise AssertionError(f"file {number}: {path}") from error
+    capsys.readouterr()
+    assert COUNT < 40 or all(seen[kind] > COUNT / 20 for kind in ("refused", "bad rows", "used")), seen

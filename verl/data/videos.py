@@ -1,0 +1,89 @@
+"""Videos of a row: the frames of a cell, and what the model's own video processor, which imports torchvision, makes of them.
+
+A model's vision tower takes a video as it takes an image, with a grid of several rows of time, and puts what it gives in the place of
+the tokens, whichever these are. So a video travels as an image of that grid, with the seconds between its rows; only the
+positions differ, and `models/inputs.py` asks the model's own function for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.data.rows import BadRow
+from verl.trajectory import VIDEO_SECONDS
+
+FRAMES_A_SECOND = 2.0
+"""Of frames that do not say, and the number taken of a file: what the Qwen-VL processors take."""
+Opened = tuple[np.ndarray, Any]
+_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord", "cv2": "opencv"}
+
+
+def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], Any]) -> Opened:
+    """Frames uint8 [T, H, W, 3] of a video of the data, and transformers' VideoMetadata of them. Raises BadRow.
+
+    cell: a path (relative to `folder`), of which frames are taken as `processor`, the model's own for videos, says; a list of
+    frames, each a cell of which `image` makes one; or {frames or path, fps}.
+    """
+    from transformers.video_utils import VideoMetadata
+
+    if processor is None:
+        raise BadRow("media", "a video needs torchvision and a model with a video processor; install it")
+    rate = FRAMES_A_SECOND
+    if isinstance(cell, Mapping):
+        rate = float(cell.get("fps") or rate)
+        cell = next((cell[key] for key in ("frames", "video", "path") if cell.get(key)), None)
+    if isinstance(cell, str):
+        return _read(folder / Path(cell.removeprefix("file://")).expanduser(), rate, processor)
+    if not isinstance(cell, Sequence) or isinstance(cell, bytes) or not cell:
+        raise BadRow("wrong column type", f"a video is {type(cell).__name__}, not a path or a list of frames")
+    frames = [np.asarray(image(frame)) for frame in cell]
+    if len({frame.shape for frame in frames}) > 1:
+        raise BadRow("video size", "its frames differ in size: scale them to one size")
+    return np.stack(frames), VideoMetadata(len(frames), rate, frames_indices=[*range(len(frames))])
+
+
+def _read(path: Path, rate: float, processor: Any) -> Opened:
+    from transformers.video_utils import load_video
+
+    decoder = next((name for module, name in _DECODERS.items() if importlib.util.find_spec(module)), None)
+    if decoder is None:
+        raise BadRow("media", f"{path}: nothing here decodes videos: pip install av, or give its frames")
+    if not path.is_file():
+        raise BadRow("video missing", f"{path}: no such file (a path begins at the data file)")
+    try:
+        read: Any = load_video  # its annotations leave names of files out
+        sample = partial(processor.sample_frames, fps=rate)
+        frames, facts = read(str(path), backend=decoder, sample_indices_fn=sample)
+        return frames, facts
+    except Exception as error:  # each decoder has its own
+        repair = f"not a whole video that {decoder} reads: write it anew"
+        raise BadRow("undecodable video", f"{path}: {repair} ({type(error).__name__}: {error})") from error
+
+
+def as_images(made: dict[str, Any], is_video: Sequence[bool]) -> dict[str, np.ndarray]:
+    """`Media.inputs` of what a processor made of images and videos, in the order of the dialogue."""
+    seconds = iter(made.get("second_per_grid_ts", [1.0] * len(is_video)))
+    parts = {
+        False: _parts(made, "pixel_values", "image_grid_thw"),
+        True: _parts(made, "pixel_values_videos", "video_grid_thw"),
+    }
+    pixels, grids = zip(*(next(parts[video]) for video in is_video), strict=True)
+    between = [float(next(seconds)) if video else 0.0 for video in is_video]
+    return {
+        "pixel_values": np.concatenate(pixels),
+        "image_grid_thw": np.stack(grids),
+        VIDEO_SECONDS: np.array(between, np.float32),
+    }
+
+
+def _parts(made: dict[str, Any], pixels: str, grids: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Patches and grid of each."""
+    if grids in made:
+        grid = np.asarray(made[grids])
+        yield from zip(np.split(np.asarray(made[pixels]), grid.prod(-1).cumsum()[:-1]), grid, strict=True)
