@@ -1,14 +1,15 @@
-"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, over many open trajectories.
+"""A slow tool and the sampler: who works when, with max_staleness=0 and 1, and with a tool that is not slow, over many open trajectories.
 
     python benchmarks/slow_tool.py [--groups 63] [--steps 5] [--slow 3.0] [--staleness 0 1] [--svg benchmarks/results/slow_tool.svg]
 
 A small random model plays three turns in `workers/slow_env.py`, where one step in ten takes `--slow` seconds. One process samples,
-one trains, one runs the environments. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
+one trains, one runs the environments. What a slow tool costs is the difference to the same run with `--slow 0`. 63 groups of 8 are 504 trajectories a step, about 1,000 open with max_staleness=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -40,9 +41,9 @@ def prepare(out: Path, rows: int) -> None:
     pq.write_table(pa.Table.from_pylist(prompts), out / "prompts.parquet")
 
 
-def train(out: Path, staleness: int, args: argparse.Namespace) -> Path:
+def train(out: Path, staleness: int, slow: float, args: argparse.Namespace) -> Path:
     """One run; returns its folder. RuntimeError with the end of its log if it fails."""
-    rollout, run = "actor_rollout_ref.rollout.", out / f"staleness_{staleness}"
+    rollout, run = "actor_rollout_ref.rollout.", out / f"staleness_{staleness}_{slow}"
     words = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={out / 'prompts.parquet'}",
@@ -70,7 +71,7 @@ def train(out: Path, staleness: int, args: argparse.Namespace) -> Path:
         "trainer.save_freq=-1",
         "trainer.logger=[]",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLOW_STEP_S": str(args.slow)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLOW_STEP_S": str(slow)}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -93,9 +94,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         prepare(out, args.groups * args.steps)
-        for staleness in args.staleness:
-            run = train(out, staleness, args)
-            name = f"max_staleness={staleness}"
+        for staleness, slow in itertools.product(args.staleness, (args.slow, 0.0)):
+            run = train(out, staleness, slow, args)
+            name = f"max_staleness={staleness}, " + (
+                f"a step in ten takes {slow:g} s" if slow else "no slow step"
+            )
             timelines[name] = load(run)
             found = records(run)
             ratio = found[args.steps]["agent/prefill_ratio"]
