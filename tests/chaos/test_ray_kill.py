@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -105,6 +106,27 @@ def test_a_training_worker_killed_ends_the_run_and_a_restart_is_exact(
     assert f"resuming from {out}/global_step_1, step 1" in log_of(out)
     assert records(out)[2] == records(whole)[2] and weights(out, 2) == weights(whole, 2)
     assert sealed_steps(out) == [1, 2] and not list(out.glob("*.tmp"))
+
+
+@pytest.mark.long
+def test_any_worker_killed_at_any_moment_is_named_or_replaced(begin, tmp_path) -> None:
+    """CHAOS_KILLS runs, in each a worker at a random moment: the run goes on, or ends within LIMIT_S and names it."""
+    rng = random.Random(seed := int(os.environ.get("CHAOS_SEED") or random.randrange(10**6)))
+    for number in range(int(os.environ.get("CHAOS_KILLS", "2"))):
+        out = tmp_path / f"run{number}"
+        victim = rng.choice(["sampler 0", "sampler 1", "training worker 0", "training worker 1"])
+        story = f"CHAOS_SEED={seed}, kill {number}: {victim}"
+        with begin(out) as run:
+            until(lambda out=out: events(out, "workers"), run, out)
+            time.sleep(rng.uniform(0, 6))
+            with suppress(ProcessLookupError):
+                os.kill(pid_of(out, victim), signal.SIGKILL)
+            killed = time.monotonic()
+            if run.wait(300):
+                assert time.monotonic() - killed < LIMIT_S and victim in last_word(out), story
+        with begin(out) as run:
+            assert run.wait(200) == 0, f"{story}\n{log_of(out)[-3000:]}"
+        assert sorted(records(out)) == [1, 2], story
 
 
 def test_a_sampler_that_stands_still_is_named_and_may_go_on(begin, whole, tmp_path) -> None:
