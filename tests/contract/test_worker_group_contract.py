@@ -289,7 +289,7 @@ def test_a_mini_batch_counts_tokens_and_trajectories_of_all_ranks(dp_ranks, segm
         lambda self, actor, counts, correction, tokens_of, *more: seen.append((counts, tokens_of)),
     )
     monkeypatch.setattr(
-        "verl.workers.worker.RecordOldLogProbs.__call__", lambda self, micro: (torch.zeros(1), {})
+        "verl.workers.worker.record_old_log_probs", lambda objective: lambda micro: (torch.zeros(1), {})
     )
     batch = batch_of(LENGTHS, segments)
     batch[0].loss_mask = np.zeros(batch[0].length, bool)

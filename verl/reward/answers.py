@@ -26,26 +26,9 @@ def predicted(score_parts: Mapping[str, Any]) -> str | None:
     return None if found is None or str(found) in _EMPTY else str(found)
 
 
-def _number(text: str, options: Mapping[str, Any]) -> str | None:
-    return gsm8k.extract(text, options.get("method", "strict"))
-
-
-def _boxed(text: str, options: Mapping[str, Any]) -> str | None:
-    return math.normalise(math.last_boxed(text) or "")
-
-
-def _stated(text: str, options: Mapping[str, Any]) -> str | None:
-    return math.normalise(numina.extract(text) or "")
-
-
-def _tagged(text: str, options: Mapping[str, Any]) -> str | None:
-    return search_qa.normalise(search_qa.last_answer(text) or "")
-
-
 _READERS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
-    "gsm8k": _number,
-    "math": _boxed,
-    "geo3k": _boxed,
-    "numina": _stated,
-    "search_qa": _tagged,
+    "gsm8k": lambda text, options: gsm8k.extract(text, options.get("method", "strict")),
+    **dict.fromkeys(("math", "geo3k"), lambda text, _: math.normalise(math.last_boxed(text) or "")),
+    "numina": lambda text, _: math.normalise(numina.extract(text) or ""),
+    "search_qa": lambda text, _: search_qa.normalise(search_qa.last_answer(text) or ""),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist, fmean, pvariance
 from types import ModuleType
 from typing import Any
@@ -100,19 +100,11 @@ def source_metrics(
     low, high = accuracy_interval(per_prompt, responses, confidence)
     out: dict[str, Number] = {"accuracy": fmean(per_prompt), "accuracy_low": low, "accuracy_high": high}
     of_k = sizes(min(map(len, right)), ks)
-    out |= _mean_over_prompts("pass", of_k, lambda k: [pass_at_k(len(r), sum(r), k) for r in right])
+    out |= {f"pass@{k}": fmean(pass_at_k(len(r), sum(r), k) for r in right) for k in of_k}
     if answers is not None:
         pairs = list(zip(right, answers, strict=True))
-        out |= _mean_over_prompts(
-            "maj", [k for k in of_k if k > 1], lambda k: [majority_at_k(*pair, k) for pair in pairs]
-        )
+        out |= {f"maj@{k}": fmean(majority_at_k(*pair, k) for pair in pairs) for k in of_k if k > 1}
     return out | {"prompts": len(right), "responses": responses}
-
-
-def _mean_over_prompts(
-    name: str, ks: Sequence[int], values: Callable[[int], list[float]]
-) -> dict[str, Number]:
-    return {f"{name}@{k}": fmean(values(k)) for k in ks}
 
 
 # -- against a reference text

@@ -16,6 +16,10 @@ GIB = 1 << 30
 OK, NOTE, WARN, BAD = "ok", "note", "warn", "bad"
 Facts = dict[str, Any]
 _MISSING = "missing"
+_ADVICE = {
+    "python": "use one Python everywhere",
+    CODE: "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)",
+}
 _MORE_SHM = "give the container more (docker run --shm-size, an emptyDir of medium Memory)"
 _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -141,13 +145,10 @@ def _decisive(name: str, version: str, packages: Collection[str]) -> str:
 
 
 def _advice(name: str, mine: str) -> str:
-    if name == "python":
-        return "use one Python everywhere"
-    if name == CODE:
-        return "copy the same files to every node, or let Ray ship them (ray job submit --working-dir)"
     if mine == _MISSING:
         return f"the driver has no {name}: start it from the environment of the nodes, or install it here"
-    return f"pip install '{name}=={mine.partition(',')[0]}' on those nodes, as in the driver's environment"
+    other = f"pip install '{name}=={mine.partition(',')[0]}' on those nodes, as in the driver's environment"
+    return _ADVICE.get(name, other)
 
 
 def _limits(node: Facts, needed: int) -> Finding:

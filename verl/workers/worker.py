@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.config.schema.base import setting
-from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, StepResult, TrainingEngine
+from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
 from verl.platform.processes import Identity
 from verl.plugins import import_modules
@@ -159,9 +159,8 @@ class Worker(Profiled):
         distillation = setting(self.config, "distillation")
         distilled = Distillation(distillation.distillation_loss) if setting(distillation, "enabled") else None
         objective = ActorObjective(actor, denominators, correction, tokens_of, distilled)
-        recording = RecordOldLogProbs(objective)
         outputs = (*LOG_PROBS_AND_ENTROPY, *(distilled.outputs if distilled is not None else ()))
-        return engine.step(rows, recording, outputs, temperature=self._temperature)
+        return engine.step(rows, record_old_log_probs(objective), outputs, temperature=self._temperature)
 
     def log_probs_of(self, positions: Sequence[int]) -> np.ndarray:
         """Log-probs of some of the rows with the weights of this moment, float32 [ΣL]."""
@@ -287,18 +286,14 @@ class Worker(Profiled):
         return None if found is None else asdict(found)
 
 
-class RecordOldLogProbs:
+def record_old_log_probs(objective: ActorObjective) -> MicroLoss:
     """Wraps an objective: keeps the first pass's log-probs and entropy of rows that have none yet.
 
     With one optimizer step per batch the old log-probs are the update's own, so no extra pass is needed.
     """
 
-    def __init__(self, objective: ActorObjective):
-        self._objective = objective
-
-    def __call__(self, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
-        """The objective's result."""
-        result = self._objective(micro)
+    def recording(micro: MicroBatch) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        result = objective(micro)
         sizes = [row.length for row in micro.rows]
         for column, flat in (("old_log_probs", micro.log_probs), ("entropy", micro.entropy)):
             if flat is None:
@@ -308,6 +303,8 @@ class RecordOldLogProbs:
                 if column not in row.columns:
                     row.put(column, part.copy())
         return result
+
+    return recording
 
 
 def prepare_process(config: Any) -> None:

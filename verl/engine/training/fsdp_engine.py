@@ -249,7 +249,7 @@ class FSDPEngine(TrainingEngine):
         chunks = split_rows(rows, how)
         seen = {row.media for row in rows if row.media is not None and row.length}
         self._images["distinct"] += sum(media.images for media in seen)
-        said = self._said_by_all([len(chunks), self.platform.room(self._index), bool(seen)])
+        said = all_gather_json([len(chunks), self.platform.room(self._index), bool(seen)])
         count = max(number for number, *_ in said)
         # The least of all ranks: with a split sequence, recomputing is collective too.
         self._free = min(free for _, free, _ in said)
@@ -267,9 +267,6 @@ class FSDPEngine(TrainingEngine):
         """See `TrainingEngine.images`."""
         counts, self._images = self._images, dict.fromkeys(self._images, 0)
         return counts
-
-    def _said_by_all(self, value: Any) -> list[Any]:
-        return all_gather_json(value) if self._sharded else [value]
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         return waiting(what, self.layout.groups) if self._sharded else nullcontext()

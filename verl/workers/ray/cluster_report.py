@@ -21,25 +21,14 @@ from verl.errors import UserError
 from verl.platform import platform_of
 from verl.workers.compare_nodes import NOTE, Facts, Finding, bad
 from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerFailed, WorkerHandle
-from verl.workers.ray.cluster import Cluster, Node
+from verl.workers.ray.cluster import Cluster
 from verl.workers.ray.nodes import ask_all, folder_is_shared, start_probe
 from verl.workers.resources import ResourceRequest, placeable
 
 
 @dataclass(slots=True)
-class ClusterReport:
-    """`nodes`: facts of each (see `verl.workers.node_facts`), with "name", "devices" (that Ray was told of),
-    "object_store" (bytes), "clock" (seconds ahead of ours) and "clock_error", or "problem" where none could be had.
-    `between`: what was found out between the nodes: run folder, ports, all-reduce."""
-
-    kind: str
-    nodes: list[Facts]
-    between: list[Finding]
-
-
-@dataclass(slots=True)
 class Survey:
-    """What is asked of a cluster.
+    """What is asked of a cluster, and what `of` finds.
 
     pools      what the run takes; nodes that hold it are waited for
     models     a model's path or hub id, if any
@@ -47,6 +36,11 @@ class Survey:
     megabytes  size of the all-reduce
     timeout    seconds for each step
     patience   seconds for nodes that are still starting
+
+    kind       of the devices
+    nodes      facts of each (see `verl.workers.node_facts`), with "name", "devices" (that Ray was told of), "object_store"
+               (bytes), "clock" (seconds ahead of ours) and "clock_error", or "problem" where none could be had
+    between    what was found out between the nodes: run folder, ports, all-reduce
     """
 
     pools: Sequence[ResourceRequest] = ()
@@ -56,53 +50,58 @@ class Survey:
     timeout: float = 120.0
     patience: float = 120.0
     say: Callable[[str], None] = print
+    kind: str = ""
+    nodes: list[Facts] = field(default_factory=list)
+    between: list[Finding] = field(default_factory=list)
     probes: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, config: Any) -> ClusterReport:
+    def of(self, config: Any) -> Survey:
         """Start Ray here or join a cluster, as a run with this configuration would, and look at it. UserError when there
         is no cluster, or its version is refused."""
         cluster = Cluster(config, config.trainer.device)
         try:
-            kind = cluster.settle_kind()
+            self.kind = cluster.settle_kind()
             # Fewer nodes than asked for are a finding, not an error.
             asked = f"waiting for {' and '.join(map(str, self.pools))} (at most {self.patience:g} s) …"
-            cluster.wait(self._placeable, self.patience, lambda nodes: self.say(asked))
-            nodes = _nodes(cluster)
-            self.say(f"asking {len(nodes)} nodes …")
-            self.probes = {node["name"]: start_probe(node["id"]) for node in nodes}
-            self._ask_facts(nodes)
-            working = [node for node in nodes if "problem" not in node]
-            if not working:
-                return ClusterReport(kind, nodes, [])
-            between, used = list(self._ports(working)), self.used(working)
-            if self.folder is not None and len(working) > 1:
-                probes = {node["name"]: self.probes[node["name"]] for node in used}
-                between.append(folder_is_shared(self.folder, probes, self.timeout))
-            # One rank for each node, two on a single one.
-            between += self.all_reduce(used if len(used) > 1 else used * 2, kind)
-            return ClusterReport(kind, nodes, between)
+            cluster.wait(
+                lambda nodes: placeable([node.devices for node in nodes], self.pools),
+                self.patience,
+                lambda nodes: self.say(asked),
+            )
+            self.nodes = _nodes(cluster)
+            self.say(f"asking {len(self.nodes)} nodes …")
+            self.probes = {node["name"]: start_probe(node["id"]) for node in self.nodes}
+            self._ask_facts()
+            if working := [node for node in self.nodes if "problem" not in node]:
+                self._look_between(working)
+            return self
         finally:
             cluster.close()
             if not cluster.own and ray.is_initialized():
                 ray.shutdown()
 
-    def _placeable(self, nodes: list[Node]) -> bool:
-        return placeable([node.devices for node in nodes], self.pools)
-
-    def used(self, nodes: list[Facts]) -> list[Facts]:
-        """The nodes that are large enough for a pool of the run, or all where none is."""
+    def _look_between(self, working: list[Facts]) -> None:
+        """Only nodes that are large enough for a pool of the run see its folder and meet, or all where none is."""
         least = min((pool.devices for pool in self.pools), default=0)
-        return [node for node in nodes if node["devices"] >= least] or nodes
+        used = [node for node in working if node["devices"] >= least] or working
+        self.between += self._ports(working)
+        if self.folder is not None and len(working) > 1:
+            probes = {node["name"]: self.probes[node["name"]] for node in used}
+            self.between.append(folder_is_shared(self.folder, probes, self.timeout))
+        # One rank for each node, two on a single one.
+        self._all_reduce(used if len(used) > 1 else used * 2)
 
     def _ask(self, nodes: list[Facts], call: Callable[[Any, Facts], Any]) -> list[tuple[Any, str | None]]:
         """call(probe, node) for each node: (result, None) or (None, why there is none)."""
         refs = {node["name"]: call(self.probes[node["name"]], node) for node in nodes}
         return list(ask_all(refs, self.timeout).values())
 
-    def _ask_facts(self, nodes: list[Facts]) -> None:
+    def _ask_facts(self) -> None:
         """Add what each node says of itself, and how far its clock is from ours: half of a round trip is the uncertainty."""
-        said = self._ask(nodes, lambda p, n: p.everything.remote(self.models, n["address"], n["temporary"]))
-        for node, (facts, problem) in zip(nodes, said, strict=True):
+        said = self._ask(
+            self.nodes, lambda p, n: p.everything.remote(self.models, n["address"], n["temporary"])
+        )
+        for node, (facts, problem) in zip(self.nodes, said, strict=True):
             node |= facts or {"problem": problem}
             before = time.time()
             for clock, _ in self._ask([node], lambda probe, _: probe.now.remote()):
@@ -125,18 +124,17 @@ class Survey:
         if not failed:
             yield Finding("network", "ports", "every node reaches every other on a free port")
 
-    def all_reduce(self, ranks: list[Facts], kind: str) -> list[Finding]:
+    def _all_reduce(self, ranks: list[Facts]) -> None:
         """What an all-reduce takes, on devices where the ranks' nodes have free ones, else in host memory."""
-        resource = platform_of(kind).ray_resource
-        found: list[Finding] = []
+        resource = platform_of(self.kind).ray_resource
         if resource and all(ranks.count(node) <= node["devices"] for node in ranks):
-            self.say(f"all-reduce over {len(ranks)} ranks with a {kind} device each …")
+            self.say(f"all-reduce over {len(ranks)} ranks with a {self.kind} device each …")
             options = {"num_gpus": 1} if resource == "GPU" else {"resources": {resource: 1}}
-            found = self._times(ranks, kind, options)
-            if found[0].level != NOTE:
-                return found
+            self.between += self._times(ranks, self.kind, options)
+            if self.between[-1].level != NOTE:
+                return
         self.say(f"all-reduce over {len(ranks)} ranks in host memory …")
-        return found + self._times(ranks, "cpu", {})
+        self.between += self._times(ranks, "cpu", {})
 
     def _times(self, ranks: list[Facts], kind: str, options: dict[str, Any]) -> list[Finding]:
         """What was measured, or what went wrong. A note if the ranks' devices are not free."""

@@ -32,21 +32,21 @@ def start_probe(node_id: str, **options: Any) -> Any:
     return ray.remote(NodeProbe).options(**options).remote()
 
 
-def ask(ref: Any, timeout: float) -> tuple[Any, str | None]:
-    """(result, None) or (None, why there is none)."""
-    try:
-        return ray.get(ref, timeout=timeout), None
-    except faults.GetTimeoutError:
-        return None, f"no response within {timeout:g} s"
-    except faults.RayError as error:
-        missing = [line for line in str(error).splitlines() if "ModuleNotFoundError" in line]
-        return None, f"this code cannot be imported there: {missing[0].strip()}" if missing else reason(error)
-
-
 def ask_all(refs: Mapping[str, Any], timeout: float) -> dict[str, tuple[Any, str | None]]:
-    """`ask` for each of several, which together get so long."""
-    end = time.monotonic() + timeout
-    return {name: ask(ref, max(1.0, end - time.monotonic())) for name, ref in refs.items()}
+    """(result, None) or (None, why there is none) of each of several calls, which together get so long."""
+    end, out = time.monotonic() + timeout, dict[str, tuple[Any, str | None]]()
+    for name, ref in refs.items():
+        try:
+            out[name] = ray.get(ref, timeout=max(1.0, end - time.monotonic())), None
+        except faults.GetTimeoutError:
+            out[name] = None, f"no response within {timeout:g} s"
+        except faults.RayError as error:
+            missing = [line.strip() for line in str(error).splitlines() if "ModuleNotFoundError" in line]
+            out[name] = (
+                None,
+                f"this code cannot be imported there: {missing[0]}" if missing else reason(error),
+            )
+    return out
 
 
 def folder_is_shared(folder: Path, probes: Mapping[str, Any], timeout: float = _FACTS_S) -> Finding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -21,30 +20,24 @@ _LOOK_S = 1.0
 Started = TypeVar("Started")
 
 
-@dataclass(eq=False)
 class Pool:
     """`nodes` × `per_node` devices, every node's in one bundle. Waits until Ray has set them aside.
 
     UserError when the cluster does not have them, or has given them to another job.
     """
 
-    cluster: Cluster
-    name: str
-    nodes: int
-    per_node: int
-    timeout: float
-    notice: Callable[[str], None]
-
-    def __post_init__(self) -> None:
-        cluster, name, nodes, per_node, timeout = (
-            self.cluster,
-            self.name,
-            self.nodes,
-            self.per_node,
-            self.timeout,
-        )
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        nodes: int,
+        per_node: int,
+        timeout: float,
+        notice: Callable[[str], None],
+    ):
+        self.name, self.nodes, self.per_node, self.timeout = name, nodes, per_node, timeout
         self.kind, self._released = cluster.kind, False
-        fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, self.notice)
+        fit = cluster.wait_for_nodes(nodes, per_node, name, timeout, notice)
         self._resource = platform_of(cluster.kind).ray_resource
         cores = min(per_node, *(n.cpus for n in fit[:nodes]))
         # A processor's rank is a core. Beside an accelerator, work on the cores comes in bursts.

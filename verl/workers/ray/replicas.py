@@ -34,7 +34,6 @@ _CALL_S = 120.0
 _OTHERS_S = 35.0
 _PING_S = 5.0
 _CLOSE_S = 10.0
-_LARGEST = ("busy_s",)
 _SESSIONS = 1 << 16  # the last so many are remembered
 MAX_RESTARTS = 3
 """Deaths of one worker between two weight transfers after which the run ends."""
@@ -166,8 +165,10 @@ class ReplicaPool(RolloutEngine):
         ids = np.asarray(prompt_ids, np.int64)
         request = GenerateRequest(request_id, ids, sampling, group, media, session)
         replica = self._sessions.get(session or "") or self._replica_for(group)
-        if session is not None:
-            self._remember(session, replica)
+        if session is not None:  # its later calls find its prefix there
+            self._sessions[session] = replica
+            if len(self._sessions) > _SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
         if request_id in replica.requests:
             raise ValueError(f"request_id {request_id!r} is being sampled already: ids must be unique")
         loop = asyncio.get_running_loop()
@@ -185,12 +186,6 @@ class ReplicaPool(RolloutEngine):
         finally:
             del replica.requests[request_id]
             replica.count(request, -1)
-
-    def _remember(self, session: str, replica: Replica) -> None:
-        """Later calls of this session find its prefix there."""
-        self._sessions[session] = replica
-        if len(self._sessions) > _SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
 
     def end_session(self, session: str) -> None:
         """See `RolloutEngine.end_session`. The replica hears of it with its next requests."""
@@ -379,7 +374,7 @@ class ReplicaPool(RolloutEngine):
         for found in self._everywhere("stats", needed=False):
             for name, value in found.items():
                 old = out.get(name, 0.0)
-                out[name] = max(old, value) if name in _LARGEST else old + value
+                out[name] = max(old, value) if name == "busy_s" else old + value
         return out
 
     def close(self) -> None:
