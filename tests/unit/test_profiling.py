@@ -183,10 +183,11 @@ def test_nsys_must_have_started_the_process() -> None:
 
 
 def test_options_for_workers_under_nsys() -> None:
-    assert nsight_options(config("torch")) is None
-    found = nsight_options(config("nsys", steps=(2, 5), nsys={"worker_nsight_options": {"t": "cuda"}}))
-    assert found is not None and found["t"] == "cuda" and found["capture-range-end"] == "repeat-shutdown:2"
-    assert nsight_options(config("nsys", nsys={"t": "nvtx"}))["t"] == "nvtx"  # type: ignore[index]
+    assert nsight_options(config("torch")) == {}
+    asked = config("nsys", steps=(2, 5), nsys={"worker_nsight_options": {"t": "cuda"}})
+    found = nsight_options(asked)["nsight"]
+    assert found["t"] == "cuda" and found["capture-range-end"] == "repeat-shutdown:2"
+    assert nsight_options(config("nsys", nsys={"t": "nvtx"}))["nsight"]["t"] == "nvtx"
 
 
 def test_arguments_of_tools() -> None:

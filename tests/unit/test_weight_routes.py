@@ -15,8 +15,8 @@ from tests.weight_sync_processes import channel_name
 from verl.platform.cpu import CpuPlatform
 from verl.weight_sync.shared_memory import attempt, offer
 from verl.workers.ray import remote_weight_sync
+from verl.workers.ray.remote_weight_sync import by_device, by_node
 from verl.workers.ray.replicas import Replica
-from verl.workers.ray.transfer_plan import by_device, by_node
 
 
 def host(number: int, node: str, devices: list[str], worker: Any = None) -> Replica:

@@ -14,8 +14,6 @@ from verl.errors import UserError
 if TYPE_CHECKING:
     from verl.checkpoint import Checkpoint
 
-LATER = ("public verl, FSDP shards", "public verl, Megatron", "public verl, hf_model")
-
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     """The checkpoint to export: `step`'s, else the newest complete one; verified against its manifest.
@@ -23,8 +21,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     `run` may be a run folder or a `global_step_N` itself. Raises UserError (CheckpointError among them) that
     says what is there instead.
     """
-    from verl.checkpoint import open_checkpoint
-    from verl.checkpoint.layouts import detect
+    from verl.checkpoint import layouts, open_checkpoint
     from verl.checkpoint.manifest import NAME, step_directories, step_of
     from verl.checkpoint.read import newest_of
 
@@ -32,11 +29,10 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
         raise UserError(f"{run} does not exist or is not a directory")
     if (run / NAME).is_file():
         return open_checkpoint(run)
-    there = sorted(n for n in map(step_of, step_directories(run)) if n is not None)
-    layout = detect(run / f"global_step_{there[-1]}") if there else detect(run)
-    if layout in LATER:
-        raise UserError(f"{run} has a checkpoint of {layout}: exporting it is not in this release")
+    if why := layouts.foreign(run):
+        raise UserError(why)
     if step is not None:
+        there = sorted(n for n in map(step_of, step_directories(run)) if n is not None)
         if step not in there:
             raise UserError(f"{run} has no global_step_{step}; it has {there or 'no checkpoint'}")
         return open_checkpoint(run / f"global_step_{step}")

@@ -157,16 +157,16 @@ def announce(config: Any, total_steps: int, notice: Callable[[str], None]) -> No
         notice(f"global_profiler.steps={late}: {end}")
 
 
-def nsight_options(config: Any) -> dict[str, str] | None:
-    """What a Ray worker's `runtime_env={"nsight": …}` needs so that it runs under nsys; None for another tool.
+def nsight_options(config: Any) -> dict[str, dict[str, str]]:
+    """{"nsight": what a Ray worker's `runtime_env` needs so that it runs under nsys}; {} for another tool.
 
     From `global_profiler.global_tool_config.nsys`: `worker_nsight_options`, or the options themselves.
     """
     profiler = config.get("global_profiler")
     if profiler is None or profiler.tool != "nsys" or not profiler.steps:
-        return None
+        return {}
     given = dict(profiler.global_tool_config.nsys or {})
     chosen = given.get("worker_nsight_options") or {k: v for k, v in given.items() if "nsight" not in k}
     standard = {"t": "cuda,nvtx,cublas", "capture-range": "cudaProfilerApi", "kill": "none"}
     standard["capture-range-end"] = f"repeat-shutdown:{len(profiler.steps)}"
-    return {name: str(value) for name, value in {**standard, **chosen}.items()}
+    return {"nsight": {name: str(value) for name, value in {**standard, **chosen}.items()}}

@@ -15,6 +15,7 @@ from verl.config.layout import own_pools, sampler_devices
 from verl.config.weights import scores_by_model
 from verl.platform import platform_of, stacks
 from verl.tracking.hooks import SILENT, RunHooks
+from verl.tracking.profiler import nsight_options, plan_of
 from verl.workers.build import judge_config
 from verl.workers.compare_nodes import needs_of
 from verl.workers.group import WorkerGroup
@@ -23,7 +24,7 @@ from verl.workers.ray.calls import RayCalls, WorkerDied, WorkerHandle, kill
 from verl.workers.ray.cluster import LOOPBACK, Cluster, address_of
 from verl.workers.ray.nodes import Agents
 from verl.workers.ray.placement import Pool, share_cores
-from verl.workers.ray.profiling import under_nsys, worker_profiler
+from verl.workers.ray.profiling import WorkerProfiler
 from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
 from verl.workers.ray.watch import ClusterLost, Watch
@@ -115,7 +116,7 @@ class _Builder:
         words = f"{_some(len(group), 'rank')} on {_some(trainer.nodes, 'node')}, each {facts[0]['device']}"
         words += "".join(f"; {_some(len(calls), 'rank')} of the {name}" for name, calls in others.items())
         limit = float(config.actor_rollout_ref.nccl_timeout)
-        sync = RemoteWeightSync(training, nodes, pool, limit)
+        sync, plan = RemoteWeightSync(training, nodes, pool, limit), plan_of(config, "driver")
         return WorkerSet(
             roles,
             pool,
@@ -124,7 +125,7 @@ class _Builder:
             devices=sum(one.devices for one in self.pools),
             judge=judge,
             release=self.release,
-            profiler=worker_profiler(config, ranks, pool),
+            profiler=None if plan is None else WorkerProfiler(ranks, pool, plan),
         )
 
     def build_samplers(self) -> WorkerSet:
@@ -220,6 +221,7 @@ class _Builder:
         what = f"the {name} pool ({keys}.nnodes={nodes}, {keys}.n_gpus_per_node={per_node})"
         timeout = self.config.trainer.ray_wait_register_center_timeout
         pool = Pool(self.cluster, what, nodes, per_node, timeout, self.hooks.notice)
+        pool.runtime_env = nsight_options(self.config)
         self.pools.append(pool)
         return pool
 
@@ -254,8 +256,9 @@ class _Builder:
         nodes, addresses = [pool.node_of(bundle) for bundle in bundles], self.cluster.addresses()
         workers: list[WorkerHandle] = []
         for rank, (bundle, node) in enumerate(zip(bundles, nodes, strict=True)):
-            options = under_nsys(pool.owner_options(bundle, 1), self.config)
-            handle = WorkerActor.options(**options).remote(self.plain, rank, pool.devices)
+            handle = WorkerActor.options(**pool.owner_options(bundle, 1)).remote(
+                self.plain, rank, pool.devices
+            )
             workers.append(WorkerHandle(handle, f"{what} {rank}", addresses[node]))
         self.workers += workers
         self.ranks += zip(nodes, workers, strict=True)
@@ -285,7 +288,7 @@ class _Builder:
                 first = bundle * pool.per_node + place * size
                 visible = [device for rank in shared[first : first + size] for device in rank]
                 options = pool.guest_options(bundle, visible)
-            options, node = under_nsys(options, self.config), pool.node_of(bundle)
+            node = pool.node_of(bundle)
             starter = _Starter(self, number, options, pool, bundle, plain, what)
             replicas.append(Replica(number, starter, starter.create(node), node))
         return replicas

@@ -17,7 +17,7 @@ from verl.errors import UserError
 from verl.platform import host, stacks
 from verl.workers import node_facts
 from verl.workers.compare_nodes import BAD, NOTE, Finding, NodeNeeds, bad, compare
-from verl.workers.node_probe import NodeProbe
+from verl.workers.node_facts import NodeProbe
 from verl.workers.ray.calls import WorkerHandle, kill, reason
 from verl.workers.ray.cluster import Node, worker_environment
 

@@ -52,6 +52,7 @@ class Pool:
                 f"{timeout:g} s; another job holds them, or two pools ask for the same ones"
             )
         self.threads = 1  # of each process, until `share_cores` knows all pools
+        self.runtime_env: dict[str, Any] = {}  # more of Ray's fields for each process
 
     @property
     def devices(self) -> int:
@@ -94,19 +95,19 @@ class Pool:
                 )
             time.sleep(_LOOK_S)
 
-    def owner_options(self, bundle: int, devices: int, **env: str) -> dict[str, Any]:
+    def owner_options(self, bundle: int, devices: int) -> dict[str, Any]:
         """Options of an actor that owns `devices` of a node: Ray shows it these and no others."""
-        options = self._options(bundle, env)
+        options = self._options(bundle, {})
         if self._resource == "GPU":
             options["num_gpus"] = devices
         elif self._resource:
             options["resources"] = {self._resource: devices}
         return options
 
-    def guest_options(self, bundle: int, visible: list[str], **env: str) -> dict[str, Any]:
+    def guest_options(self, bundle: int, visible: list[str]) -> dict[str, Any]:
         """Options of an actor that shares devices with their owners; `visible` are their ids on the node."""
-        if variable := platform_of(self.kind).visible_devices:
-            env |= {variable: ",".join(visible), f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
+        variable = platform_of(self.kind).visible_devices
+        env = {variable: ",".join(visible), f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"} if variable else {}
         return self._options(bundle, env)
 
     def _options(self, bundle: int, env: dict[str, str]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Pool:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=bundle
             ),
-            "runtime_env": {"env_vars": worker_environment(self.threads) | env},
+            "runtime_env": {"env_vars": worker_environment(self.threads) | env, **self.runtime_env},
         }
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray import exceptions as faults
 
-from verl.tracking.profiler import ProfilePlan, nsight_options, plan_of
+from verl.tracking.profiler import ProfilePlan
 from verl.workers.ray.calls import WorkerHandle
 from verl.workers.ray.replicas import ReplicaPool
 
@@ -53,17 +53,3 @@ class WorkerProfiler:
             with suppress(faults.RayActorError):
                 files += ray.get(ref)
         return files
-
-
-def worker_profiler(config: Any, ranks: Sequence[WorkerHandle], pool: ReplicaPool) -> WorkerProfiler | None:
-    """The profiler of a run's workers, None when nothing is to be profiled."""
-    plan = plan_of(config, "driver")
-    return WorkerProfiler(ranks, pool, plan) if plan is not None else None
-
-
-def under_nsys(options: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Options of an actor that Ray is to start under nsys, if that is the tool."""
-    nsight = nsight_options(config)
-    if nsight is None:
-        return options
-    return options | {"runtime_env": dict(options.get("runtime_env") or {}) | {"nsight": nsight}}
