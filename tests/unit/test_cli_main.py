@@ -150,4 +150,4 @@ def test_export_refuses_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixt
     public.mkdir(parents=True)
     (public / "model_world_size_1_rank_0.pt").write_text("")
     status, _, err = run("export", str(tmp_path / "public"), str(tmp_path / "x"), capsys=capsys)
-    assert status == 2 and "not in this release" in err
+    assert status == 2 and "public verl, FSDP shards" in err

@@ -3,8 +3,6 @@
 Only names are looked at; nothing is loaded.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from verl.checkpoint import manifest
@@ -29,16 +27,11 @@ _START = "then start with actor_rollout_ref.model.path=<that directory>"
 _MERGE = f"merged into a Hugging Face directory first (the public model_merger does it); {_START}"
 
 
-def detect(path: Path) -> str | None:
-    """Which layout a directory has (one of the constants here), or None if it is none of them.
+def detect(path: Path) -> tuple[str | None, Path]:
+    """Which layout a directory has (one of the constants here), or None if it is none of them; and where its sign is.
 
     Accepts a run folder, a `global_step_N`, or a role's directory inside one.
     """
-    return _found(path)[0]
-
-
-def _found(path: Path) -> tuple[str | None, Path]:
-    """The layout, and the directory that has its sign."""
     if (path / manifest.NAME).is_file():
         return OURS, path
     for place in (path, path / "actor", path / "critic"):
@@ -50,7 +43,7 @@ def _found(path: Path) -> tuple[str | None, Path]:
 
 def foreign(path: Path) -> str:
     """Why a directory that is not a checkpoint of ours cannot be resumed, and what to do; "" for anything else."""
-    layout, place = _found(path)
+    layout, place = detect(path)
     if layout in (None, OURS, RUN) or (path / "state").is_dir():  # the latter: ours, unfinished
         return ""
     advice = {

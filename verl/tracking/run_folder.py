@@ -263,9 +263,17 @@ def _driver() -> str | None:
 
 def _git_commit(directory: Path) -> str | None:
     """Commit of the source tree this package runs from ("…-dirty" with changes); None when it is not one."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    changes = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    if not commit or changes is None:
+        return None
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(directory: Path, *words: str) -> str | None:
+    """What git says, None if it fails."""
     # Asking must not write: a git that is killed in it leaves a lock behind, and the user's next commit fails.
-    command = ["git", "--no-optional-locks", "-C", str(directory), "describe", "--always", "--dirty"]
-    command += ["--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(directory), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
