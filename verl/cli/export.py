@@ -1,18 +1,15 @@
 """`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from verl.checkpoint import Checkpoint, layouts, open_checkpoint
+from verl.checkpoint.manifest import NAME, step_directories, step_of
+from verl.checkpoint.read import newest_of
 from verl.errors import UserError
-
-if TYPE_CHECKING:
-    from verl.checkpoint import Checkpoint
 
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
@@ -21,10 +18,6 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     `run` may be a run folder or a `global_step_N` itself. Raises UserError (CheckpointError among them) that
     says what is there instead.
     """
-    from verl.checkpoint import layouts, open_checkpoint
-    from verl.checkpoint.manifest import NAME, step_directories, step_of
-    from verl.checkpoint.read import newest_of
-
     if not run.is_dir():
         raise UserError(f"{run} does not exist or is not a directory")
     if (run / NAME).is_file():

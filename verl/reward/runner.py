@@ -7,8 +7,6 @@ With `reward_model.weights` a response has its score when all of its rewards are
 the response is left out of the step and counted; too many end the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math
@@ -16,13 +14,15 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.config.weights import FUNCTION, MODEL
 from verl.platform.parent_channel import NotPlain
 from verl.reward.managers import row_of
+from verl.reward.model import RewardModel
 from verl.reward.outcome import Outcome, RewardErrorLimit, failed
 from verl.reward.pool import Call, Pool
+from verl.reward.served_judge import ServedJudge
 from verl.reward.settings import RewardSettings
 from verl.tracking.names import plain
 from verl.trajectory import Batch, Prompt, Trajectory
@@ -32,10 +32,6 @@ SHOWN_IN_ALL = 10
 JUDGE = "pkg://verl.reward.judge"
 
 Events = Callable[..., None]
-
-if TYPE_CHECKING:
-    from verl.reward.model import RewardModel
-    from verl.reward.served_judge import ServedJudge
 
 
 class RewardRunner:

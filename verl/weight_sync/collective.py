@@ -18,19 +18,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl.platform import platform_of
+from verl.platform import Platform, platform_of
 from verl.platform.network import address_towards, listen
 from verl.weight_sync import buckets
 from verl.weight_sync.base import SyncResult, WeightSyncError
 from verl.weight_sync.shared_memory import TIMEOUT, Channel, SharedMemorySink
-
-if TYPE_CHECKING:
-    from verl.platform import Platform
 
 _BEGIN, _BUCKET, _DONE, _FAILED = range(4)
 _TEXT = 1024

@@ -1,28 +1,24 @@
 """The roles of a run, over the ranks that play them: what the loop asks of the policy, and the reference."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from verl.algorithms.needs import teacher_columns, teacher_roles
 from verl.algorithms.objective import trajectory_tokens
+from verl.engine.rollout.base import RolloutEngine
 from verl.engine.training.base import StepResult
 from verl.errors import UserError
 from verl.models.layers import ModelCost
+from verl.tracking.profiler import Profiler
 from verl.trajectory import Batch, Prompt, Segment, segments_of
+from verl.weight_sync.sender import WeightSync
 from verl.workers.group import Placed, WorkerGroup
 from verl.workers.plan import MiniBatch, UpdatePlan, UpdateResult, summarise
-
-if TYPE_CHECKING:
-    from verl.engine.rollout.base import RolloutEngine
-    from verl.tracking.profiler import Profiler
-    from verl.weight_sync.sender import WeightSync
 
 Outcome = tuple[MiniBatch, StepResult | None]
 

@@ -5,11 +5,10 @@ own is sent them; the reference is a frozen engine of its own (with LoRA the pol
 it is needed.
 """
 
-from __future__ import annotations
-
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.config import Config
 from verl.config.devices import ray_address
 from verl.config.layout import own_pools
 from verl.config.rollout_engines import CAPABILITIES
@@ -24,9 +23,6 @@ from verl.workers.group import DirectCalls, WorkerGroup
 from verl.workers.resources import no_cluster
 from verl.workers.roles import WorkerSet, roles_of, update_plan
 from verl.workers.worker import Worker
-
-if TYPE_CHECKING:
-    from verl.config import Config
 
 
 def wants_ray(config: Any) -> bool:

@@ -4,18 +4,18 @@ Every rank of a group gets the same calls in the same order (SPMD), directly or 
 results are arrays and JSON-like values. Knows nothing of how it is called.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
+from verl.algorithms.objective import ActorObjective, LossDenominators
 from verl.config.schema.base import setting
 from verl.engine.training.base import LOG_PROBS_AND_ENTROPY, MicroBatch, MicroLoss, StepResult, TrainingEngine
 from verl.platform import Platform, detect, stacks
@@ -24,14 +24,8 @@ from verl.plugins import import_modules
 from verl.tracking.timer import Profiled, spanned
 from verl.trajectory import Segment, fill_flat
 from verl.weight_sync.base import SyncResult
+from verl.weight_sync.shared_memory import BucketSender, Channel, offer
 from verl.workers import build, codec
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl.algorithms.objective import ActorObjective
-    from verl.weight_sync.shared_memory import Channel
-
 
 _OPEN_FILES = 65536
 
@@ -145,7 +139,6 @@ class Worker(Profiled):
 
     def _update(self, role: str, engine: TrainingEngine, mini: Mapping[str, Any]) -> StepResult:
         from verl.algorithms.distillation import Distillation
-        from verl.algorithms.objective import ActorObjective, LossDenominators
         from verl.algorithms.value_loss import ValueObjective
 
         rows = [self._rows[i] for i in mini["rows"]]
@@ -199,7 +192,6 @@ class Worker(Profiled):
         Returns {"bytes", "seconds", "checksums"}; checksums only when `verify`, of the weights as they travel.
         """
         from verl.engine.training.settings import named_dtype
-        from verl.weight_sync.shared_memory import Channel
         from verl.weight_sync.verify import digesting
 
         engine, sums = self.engine(), dict[str, str]()
@@ -235,7 +227,6 @@ class Worker(Profiled):
     ) -> SyncResult:
         """Write weights to the readers of this node, or broadcast them to those of other nodes, too."""
         from verl.weight_sync.collective import Rendezvous, broadcast
-        from verl.weight_sync.shared_memory import BucketSender
 
         settings = self.config.actor_rollout_ref.rollout.checkpoint_engine
         bucket = int(settings.update_weights_bucket_megabytes) << 20
@@ -254,8 +245,6 @@ class Worker(Profiled):
         self, channel: str | None, readers: Sequence[Identity], on_device: bool, timeout: float
     ) -> str:
         """Write a first, small transfer (`shared_memory.offer`); what went wrong, "" for nothing."""
-        from verl.weight_sync.shared_memory import offer
-
         if channel is None:
             return ""
         device = self.platform.device() if on_device else None

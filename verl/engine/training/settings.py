@@ -1,17 +1,14 @@
 """What the training engine reads from the configuration, in one place."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import torch
 
 from verl.config.rollout_engines import FLOATS, float_name
 from verl.config.schema.base import setting
 from verl.engine.training.packing import MicroBatching
-
-if TYPE_CHECKING:
-    import torch
-
-    from verl.platform import Platform
+from verl.errors import UserError
+from verl.platform import Platform
 
 
 def micro_batching(
@@ -49,10 +46,6 @@ def compute_dtype(group: Any, platform: Platform) -> torch.dtype:
 
 def named_dtype(name: str, key: str) -> torch.dtype:
     """The floating type of that name. UserError, naming the key, for any other."""
-    import torch
-
-    from verl.errors import UserError
-
     dtype = float_name(name)
     if dtype is None:
         raise UserError(f"{key}={name!r} is not known; choose one of {', '.join(FLOATS)}")

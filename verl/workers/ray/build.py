@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.algorithms.needs import needs_critic, needs_reference, teacher_roles
+from verl.config import Config
 from verl.config.fields import for_elsewhere
 from verl.config.layout import own_pools, sampler_devices
 from verl.config.weights import scores_by_model
@@ -29,9 +30,6 @@ from verl.workers.ray.remote_weight_sync import RemoteWeightSync
 from verl.workers.ray.replicas import Replica, ReplicaPool, end_workers
 from verl.workers.ray.watch import ClusterLost, Watch
 from verl.workers.roles import WorkerSet, critic_plan, roles_of, update_plan
-
-if TYPE_CHECKING:
-    from verl.config import Config
 
 _RESTART_S, _PATIENCE = 180.0, 3.0
 """A sampler that is started again has so many seconds, or so many times as long as the first start took."""
