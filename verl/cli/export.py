@@ -1,5 +1,7 @@
 """`verl export RUN OUT`: copy the model of a sealed checkpoint out of a run, whole or not at all."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import shutil

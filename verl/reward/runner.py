@@ -7,6 +7,8 @@ With `reward_model.weights` a response has its score when all of its rewards are
 the response is left out of the step and counted; too many end the run.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import math

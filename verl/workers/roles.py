@@ -1,5 +1,7 @@
 """The roles of a run, over the ranks that play them: what the loop asks of the policy, and the reference."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -5,6 +5,8 @@ own is sent them; the reference is a frozen engine of its own (with LoRA the pol
 it is needed.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from typing import Any
 

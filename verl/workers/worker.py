@@ -4,6 +4,8 @@ Every rank of a group gets the same calls in the same order (SPMD), directly or 
 results are arrays and JSON-like values. Knows nothing of how it is called.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext

@@ -1,5 +1,7 @@
 """What the training engine reads from the configuration, in one place."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
