@@ -89,6 +89,7 @@ def slow_weights(
     mean = statistics.fmean(used) if used else NAN
     metrics = {f"rollout_is_{k}": v for k, v in spread(used).items()}
     metrics |= {
+        "rollout_is_std": statistics.pstdev(used) if used else NAN,
         "rollout_is_eff_sample_size": 1 / statistics.fmean([(w / mean) ** 2 for w in used])
         if mean > 0
         else NAN,
