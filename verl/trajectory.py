@@ -115,8 +115,11 @@ class Media:
     @classmethod
     def joined(cls, parts: Sequence[Media]) -> Media:
         """The images of several, one after the other."""
+        inputs = [one.inputs for one in parts]
+        if any(VIDEO_SECONDS in given for given in inputs):
+            inputs = [{VIDEO_SECONDS: np.zeros(one.images, np.float32)} | one.inputs for one in parts]
         return cls(
-            {name: np.concatenate([one.inputs[name] for one in parts]) for name in parts[0].inputs},
+            {name: np.concatenate([given[name] for given in inputs]) for name in inputs[0]},
             sum(one.tokens for one in parts),
             sum((one.small for one in parts), ()),
             sum((one.files for one in parts), ()),

@@ -123,7 +123,7 @@ def test_plain_format_with_own_function_keeps_whole_response(tmp_path: Path, tok
 def test_plain_format_without_ground_truth_is_refused(tmp_path: Path, response: str | None) -> None:
     file = open_file(save(tmp_path / "x.jsonl", [{"prompt": "p", "response": response, "reward": 1.0}] * 3))
     with pytest.raises(DataError) as caught:
-        check_plain_truth(file.path, (row["response"] for row in file.rows(0, 3)), RowRules())
+        check_plain_truth(file.path, (row["response"] for row in file.rows(0, 3)), 3, RowRules())
     for word in ("3 rows", "'response'", "verl prepare gsm8k", "custom_reward_function.path"):
         assert word in str(caught.value)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from unittest.mock import patch
 
@@ -22,6 +23,13 @@ def the_place_where_it_hangs():
     time.sleep(60)
 the_place_where_it_hangs()
 """
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path) -> None:
+    """Any process that registers removes the files of those that have ended."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture

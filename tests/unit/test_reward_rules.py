@@ -325,10 +325,10 @@ def test_ground_truths_that_a_response_can_match(source: str, truth: Any) -> Non
     [
         *((NUMBER, truth) for truth in ("abc", "nan", float("nan"), [72], {"a": 1}, True, "5%", "1/2", "#### 72", ",", "inf")),
         *((NUMBER, truth) for truth in ("1e999", "7 apples", "7" * 400)),
-        *((MATH, truth) for truth in ("%", "$", ["1"], {"answer": "1"}, " ")),
+        *((MATH, truth) for truth in ("%", "$", {"answer": "1"}, " ")),
         *((DAPO, truth) for truth in (["34"], "[INVALID]", r"\boxed{5}", "9" * 400)),
         *(("searchR1_nq", truth) for truth in ({}, {"target": []}, {"target": ""}, {"target": 5}, 5)),
-        *(("hiyouga/geometry3k", ["90"]), ("vqa_x", []), ("visual_qa_x", {"answer": None}), ("visual_qa_x", "")),
+        *(("vqa_x", []), ("visual_qa_x", {"answer": None}), ("visual_qa_x", "")),
         *(("apps", truth) for truth in ("no json", "[1]", {"inputs": ["1"], "outputs": []}, {}, 3)),
         ("unheard/of", "72"),
     ],
@@ -337,3 +337,8 @@ def test_ground_truths_that_no_response_can_match(source: str, truth: Any) -> No
     with pytest.raises(BadRow) as caught:
         check_truth(source, truth)
     assert repr(truth)[:40] in caught.value.detail or source in caught.value.detail
+
+
+def test_a_list_of_one_answer_is_matched_by_that_answer() -> None:
+    check_truth("hiyouga/geometry3k", ["90"])
+    assert default_compute_score("hiyouga/geometry3k", r"<think>t</think>\boxed{90}", ["90"])["score"] == 1.0

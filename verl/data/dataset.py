@@ -429,6 +429,7 @@ class Scanner:
                     messages, cells = seen
                     folder = folder_of(self.source.paths[self.source.locate(index)[0]])
                     if any(isinstance(cell, Video) for cell in cells):
+                        self.images.check_number(cells)
                         text = self.renderer.text(messages, **self.tools_of(fields))
                         scan.lengths[index - start] = len(self.images(text, cells, folder)[0])
                         videos.add(index)

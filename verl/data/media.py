@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,8 @@ def _parts(content: str | list[dict[str, Any]], places: str) -> list[dict[str, A
         kind = part["type"]
         if kind != "text":
             own = next((part[key] for key in (kind, "bytes", "path", "url") if part.get(key)), None)
+            if kind == "video" and own is not None and part.get("fps"):
+                own = {"video": own, "fps": part["fps"]}
             out.append({"type": kind} | ({} if own is None else {kind: own}))
             continue
         for number, text in enumerate(re.split(places, part["text"])):
@@ -228,9 +231,13 @@ class ImageProcessor:
         """The images of a row, their pixels not read. Raises BadRow, for a video too."""
         if any(isinstance(cell, Video) for cell in cells):
             raise BadRow("media", "videos are not in this release here; use rows without them")
+        self.check_number(cells)
+        return [open_image(cell, folder, urls=self.urls) for cell in cells]
+
+    def check_number(self, cells: Sequence[Any]) -> None:
+        """Raises BadRow where a prompt has more images and videos than the limit."""
         if self.limit is not None and len(cells) > self.limit:
             raise BadRow("too many images", f"{len(cells)}, rollout.limit_images={self.limit}")
-        return [open_image(cell, folder, urls=self.urls) for cell in cells]
 
     def tokens(self, images: Sequence[Image]) -> list[int]:
         """How many tokens each of these images takes, from their headers alone. Raises BadRow."""
@@ -292,7 +299,7 @@ class ImageProcessor:
 
         processor = getattr(self.processor, "video_processor", None)
         found = [
-            open_video(cell.cell, folder, processor, lambda frame: decoded(open_image(frame, folder)))
+            open_video(cell.cell, folder, processor, partial(self._frame, folder))
             for cell in cells
             if isinstance(cell, Video)
         ]
@@ -301,6 +308,9 @@ class ImageProcessor:
         frames, facts = zip(*found, strict=True)
         arguments = {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
         return [fromarray(video[0]) for video in frames], arguments
+
+    def _frame(self, folder: Path, cell: Any) -> Image:
+        return decoded(open_image(cell, folder, urls=self.urls))
 
     def wrong_tokens(self, ids: np.ndarray, expected: int) -> str:
         """What is wrong unless so many tokens of a prompt stand for images, "" for nothing."""

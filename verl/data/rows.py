@@ -332,14 +332,17 @@ def plain_truth(response: Any) -> tuple[Any, str]:
     return (number, GSM8K) if number is not None else (response, PLAIN)
 
 
-def check_plain_truth(path: str, responses: Iterable[Any], rules: RowRules) -> None:
-    """Refuse a plain training file in which no row has a ground truth and only built-in functions score."""
+def check_plain_truth(path: str, responses: Iterable[Any], rows: int, rules: RowRules) -> None:
+    """Refuse a plain training file in which no row has a ground truth and only built-in functions score. responses: those of its
+    `rows` rows, or the different ones."""
     truths = [plain_truth(response) for response in responses]
     if not rules.needs_truth or any(source == GSM8K for _, source in truths):
         return
-    found = f"column 'response' of its {len(truths)} rows holds no `#### number` that a built-in function could check"
+    found = (
+        f"column 'response' of its {rows} rows holds no `#### number` that a built-in function could check"
+    )
     if all(truth is None for truth, _ in truths):
-        found = f"none of its {len(truths)} rows has a ground truth: column 'response' is empty or null in every row"
+        found = f"none of its {rows} rows has a ground truth: column 'response' is empty or null in every row"
     raise DataError(
         f"{path}: {found}. Every reward would be 0. Ways out: `verl prepare gsm8k` or "
         "`python3 examples/data_preprocess/gsm8k.py --local_dataset_path DIR` (data with answers), or "

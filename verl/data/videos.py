@@ -36,7 +36,9 @@ def open_video(cell: Any, folder: Path, processor: Any, image: Callable[[Any], A
         raise BadRow("media", "a video needs torchvision and a model with a video processor; install it")
     rate = FRAMES_A_SECOND
     if isinstance(cell, Mapping):
-        rate = float(cell.get("fps") or rate)
+        rate = cell.get("fps") or rate
+        if not isinstance(rate, int | float) or not rate > 0:
+            raise BadRow("wrong column type", f"a video's fps is {rate!r}, not frames a second")
         cell = next((cell[key] for key in ("frames", "video", "path") if cell.get(key)), None)
     if isinstance(cell, str):
         return _read(folder / Path(cell.removeprefix("file://")).expanduser(), rate, processor)

@@ -68,6 +68,12 @@ class Boundaries:
     def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:
         """The ids of a text that the template wrote of these messages, and the images in them."""
         cells = [part["image"] for message in messages for part in images_of(message)]
+        if any(part.get("type") == "image" and part.get("image") is None for part in _parts_of(messages)):
+            raise BadRow(
+                "images of the row",
+                "they stand in the context that the data rendered, from which the dialogue must go on: keep its messages as they are, "
+                "use a chat template that leaves earlier turns alone, and no multi_turn.use_inference_chat_template",
+            )
         if not cells:
             return self._chat.ids(text), ()
         ids, media = self._images(text, cells, Path())
@@ -122,9 +128,13 @@ class Boundaries:
 
 def images_of(message: Message) -> list[Message]:
     """The parts of a message that hold an image (`image`: what `verl.data.media.open_image` takes)."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    return [part for part in parts if isinstance(part, Mapping) and part.get("image") is not None]
+    return [part for part in _parts_of([message]) if part.get("image") is not None]
+
+
+def _parts_of(messages: Sequence[Message]) -> list[Message]:
+    contents = [message.get("content") for message in messages]
+    lists = [content for content in contents if isinstance(content, list)]
+    return [part for content in lists for part in content if isinstance(part, Mapping)]
 
 
 def without_images(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -133,7 +143,7 @@ def without_images(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _as_text(parts: list[dict[str, Any]]) -> str:
-    return "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in parts)
+    return "".join(PLACEHOLDER if part["type"] == "image" else part.get("text", "") for part in parts)
 
 
 def _with(tools: Any) -> dict[str, Any]:

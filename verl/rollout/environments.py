@@ -35,6 +35,7 @@ from verl.rollout.tools.toolbox import load_class
 
 _PATH_KEY = "rollout.agent.environment.path"
 _KEPT_OUTPUT = 2**16  # bytes of what a program prints, from its end
+_POLL = 0.05  # seconds between two looks at whether a program has ended
 _EXIT_WAIT = 1.0  # seconds in which output may still come; a process that it started may hold its end open
 
 
@@ -192,7 +193,8 @@ class EnvironmentAgent(AgentLoopBase):
         output = bytearray()
         reading = asyncio.ensure_future(_keep_end(process.stdout, output))
         try:
-            await process.wait()
+            while process.returncode is None:  # wait() would wait for all that hold its output open, too
+                await asyncio.sleep(_POLL)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

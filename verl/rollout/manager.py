@@ -479,7 +479,7 @@ def _segment(prompt: Prompt, output: agent_loop.AgentLoopOutput, calls: Trajecto
             f"agent loop gave multi_modal_data ({prompt.uid}): images are shown through session.chat, see docs/agents.md"
         )
     log_probs = None if log_probs is None else log_probs * mask
-    return Segment(context, ids, mask, media=calls.media_of(context), rollout_log_probs=log_probs)
+    return Segment(context, ids, mask, media=calls.media_of(context, ids), rollout_log_probs=log_probs)
 
 
 def mask_unrecorded(segments: Sequence[Segment], completions: Sequence[Completion]) -> int:

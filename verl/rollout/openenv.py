@@ -72,10 +72,10 @@ class OpenEnv:
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         """The row's prompt, and what the server says at its end."""
-        schema = await in_thread(_action_schema, url=self._url)
         own = (row["extra_info"] or {}).get("reset_kwargs") or {}
         result = await self._begin({"seed": seed_of(row), **self._reset, **own})
         self._socket = self._client._ws
+        schema = await in_thread(_action_schema, url=self._url)
         tools = await self._tools(schema)
         return Observation(opening(row, self._text(result.observation)), tools)
 

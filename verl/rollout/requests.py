@@ -84,10 +84,15 @@ class TrajectoryCalls:
             self._several[parts] = Media.joined(parts)
         return self._several.get(parts, parts[0] if parts else None)
 
-    def media_of(self, context: np.ndarray) -> Media | None:
-        """The images that stand in a context, int64 [P]."""
-        calls = zip(self._contexts, self._media, strict=True)
-        return next((media for ids, media in calls if np.array_equal(ids, context)), self._prompt.media)
+    def media_of(self, context: np.ndarray, response: np.ndarray) -> Media | None:
+        """The images that stand in a segment's context, int64 [P], by the call that began its response, int64 [L]."""
+        calls = zip(self._contexts, self.completions, self._media, strict=True)
+        for ids, done, media in calls:
+            if np.array_equal(ids, context) and np.array_equal(
+                done.token_ids, response[: len(done.token_ids)]
+            ):
+                return media
+        return self._prompt.media
 
     def _seen(self, ids: np.ndarray) -> int:
         """How many of these first tokens an earlier call has computed: all of its own but the last it sampled."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
-from verl.rollout.boundary import Boundaries, Message, Rendered, without_images
+from verl.rollout.boundary import Boundaries, Message, Rendered, images_of, without_images
 from verl.rollout.tools.parsers import ToolCall, parse
 from verl.trajectory import Media
 
@@ -266,6 +266,7 @@ def _keys(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
             m["role"],
             _text(m.get("content")),
             m.get("tool_call_id"),
+            *(part["image"] for part in images_of(m)),
             *map(_call_key, m.get("tool_calls") or ()),
         )
         for m in messages
@@ -283,14 +284,21 @@ def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _normal(message: Message) -> dict[str, Any]:
-    """As templates take it: arguments of calls are mappings (OpenAI's clients send text), content is there."""
-    out = {**message, "content": message.get("content") or ""}
+    """As templates take it, from what OpenAI's clients send: arguments of calls are mappings, content is there, an image is its URL."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = [_image(part) if part.get("type") == "image_url" else part for part in content]
+    out = {**message, "content": content}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls
         ]
     return out
+
+
+def _image(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "image", "image": part["image_url"]["url"]}
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

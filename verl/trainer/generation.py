@@ -274,7 +274,8 @@ def joined_rows(files: Sequence[RowFile]) -> pa.Table:
         if isinstance(file, ParquetFile):
             table = pq.read_table(file.local, partitioning=None)
         else:
-            table = pa.Table.from_pylist(file.rows(0, len(file)))
+            rows = [{name: row.get(name) for name in file.columns} for row in file.rows(0, len(file))]
+            table = pa.Table.from_pylist(rows)
         # Notes of other libraries on the columns would no longer hold.
         table = table.replace_schema_metadata(None)
         tables.append(table.drop_columns([COLUMN]) if COLUMN in table.column_names else table)

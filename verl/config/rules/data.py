@@ -88,7 +88,7 @@ def _rl_file(c: Check, key: str, file: Any) -> set[str]:
                 )
             sources = set(map(str, found))
         elif key == "data.train_files" and "response" in file.columns:
-            check_plain_truth(file.path, file.values("response"), rules)
+            check_plain_truth(file.path, file.values("response"), len(file), rules)
     for line in said.getvalue().splitlines():
         c.notice(line.removeprefix("[data] "), run_says=True)
     if "agent_name" in file.columns:
@@ -330,7 +330,7 @@ def _user_code(c: Check) -> None:
             _object(c, path, name)
         else:
             c.refuse("reward_manager.source", f"needs {path}=FILE.py with the class {c.cfg.select(name)}")
-    elif c.was_set("reward_manager.module.path"):
+    elif c.cfg.select("reward_manager.module.path"):
         c.refuse("reward_manager.module.path", "nothing is loaded without reward_manager.source=importlib")
 
 

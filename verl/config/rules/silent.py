@@ -68,7 +68,7 @@ def _tokenizer(c: Check) -> None:
             try:
                 find(path)
             except ModelTrouble as trouble:
-                c.lacks(key, str(trouble), download=trouble.download)
+                c.lacks(key, str(trouble), download=trouble.download or "/" not in path)
     if template := c.model.get("custom_chat_template"):
         problem = _template_problem(template)
         if problem:

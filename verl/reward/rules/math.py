@@ -3,7 +3,7 @@ r"""MATH: the last `\boxed{…}` against the ground truth, as normalised text, t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _TOKEN = re.compile(r"\\[{}\\]|[{}]")
@@ -102,13 +102,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
     return float(boxed is not None and same_answer(boxed, truth))
 
 
-def not_text(ground_truth: Any) -> str:
-    """Why this ground truth is not the text of one answer; "" where it is."""
-    other = isinstance(ground_truth, Mapping | Sequence) and not isinstance(ground_truth, str)
-    return "text or a number is needed" if other else ""
-
-
 def unmatched(ground_truth: Any) -> str:
     """Why no response can match this ground truth; "" where one may, which math-verify is not asked for."""
+    if isinstance(ground_truth, Mapping):
+        return "text, a number or a list is needed"
     empty = not normalise(truth_text(ground_truth))
-    return not_text(ground_truth) or ("nothing of it is compared" if empty else "")
+    return "nothing of it is compared" if empty else ""

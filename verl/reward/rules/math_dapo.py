@@ -3,9 +3,10 @@ r"""DAPO's math rule: the last `Answer: …` line (else a `\boxed{…}` at the v
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.reward.rules.math import last_boxed, not_text
+from verl.reward.rules.math import last_boxed
 from verl.reward.rules.math import normalise as normalise_math
 
 TAIL = 300
@@ -53,7 +54,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 def unmatched(ground_truth: Any) -> str:
     """Why no response can match this ground truth; "" where one can."""
+    if isinstance(ground_truth, Mapping | Sequence) and not isinstance(ground_truth, str):
+        return "text or a number is needed"
     text = str(ground_truth)
     written = (text, " ".join(text.split()), normalise(text))
     right = any(compute_score(f"Answer: {answer}", text)["acc"] for answer in written)
-    return not_text(ground_truth) or ("" if right else "no answer reads so")
+    return "" if right else "no answer reads so"

@@ -191,7 +191,7 @@ def simple_timer(name: str, timings: dict[str, float]) -> Iterator[None]:
         timings[name] = timings.get(name, 0.0) + time.perf_counter() - started
 
 
-async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
+async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Call a function in a daemon thread of its own: a pool would fill with calls that never return."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

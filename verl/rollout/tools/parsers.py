@@ -146,7 +146,8 @@ def _kimi(text: str, types: Types) -> list[ToolCall]:
     """functions.name:0<|tool_call_argument_begin|>{…}."""
     head, begin, arguments = text.partition("<|tool_call_argument_begin|>")
     head = head.strip()
-    name = head.removeprefix("functions.").rpartition(":")[0] or next((t for t in types if t in head), "")
+    name = head.removeprefix("functions.").rpartition(":")[0]
+    name = name or max((tool for tool in types if tool in head), key=len, default="")
     if not begin or not name:
         return [ToolCall("", error="the call is not functions.NAME:NUMBER<|tool_call_argument_begin|>{…}")]
     return [replace(_with_arguments(name, arguments), id=head)]

@@ -25,6 +25,7 @@ from verl.workers.resources import no_cluster
 
 LOOPBACK = "127.0.0.1"
 _TIMELINE_S = 60.0
+_LONGEST_PLACE = 25  # Ray puts 80 more characters behind it, and sockets have names of at most 107
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # The agents of a Ray whose driver was killed live on for a minute: they try to tell its head, which is gone too.
 _SWEEP = """
@@ -185,7 +186,11 @@ class Cluster:
     def _private_folder(self) -> str:
         """Where Ray keeps logs and sockets, which it opens to every user: inside of a folder that only this user enters, swept when
         this process closes the cluster or ends, however it ends."""
-        folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR"))
+        place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+        if len(place) > _LONGEST_PLACE and not os.environ.get("RAY_TMPDIR"):
+            place = "/tmp"
+        os.makedirs(place, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="ray_", dir=place)
         environment = {**os.environ, "FOLDER": folder}
         command = ["sh", "-c", _SWEEP]
         self._sweeper = subprocess.Popen(
