@@ -20,26 +20,6 @@ from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, c
 
 PYTHON = (3, 11)
 
-# What pyproject.toml requires (a test compares the two).
-BASE: dict[str, str] = {
-    "torch": ">=2.11",
-    "transformers": ">=5.16,<5.20",
-    "hydra-core": ">=1.3.2",
-    "omegaconf": ">=2.3",
-    "pyarrow": ">=17",
-    "safetensors": ">=0.5",
-    "math-verify": ">=0.8",
-    "rich": ">=13",
-    "fsspec": ">=2024.6",
-    "numpy": ">=1.26",
-    "jinja2": ">=3.1",
-    "pyyaml": ">=6",
-    "psutil": ">=5.9",
-    "tensorboard": ">=2.17",
-    "pillow": ">=10.3",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Feature:
     """Something optional. `packages`: any one of them is enough. `later`: its code is not in this release."""
@@ -80,8 +60,12 @@ def check(bench: bool = False) -> list[Finding]:
 def _base() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({platform.system()} {platform.machine()})"
     yield graded("packages", "python", text, (sys.version_info[:2] < PYTHON, BAD, "use Python 3.11 or newer"))
-    for name, ranges in BASE.items():
-        version, install = probe.version(name), f"pip install '{name}{ranges}'"
+    needs = probe.requirements("verl")
+    if not needs:
+        yield Finding("packages", "verl", "not installed: what it needs is not known", WARN, "pip install -e .")
+    for need in needs:
+        name, ranges = need.name, str(need.specifier)
+        version, install = probe.version(name), f"pip install '{need}'"
         if version is None:
             yield bad("packages", name, "missing", install)
         elif name in HOLES and satisfies(version, HOLES[name]):

@@ -46,7 +46,7 @@ def free(value: Value) -> Any:
 
 def _refuse_sweep(value: Value) -> None:
     if value.sweep:
-        how = "quote it, or use brackets for a list (no sweeps here)"
+        how = f"""quote it twice, "key='{value.text}'", or use brackets for a list (no sweeps here)"""
         raise GrammarError(f"{value.text!r} has a comma; {how}")
 
 

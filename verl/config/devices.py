@@ -68,6 +68,13 @@ def _visible(variable: str, found: int) -> int:
     return found if listed is None else min(found, len(names))
 
 
+def ranks(config: Any) -> int:
+    """Training devices over all nodes; of supervised training the processes that torchrun started."""
+    if config.entry == "sft":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    return 1 if config.entry == "eval" else int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+
+
 def ray_address(config: Any) -> str:
     """Which Ray was asked for: HOST:PORT of a cluster, "local" for one of the run's own, "" if nothing was said."""
     return str(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "")

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from verl.config import asynchronous
@@ -26,6 +26,7 @@ def fill(resolver: Resolver) -> None:
     """Resolve interpolations, then give every automatic key its value."""
     if resolver.interpolated:
         _interpolate(resolver)
+    _devices(resolver.root)
     _micro_batches(resolver)
     asynchronous.settle(resolver)
     complete(resolver.root, resolver.notice)
@@ -36,9 +37,12 @@ def complete(root: Root, say: Callable[[str], None] = lambda text: None) -> None
     _devices(root)
     _follow(root)
     _settle(root)
+    model = root.select("actor_rollout_ref.model") or root.get("model")
+    if model is not None:
+        model.trust_remote_code |= root["data"].trust_remote_code
     for path in ("actor_rollout_ref.rollout", "reward_model.rollout", "rollout"):
         if (rollout := root.select(path)) is not None:
-            _rollout(rollout)
+            _rollout(rollout, root["data"] if root.entry == "ppo" and path.startswith("actor") else {})
             if not root.was_set(f"{path}.agent.default_agent_loop"):
                 _default_loop(rollout)
     if root.entry == "ppo":
@@ -103,10 +107,9 @@ def _environment(text: str, tree: Any) -> str:
 def _micro_batches(resolver: Resolver) -> None:
     """Deprecated: sizes of micro-batches over all devices."""
     root = resolver.root
-    split = root.select("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    split = split or root.select("engine.ulysses_sequence_parallel_size") or 1
-    devices = (root.select("trainer.nnodes") or 1) * (root.select("trainer.n_gpus_per_node") or 1)
-    ranks = max(1, devices // split)
+    role = root.select("actor_rollout_ref.actor") or root.get("engine")
+    together = role.ulysses_sequence_parallel_size * role.get("fsdp_config", role).tensor_parallel_size if role else 1
+    ranks = max(1, machine.ranks(root) // max(1, together))
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"
         if path not in leaves(type(root)):
@@ -150,8 +153,8 @@ def _settle(root: Root) -> None:
     for node, name, _, known in _each(root):
         value = node[name]
         if value is None and name.endswith("use_dynamic_bsz"):
-            size = next(key for key in node if key.endswith("micro_batch_size_per_gpu"))
-            node[name] = node[size] is None
+            sizes = [node[key] for key in node if key.endswith("micro_batch_size_per_gpu")]
+            node[name] = not any(sizes)
         elif value is not None and known.is_path:
             with contextlib.suppress(GrammarError):  # reported when the user's value was read
                 node[name] = [expand(v) for v in value] if isinstance(value, list) else expand(value)
@@ -224,12 +227,13 @@ def _teachers(models: Any, say: Callable[[str], None]) -> None:
         say(f"distillation.teacher_models.{ONLY_TEACHER} has no model_path and is left out: there are others")
 
 
-def _rollout(rollout: Any) -> None:
-    """The engine of this release, and the longest sequence."""
+def _rollout(rollout: Any, data: Mapping[str, Any]) -> None:
+    """The engine of this release, and the longest sequence: a response ends at the smaller one of its two limits."""
     if rollout.name == "auto":
         rollout.name = RELEASED[0]
     if rollout.max_model_len is None:
-        rollout.max_model_len = rollout.prompt_length + rollout.response_length
+        response = min(rollout.response_length, data.get("max_response_length", rollout.response_length))
+        rollout.max_model_len = rollout.prompt_length + response
 
 
 def _default_loop(rollout: Any) -> None:

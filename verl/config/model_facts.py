@@ -162,18 +162,14 @@ def find(path: str) -> Path:
 
 def _hub_folder(name: str) -> Path | None:
     """The snapshot of a hub id in the cache, or None."""
-    env = os.environ.get
-    caches = env("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    home = env("HF_HOME") or os.path.join(caches, "huggingface")
-    cache = env("HF_HUB_CACHE") or env("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    root = Path(cache) / f"models--{name.replace('/', '--')}"
-    head = root / "refs" / "main"
-    if head.is_file():
-        snapshot = root / "snapshots" / head.read_text().strip()
-        if (snapshot / "config.json").exists():
-            return snapshot
-    found = sorted((root / "snapshots").glob("*/config.json")) if root.is_dir() else []
-    return found[-1].parent if found else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _native(model_type: str) -> bool:

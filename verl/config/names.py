@@ -185,6 +185,7 @@ _ALONE = "on one device nothing is sharded or kept in host memory during a step"
 _SHARED = "in one process the native engine uses the trainer's own weights, which are not sent and stay where they are"
 UNREAD: dict[str, dict[str, str]] = {
     "native": {
+        _ROLLOUT + "{data_parallel_size, pipeline_model_parallel_size}": "a native engine runs on one device",
         _ROLLOUT + "{enable_chunked_prefill, enable_prefix_caching, cudagraph_capture_sizes, load_format, "
         "gpu_memory_utilization, scheduling_policy, disable_log_stats, skip_tokenizer_init, multi_stage_wake_up, "
         "calculate_log_probs, logprobs_mode}": "the native engine decides it by itself",
@@ -203,7 +204,13 @@ UNREAD: dict[str, dict[str, str]] = {
         "{*.fsdp_config, engine}.model_dtype": (
             "master weights and the optimizer's state are float32; the precision of computation is dtype beside it"
         ),
-        "{*.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
+        "*.optim.total_training_steps": "a schedule has the run's length, trainer.total_training_steps",
+        "{*.fsdp_config, engine}.seed": "every role has trainer.seed",
+        "critic.checkpoint.{save_contents, load_contents, async_save}": (
+            "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
+        ),
+        "{*.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
+        "*.rollout.quantization_config_file, *.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "
         "trainer.esi_redundant_time}": "not in this release, the run is as without",
@@ -283,15 +290,15 @@ REFUSED_VALUES: dict[str, dict[str, Absent]] = {
 }
 """By the last part of the key: values of other systems."""
 FEATURES: dict[str, Absent] = {
-    "actor_rollout_ref.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
-    "actor_rollout_ref.model.use_liger": Absent("liger kernels", "set it to False"),
-    "actor_rollout_ref.rollout.quantization": Absent("quantised sampling", "leave it null"),
-    "actor_rollout_ref.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
-    "actor_rollout_ref.rollout.trace.backend": Absent("traces", "leave it null"),
+    "*.model.tiled_mlp.enabled": Absent("the MLP in slices", "set it to False"),
+    "*.model.use_liger": Absent("liger kernels", "set it to False"),
+    "*.rollout.quantization": Absent("quantised sampling", "leave it null"),
+    "*.rollout.prometheus.enable": Absent("engine metrics over HTTP", "set it to False"),
+    "*.rollout.trace.backend": Absent("traces", "leave it null"),
     "data.datagen.path": Absent("a generator of rows", "write the rows to a file of data.train_files"),
     "skip.rollout.enable": Absent("replay of recorded samples", "set it to False"),
 }
-"""Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
+"""Keys of the schema whose values, when they are neither false, null nor empty, need what is not here; names may be globs."""
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)

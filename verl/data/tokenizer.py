@@ -70,7 +70,7 @@ def save_tokenizer(tokenizer: Any, processor_of: str | None, directory: Path) ->
 def _why(source: str, local: Path, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
-        todo = "data.trust_remote_code=True runs it (code of the model's author)"
+        todo = "model.trust_remote_code=True runs it (code of the model's author)"
         return f"{source}: its tokenizer is code shipped with the model; {todo}"
     if local.exists():
         files = ", ".join(sorted(p.name for p in local.iterdir())[:12]) or "nothing"

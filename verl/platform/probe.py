@@ -19,6 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from verl.platform import host
 from verl.platform.host import memory_limit as memory_limit
 from verl.versions import package_folder as package_folder
@@ -26,18 +29,19 @@ from verl.versions import torch_build as torch_build
 from verl.versions import version as version
 
 
-def wants(package: str, other: str) -> str | None:
-    """The version range of `other` that an installed package asks for, extras left out; None if it asks for none."""
+def requirements(package: str) -> list[Requirement]:
+    """What an installed package asks for, extras left out; empty for one that is absent."""
     try:
-        lines = metadata.requires(package) or []
+        found = [Requirement(line) for line in metadata.requires(package) or ()]
     except metadata.PackageNotFoundError:
-        return None
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        found = re.fullmatch(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^)]*)\)?\s*", requirement)
-        if found and re.sub(r"[-_.]+", "-", found.group(1)).lower() == other and "extra" not in marker:
-            return found.group(2).strip() or None
-    return None
+        return []
+    return [need for need in found if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+def wants(package: str, other: str) -> str | None:
+    """The version range of `other` that an installed package asks for; None if it asks for none."""
+    ranges = (str(need.specifier) for need in requirements(package) if canonicalize_name(need.name) == other)
+    return next(ranges, None) or None
 
 
 def needs_cuda(module: str) -> bool | None:

@@ -73,7 +73,6 @@ def training_config(config: GenerationConfig) -> Config:
     run, rollout, trainer = Config(), config.rollout, config.trainer
     arr, data = run.actor_rollout_ref, run.data
     arr.model, arr.rollout, run.ray_kwargs = config.model, rollout, config.ray_kwargs
-    arr.model.trust_remote_code |= config.data.trust_remote_code
     data.prompt_key = config.data.prompt_key
     for name in ("apply_chat_template_kwargs", "image_key", "allow_image_urls", "mm_processor_kwargs"):
         data[name] = config.data[name]
@@ -83,6 +82,7 @@ def training_config(config: GenerationConfig) -> Config:
     run.trainer.device, run.trainer.seed = trainer.device, rollout.seed
     run.trainer.default_local_dir = trainer.default_local_dir
     run.algorithm.adv_estimator = "grpo"  # one that needs neither a critic nor a reference
+    run._set = {f"actor_rollout_ref.{key}": order for key, order in config._set.items()}
     complete(run)
     return run
 

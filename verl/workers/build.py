@@ -91,8 +91,15 @@ def reference_engine(config: Any, actor: TrainingEngine, platform: Platform) -> 
     arr = config.actor_rollout_ref
     if actor.adapted and not arr.ref.model.path:
         return actor
-    path = arr.ref.model.path or arr.model.path
-    return _engine(config, path, arr.ref, platform, trainable=False, role="ref")
+    path, model = arr.model.path, arr.model
+    if arr.ref.model.path:
+        path, model = arr.ref.model.path, _frozen(arr.model)
+    return _engine(config, path, arr.ref, platform, model_cfg=model, trainable=False, role="ref")
+
+
+def _frozen(policys: Any) -> dict[str, Any]:
+    """Settings of a frozen model beside the policy: the policy's without what is of its own model's configuration."""
+    return {**policys, "hf_config_path": None, "override_config": {}}
 
 
 def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> TrainingEngine:
@@ -104,7 +111,7 @@ def teacher_engine(config: Any, role: str, teacher: Any, platform: Platform) -> 
     settings = {**arr.ref, "fsdp_config": fsdp}
     if "teacher" in own_pools(config):
         settings["ulysses_sequence_parallel_size"] = 1  # the reference's is that of the policy's ranks
-    model = {**arr.model, "hf_config_path": None, "override_config": {}}  # those are of the policy's model
+    model = _frozen(arr.model)
     topk = loss.topk if loss.loss_mode == "forward_kl_topk" else 0
     try:
         own, policys = _vocabulary(path, model), _vocabulary(arr.model.path, arr.model)

@@ -15,12 +15,12 @@ def check(c: Check) -> None:
     turns, environment, key = c.rollout.multi_turn, c.rollout.agent.environment, c.rollout_key
     if environment.name and not environment.path:
         c.refuse(f"{key}.agent.environment.path", f"environment.name={environment.name} needs it")
-    elif environment.name:
+    elif environment.name and c.plugins:
         try:
             _environment(c)
         except UserError as error:
             c.refuse(f"{key}.agent.environment", str(error))
-    if turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path:
+    if (turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path) and c.plugins:
         try:
             _tools(c)
         except UserError as error:
@@ -28,21 +28,17 @@ def check(c: Check) -> None:
 
 
 def _environment(c: Check) -> None:
-    from verl.plugins import import_modules
     from verl.rollout import environments
 
-    import_modules(c.model.external_lib)
     tokenizer = c.cfg.select("data.tokenizer") or c.model.tokenizer_path or c.model.path
     environments.check(c.rollout.agent.environment, tokenizer)
 
 
 def _tools(c: Check) -> None:
     from verl.data.tokenizer import tokenizer_of
-    from verl.plugins import import_modules
     from verl.rollout.tool_agent import checked_tools
 
     model = c.model
-    import_modules(model.external_lib)
     checked_tools(c.rollout, None, None)
     if Path(str(model.path)).expanduser().is_dir():
         tokenizer = tokenizer_of(model, c.cfg.select("data.tokenizer"))

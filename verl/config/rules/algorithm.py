@@ -38,6 +38,8 @@ def _kl(c: Check) -> None:
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         both = f"algorithm.use_kl_in_reward=True, {ACTOR}.use_kl_loss=True"
         c.refuse(both, "KL would be charged twice, in the reward and in the loss; keep one (GRPO: the loss)")
+    if algorithm.use_kl_in_reward or actor.use_kl_loss:
+        _same_tokens(c, "actor_rollout_ref.ref.model.path")
     if c.was_set("algorithm.kl_ctrl") and not algorithm.use_kl_in_reward:
         c.notice("algorithm.kl_ctrl.* is set, and without algorithm.use_kl_in_reward=True nothing uses it")
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
@@ -50,7 +52,7 @@ def _estimator(c: Check) -> None:
     if name == "gae" and c.cfg.critic.enable is False:
         c.refuse("critic.enable", "algorithm.adv_estimator=gae needs values; enable the critic or use grpo")
     if c.cfg.critic.enable:
-        _critic(c)
+        _same_tokens(c, "critic.model.path")
     if algorithm.use_pf_ppo and name != "gae":
         keys = c.at("algorithm.use_pf_ppo", "algorithm.adv_estimator")
         c.refuse(keys, "PF-PPO goes with gae; switch use_pf_ppo off")
@@ -77,9 +79,9 @@ def _estimator(c: Check) -> None:
         )
 
 
-def _critic(c: Check) -> None:
+def _same_tokens(c: Check, key: str) -> None:
     """A model of its own has the policy's tokens."""
-    key, path = "critic.model.path", c.cfg.critic.model.path
+    path = c.cfg.select(key)
     facts = c.look(key, path) if path and path != c.model.path else None
     if facts is None or c.facts is None:
         return

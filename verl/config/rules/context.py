@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 from typing import Any
 
 from verl.config import devices
@@ -12,6 +11,7 @@ from verl.config.fields import leaves
 from verl.config.model_facts import ModelFacts, ModelTrouble, look
 from verl.config.problems import Problem, Report
 from verl.config.schema.base import Root
+from verl.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -98,6 +98,18 @@ class Check:
             return None
         return self.look(key, self.model.path, self.model.override_config, self.model.hf_config_path)
 
+    @functools.cached_property
+    def plugins(self) -> bool:
+        """True if the plug-in modules import, which they are asked once; if one does not, it is reported."""
+        from verl.plugins import import_modules
+
+        try:
+            import_modules(self.model.external_lib if self.model is not None else None)
+        except UserError as error:
+            self.refuse(f"{self.model_key}.external_lib", str(error))
+            return False
+        return True
+
     def look(self, key: str, *what: Any) -> ModelFacts | None:
         """The facts of a model that `key` names (arguments of `model_facts.look`); None, and reported, if they are not to be had."""
         try:
@@ -111,9 +123,5 @@ class Check:
 
     @property
     def world(self) -> int:
-        """Training devices over all nodes; of supervised training the processes that torchrun started."""
-        if self.cfg.entry == "sft":
-            return int(os.environ.get("WORLD_SIZE", "1"))
-        if self.cfg.entry == "eval":
-            return 1
-        return int(self.trainer.nnodes * self.trainer.n_gpus_per_node) if self.trainer else 1
+        """`devices.ranks` of the run."""
+        return devices.ranks(self.cfg)

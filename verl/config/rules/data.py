@@ -6,12 +6,14 @@ import ast
 import contextlib
 import importlib.util
 import io
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.config.model_facts import find
 from verl.config.names import nearest
 from verl.config.rollout_engines import CAPABILITIES
 from verl.config.rules.context import Check
@@ -158,16 +160,27 @@ def _without_images(c: Check) -> None:
         c.notice(f"{c.at(key)}: this model sees no images; it has no effect")
 
 
+def chat_template(c: Check) -> str:
+    """The chat template's text where it is on this disk, or ""."""
+    from verl.data.tokenizer import template_text
+
+    try:
+        if c.model.custom_chat_template:
+            return template_text(c.model.custom_chat_template)
+        folder = find(c.cfg.select("data.tokenizer") or c.model.tokenizer_path)
+        if (file := folder / "chat_template.jinja").is_file():
+            return file.read_text("utf-8")
+        file = folder / "chat_template.json"
+        file = file if file.is_file() else folder / "tokenizer_config.json"
+        return str(json.loads(file.read_text("utf-8"))["chat_template"])
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _template(c: Check) -> None:
     """A prompt with images is messages, which a chat template makes text of."""
     other = {c.cfg.data.tokenizer, c.model.tokenizer_path} - {None, c.model.path}
-    if c.model.custom_chat_template or other or c.facts is None:
-        return
-    folder = c.facts.folder
-    with contextlib.suppress(OSError):
-        if "chat_template" in (folder / "tokenizer_config.json").read_text(encoding="utf-8"):
-            return
-    if next(folder.glob("chat_template.*"), None) is None:
+    if not other and c.facts is not None and not chat_template(c):
         c.refuse(
             f"{c.model_key}.path",
             "has no chat template, and prompts with images need one; set "

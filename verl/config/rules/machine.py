@@ -183,6 +183,8 @@ def _trackers(c: Check) -> None:
 def _resume(c: Check) -> None:
     """Rule 21: the checkpoint of resume_path is there."""
     if c.trainer.resume_mode != "resume_path":
+        if c.trainer.resume_from_path:
+            c.notice(f"no effect: {c.at('trainer.resume_from_path')} without trainer.resume_mode=resume_path")
         return
     at, folder = c.at("trainer.resume_from_path"), Path(c.trainer.resume_from_path or "")
     complete = ("manifest.json", "latest_checkpointed_iteration.txt", "data.pt", "global_step_*")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from verl.config.model_facts import ModelTrouble, find, look
 from verl.config.names import nearest
 from verl.config.rules.context import Check
+from verl.config.rules.data import chat_template
 from verl.errors import UserError
 
 _SHAPE = (
@@ -96,7 +96,7 @@ def _template_problem(template: str) -> str:
 def _template_arguments(c: Check) -> None:
     """Arguments that the chat template does not read. A name close to one that it reads is taken for a mistake."""
     key = "data.apply_chat_template_kwargs"
-    text = _own_template(c) if (given := c.cfg.select(key)) else ""
+    text = chat_template(c) if (given := c.cfg.select(key)) else ""
     if not text:
         return
     from jinja2 import TemplateSyntaxError, meta
@@ -116,29 +116,9 @@ def _template_arguments(c: Check) -> None:
             c.notice(f"no effect: {key}.{name}: the chat template does not read it")
 
 
-def _own_template(c: Check) -> str:
-    """The chat template's text where it is on this disk, or ""."""
-    from verl.data.tokenizer import template_text
-
-    folder = Path(str(c.cfg.select("data.tokenizer") or c.model.path)).expanduser()
-    try:
-        if c.model.get("custom_chat_template"):
-            return template_text(c.model.custom_chat_template)
-        if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text("utf-8")
-        return str(json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"])
-    except (UserError, OSError, ValueError, KeyError, TypeError):
-        return ""  # said by the rules for data
-
-
 def _plugins(c: Check) -> None:
     """Plug-in modules import, and register the agent loops that the run and its rows name."""
-    from verl.plugins import import_modules
-
-    try:
-        import_modules(c.model.get("external_lib"))
-    except UserError as error:
-        c.refuse(f"{c.model_key}.external_lib", str(error))
+    if not c.plugins:
         return
     loops = {} if c.rollout is None else dict.fromkeys(c.agent_names, "a row's agent_name")
     key = f"{c.rollout_key}.agent.default_agent_loop"
@@ -171,7 +151,7 @@ def _folders(c: Check) -> None:
             c.refuse(f"trainer.{name}", "is part of the run's folder; name something")
         elif ".." in Path(str(given or "")).parts:
             c.refuse(f"trainer.{name}", "is part of the run's folder and may not lead out of it; remove '..'")
-    for role in ("actor_rollout_ref.actor.checkpoint", "critic.checkpoint", "checkpoint"):
+    for role in ("actor_rollout_ref.actor.checkpoint", "checkpoint"):
         contents: Any = c.cfg.select(f"{role}.save_contents")
         if contents == [] and c.trainer.get("save_freq") not in (-1, 0):
             c.refuse(f"{role}.save_contents", "a checkpoint would hold nothing; name model, optimizer, extra")

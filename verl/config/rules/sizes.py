@@ -36,9 +36,13 @@ def check(c: Check) -> None:
 
 def _lengths(c: Check) -> None:
     rollout, facts, key = c.rollout, c.facts, c.rollout_key
-    longest = rollout.prompt_length + rollout.response_length
-    front = "data.max_" if c.ppo else ""
-    text = f"{front}prompt_length={rollout.prompt_length} + {front}response_length={rollout.response_length}"
+    prompt, response = f"{key}.prompt_length", f"{key}.response_length"
+    if c.ppo and rollout.prompt_length == c.cfg.data.max_prompt_length:
+        prompt = "data.max_prompt_length"
+    if c.ppo and rollout.response_length >= c.cfg.data.max_response_length:
+        response = "data.max_response_length"
+    longest = c.cfg.select(prompt) + c.cfg.select(response)
+    text = f"{c.at(prompt)} + {c.at(response)}"
     if facts is not None and facts.context is not None and longest > facts.context:
         c.refuse(text, f"= {longest} tokens, the model's context is {facts.context}; lower one of them")
     if longest > rollout.max_model_len:
@@ -63,7 +67,8 @@ def _engine_layout(c: Check) -> None:
         heads = f"the model's {facts.heads} attention heads; use one of {divisors(facts.heads)}"
         c.refuse(at, f"does not divide {heads}")
     if tensor > per_node:
-        message = f"more than the {per_node} devices of the node (trainer.n_gpus_per_node); lower it"
+        pool_key = "trainer" if place is c.trainer else key
+        message = f"more than the {per_node} devices of the node ({pool_key}.n_gpus_per_node); lower it"
         c.refuse(at, message + ("" if place.nnodes == 1 else ": an engine stays on one node"))
     elif not engine.tensor_parallel and tensor > 1 and c.ppo:
         c.notice(f"{at}: a {rollout.name} engine runs on one device; there are more engines")
@@ -90,8 +95,7 @@ def _batches(c: Check) -> None:
             c.notice(f"{at} > {batch}: one update on the batch")
     elif size % mini:
         parts = math.ceil(size / mini)
-        each = f"{parts} mini-batches of {size // parts} to {math.ceil(size / parts)} prompts"
-        c.notice(f"{batch} is no multiple of {at}: {each}")
+        c.notice(f"{batch} is no multiple of {at}: {parts} mini-batches of {_each(size, parts)} prompts")
     longest = data.max_prompt_length + data.max_response_length
     budget = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
     if actor.use_dynamic_bsz and longest > budget:
@@ -218,22 +222,28 @@ def plan(c: Check) -> list[str]:
     data, actor, n = c.cfg.data, c.cfg.actor_rollout_ref.actor, c.rollout.n
     size = data.train_batch_size
     parts = math.ceil(size / min(actor.ppo_mini_batch_size, size))
-    small, large = size // parts * n, math.ceil(size / parts) * n
-    each = f"{large}" if small == large else f"{small} to {large}"
+    large = math.ceil(size / parts) * n
     ranks = max(1, c.world // sizes_of(actor, "").together)
     epochs = actor.ppo_epochs
     lines = [
         _steps(c),
         f"each step: {size} prompts × {n} responses = {size * n} trajectories "
         f"(≤ {data.max_prompt_length} + {data.max_response_length} tokens)",
-        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {each} responses × {_count(epochs, 'epoch')})",
+        f"→ {_count(parts * epochs, 'update')} ({parts} mini-batches of {_each(size, parts, n)} responses × {_count(epochs, 'epoch')})",
         f"→ micro-batches on each of {_count(ranks, 'rank')}: {_micro(actor, large, ranks)}",
     ]
-    if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train):
+    only = c.trainer.val_only
+    if data.val_files and (c.trainer.test_freq > 0 or c.trainer.val_before_train or only):
         rows = _rows(c, "val")
         prompts = f"{rows} prompts" if rows else "validation prompts"
         lines.append(f"validation: {prompts} × {c.rollout.val_kwargs.n}")
-    return lines
+    return lines[-1:] if only else lines
+
+
+def _each(size: int, parts: int, n: int = 1) -> str:
+    """How large the parts of a batch of `size` times `n` are."""
+    small, large = size // parts * n, math.ceil(size / parts) * n
+    return f"{large}" if small == large else f"{small} to {large}"
 
 
 def _count(number: int, what: str) -> str:
@@ -269,9 +279,10 @@ def _micro(actor: Any, responses: int, ranks: int) -> str:
 def _other_plan(c: Check) -> list[str]:
     data = c.cfg.data
     if c.cfg.entry == "sft":
-        rows, size = _rows(c, "train"), data.train_batch_size
-        steps = f"{rows} rows, {rows // size} steps an epoch" if rows else f"{size} rows a step"
-        return [f"{steps} × {c.trainer.total_epochs} epochs, sequences of at most {data.max_length} tokens"]
+        if c.trainer.val_only:
+            return [f"validation: {_rows(c, 'val') or 'all'} rows"]
+        each = f"{data.train_batch_size} sequences of at most {data.max_length} tokens"
+        return [_steps(c), f"each step: {each}"]
     if c.cfg.entry == "generation":
         prompts = f"{c.rows.get('data.path', 'all')} prompts"
         return [f"{prompts} × {c.rollout.n} responses, {data.batch_size} at a time"]

@@ -11,7 +11,6 @@ from verl.config.layout import own_pools
 from verl.config.names import built_in, nearest
 from verl.config.rollout_engines import CAPABILITIES, FLOATS, float_name, not_sampled
 from verl.config.rules.context import Check
-from verl.errors import UserError
 
 REGISTRIES = {
     "algorithm.adv_estimator": "ESTIMATORS",
@@ -49,9 +48,10 @@ def check(c: Check) -> None:
     if mended:
         c.mend(mended)
     _unread(c)
-    for path, (what, instead, _) in names.FEATURES.items():
-        if c.cfg.select(path):
-            c.refuse(c.at(path), f"not in this release ({what}); {instead}")
+    for path in filter(c.cfg.select, c.keys):
+        found = (absent for glob, absent in names.FEATURES.items() if names.compiled(glob).match(path))
+        if absent := next(found, None):
+            c.refuse(c.at(path), f"not in this release ({absent.what}); {absent.instead}")
 
 
 def _dtype(c: Check, path: str, value: Any) -> None:
@@ -148,27 +148,16 @@ def _own_manager(c: Check, name: str) -> bool:
     """True for a manager class that a plug-in registers: the run has it as it has a class of a module, `source=importlib`."""
     from verl.reward.registry import REWARD_MANAGER_REGISTRY
 
-    _import_plugins(c)
-    found = REWARD_MANAGER_REGISTRY.get(name)
+    found = REWARD_MANAGER_REGISTRY.get(name) if c.plugins else None
     if found is not None:
         own = c.cfg.reward_manager
         own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
     return found is not None
 
 
-def _import_plugins(c: Check) -> None:
-    from verl.plugins import import_modules
-
-    try:
-        import_modules(c.model.external_lib if c.model is not None else None)
-    except UserError as error:
-        c.refuse(f"{c.model_key}.external_lib", str(error))
-
-
 def _plugins(c: Check, registry: str) -> set[str]:
     """Names that plug-in modules register; they are imported only when a name is not one of ours."""
     from verl.algorithms import registry as registries
 
-    _import_plugins(c)
-    functions = getattr(registries, registry).functions
+    functions = getattr(registries, registry).functions if c.plugins else {}
     return {name for name, f in functions.items() if not f.__module__.startswith("verl.algorithms.")}

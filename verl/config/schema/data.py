@@ -61,6 +61,7 @@ class FilesConfig(Group):
             filtering.
         mm_processor_kwargs: Passed to the processor (`min_pixels`, …).
         allow_image_urls: Fetch images that the data names by http URL.
+        trust_remote_code: Run code that is shipped with the tokenizer, and with the model.
         use_shm: Copy files to shared memory first.
         cache_dir: Where remote files are kept.
         max_bad_row_ratio: More unusable rows than this refuse the run.
@@ -78,6 +79,7 @@ class FilesConfig(Group):
     mm_processor_kwargs: Map = open_map()
     allow_image_urls: bool = key(False, ours=True)
     custom_cls: UserClassConfig = sub(UserClassConfig)
+    trust_remote_code: bool = False
     use_shm: bool = False
     cache_dir: FilePath = "~/.cache/verl/rlhf"
     max_bad_row_ratio: float = key(0.01, low=0, high=1, ours=True)
@@ -100,7 +102,6 @@ class DataConfig(FilesConfig):
         validation_shuffle: Shuffle the validation rows.
         image_patch_size: null = the processor's own.
         tokenizer: Tokenizer of the data; null = the model's.
-        trust_remote_code: Run code that is shipped with the tokenizer.
         tool_config_path: Tools counted in the prompt length.
         function_tool_path: Function tools counted in the prompt length.
         dataloader_num_workers: At most this many loading processes.
@@ -121,7 +122,6 @@ class DataConfig(FilesConfig):
     validation_shuffle: bool = False
     image_patch_size: int | None = key(None, low=1, ours=True)
     tokenizer: FilePath | None = same_as("actor_rollout_ref.model.tokenizer_path")
-    trust_remote_code: bool = False
     tool_config_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.tool_config_path")
     function_tool_path: FilePath | None = same_as("actor_rollout_ref.rollout.multi_turn.function_tool_path")
     sampler: SamplerConfig = sub(SamplerConfig)

@@ -143,7 +143,7 @@ class GenerationDataConfig(Group):
         batch_size: Prompts at a time.
         output_path: Parquet file written: the rows of all files plus `responses`; required.
         apply_chat_template_kwargs: Passed to the chat template.
-        trust_remote_code: Run code that is shipped with the tokenizer.
+        trust_remote_code: Run code that is shipped with the tokenizer, and with the model.
         image_key: Column of the images.
         allow_image_urls: Fetch images that are named by a URL.
         mm_processor_kwargs: Passed to the model's image processor.
