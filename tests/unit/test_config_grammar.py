@@ -106,7 +106,7 @@ def test_values_by_the_type_of_their_key(key):
         ("trainer.project_name", ["null"], "may not be null"),
         ("data.train_batch_size", ["1e-6", "2.5", "x", "True", "inf", "nan", "[1]", "''", "1,2"], "size"),
         ("critic.optim.lr", ["x", "True", "nan", "{a:1}"], "optim.lr"),
-        ("trainer.experiment_name", ["x,y"], "comma"),
+        ("trainer.experiment_name", ["x,y"], "comma; quote it twice, \"key='x,y'\""),
         (f"+{VLLM}.a", ["x,y"], "comma"),
         ("trainer.seed", ["choice(a,b)", "range(1,3)", "glob(*)", "interval(0,1)"], "sweeps"),
         ("++trainer.seed.x", ["1"], "is a value and has no keys of its own"),

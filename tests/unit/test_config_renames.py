@@ -247,10 +247,15 @@ def test_modes_of_staleness_that_change_nothing_are_told():
     assert any("without trainer.v1.trainer_mode" in n for n in alone.notices)
 
 
-def test_global_micro_batch_is_divided_by_the_ranks_and_rounded_up():
+def test_global_micro_batch_is_divided_by_the_ranks_and_rounded_up(monkeypatch):
     cfg = load([f"{ARR}.actor.ppo_micro_batch_size=20", "trainer.n_gpus_per_node=8"])
     assert cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 3
     assert cfg.actor_rollout_ref.actor.use_dynamic_bsz is False
+    split = f"{ARR}.actor={{ulysses_sequence_parallel_size:2,fsdp_config:{{tensor_parallel_size:2}}}}"
+    cfg = load([f"{ARR}.actor.ppo_micro_batch_size=20", "trainer.n_gpus_per_node=8", split])
+    assert cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 10
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert load(["data.micro_batch_size=20"], entry="sft").data.micro_batch_size_per_gpu == 5
     cfg = load([f"{ARR}.actor.ppo_micro_batch_size=null"])
     assert cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import functools
 import pickle
+import re
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import load
+import verl
+from verl.config import load, names
 from verl.config.command_line import to_yaml
-from verl.config.fields import leaves
+from verl.config.fields import fields_of, leaves
 from verl.config.files import dump_yaml
 from verl.config.reference import help_of
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import ROOTS
+from verl.config.schema.training import MegatronConfig
 
 # Group → defaults, as spec/config.md §2-§12 has them.
 DEFAULTS = """
@@ -94,6 +100,33 @@ def test_every_key_has_help_and_a_type_that_fits_its_default(entry):
             assert isinstance(default, list), path
 
 
+@pytest.mark.parametrize("entry", list(ROOTS))
+def test_every_key_is_read_or_said_to_be_without_effect(entry):
+    """By the last part of its name, in whatever module; of Megatron's keys and of a feature that is refused none is read."""
+    globs = [glob.rpartition(".")[0] for glob in names.FEATURES if glob.count(".") > 2]
+    globs += ["skip", *names.FEATURES, *(glob for table in names.UNREAD.values() for glob in table)]
+    keys = leaves(ROOTS[entry])
+    read = _words() | {known.about.get("same_as", "").rpartition(".")[2] for known in keys.values()}
+    for path in keys:
+        name = path.rpartition(".")[2].removeprefix("log_prob_").removeprefix("forward_")
+        announced = any(names.compiled(glob).match(path) for glob in globs)
+        assert announced or name in read or name in fields_of(MegatronConfig), path
+
+
+@functools.cache
+def _words():
+    """Names and words of plain strings in the package, without the schema and the tables of names."""
+    found = set()
+    for file in Path(verl.__file__).parent.rglob("*.py"):
+        if file.parent.name != "schema" and file.name != "names.py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                text = getattr(node, "attr", "") or getattr(node, "id", "") or getattr(node, "value", "")
+                found |= (
+                    set(re.findall(r"\w+", text)) if isinstance(text, str) and "\n" not in text else set()
+                )
+    return found
+
+
 def test_automatic_values_follow_their_keys():
     actor = "actor_rollout_ref.actor={clip_ratio:0.3,clip_ratio_high:0.4,use_torch_compile:False}"
     words = ["data.max_prompt_length=100", "data.max_response_length=20", "trainer.seed=7", actor]
@@ -123,6 +156,11 @@ def test_token_budget_unless_a_size_is_given(given, actor, ref):
     cfg = load([f"actor_rollout_ref.{g}" for g in given])
     assert cfg.actor_rollout_ref.actor.use_dynamic_bsz is actor
     assert cfg.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is ref
+
+
+def test_a_size_of_the_critics_other_pass_is_kept():
+    cfg = load(["critic.forward_micro_batch_size_per_gpu=2"])
+    assert not cfg.critic.use_dynamic_bsz and cfg.critic.ppo_micro_batch_size_per_gpu is None
 
 
 def test_defaults_that_depend_on_the_method():

@@ -29,12 +29,10 @@ HUB = "somebody/tiny"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Puts a model into a cache of hub models of its own under a revision; the cache of before is gone."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
 
     def put(revision: str) -> Path:
         home = tmp_path / f"home-{revision or 'empty'}"
-        monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
         if revision:
             root = home / "hub/models--somebody--tiny"
             tiny_model(root / "snapshots" / revision, "qwen3")

@@ -20,6 +20,7 @@ from verl.workers.compare_nodes import BAD, GIB, NOTE, OK, WARN, Finding, bad, c
 
 PYTHON = (3, 11)
 
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """Something optional. `packages`: any one of them is enough. `later`: its code is not in this release."""
@@ -62,7 +63,9 @@ def _base() -> Iterator[Finding]:
     yield graded("packages", "python", text, (sys.version_info[:2] < PYTHON, BAD, "use Python 3.11 or newer"))
     needs = probe.requirements("verl")
     if not needs:
-        yield Finding("packages", "verl", "not installed: what it needs is not known", WARN, "pip install -e .")
+        yield Finding(
+            "packages", "verl", "not installed: what it needs is not known", WARN, "pip install -e ."
+        )
     for need in needs:
         name, ranges = need.name, str(need.specifier)
         version, install = probe.version(name), f"pip install '{need}'"

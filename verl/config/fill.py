@@ -108,7 +108,11 @@ def _micro_batches(resolver: Resolver) -> None:
     """Deprecated: sizes of micro-batches over all devices."""
     root = resolver.root
     role = root.select("actor_rollout_ref.actor") or root.get("engine")
-    together = role.ulysses_sequence_parallel_size * role.get("fsdp_config", role).tensor_parallel_size if role else 1
+    together = (
+        role.ulysses_sequence_parallel_size * role.get("fsdp_config", role).tensor_parallel_size
+        if role
+        else 1
+    )
     ranks = max(1, machine.ranks(root) // max(1, together))
     for old, value in resolver.old.items():
         path = f"{old}_per_gpu"

@@ -10,10 +10,10 @@ from tests.unit.config_rules.cases import ARR, write_model, write_rows
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """A machine without accelerators, cluster, hub cache or trackers' logins."""
-    others = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "HF_HUB_CACHE")
+    others = ("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
     for name in ("RAY_ADDRESS", "VERL_USE_EXTERNAL_MODULES", *others):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub" / "hub"))
     monkeypatch.setattr("verl.config.devices._nodes", lambda name: [])
     monkeypatch.setattr("verl.config.devices._proc_gpus", list)
 

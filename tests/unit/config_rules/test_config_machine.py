@@ -73,6 +73,9 @@ def test_models_that_are_not_here(base, monkeypatch):
 def test_a_teacher_that_is_not_here(base):
     model = "distillation.teacher_models.teacher_model.model_path=/no/such"
     only(problems(*base, "distillation.enabled=True", model), "machine", model, "no such directory")
+    reference = [f"{ARR}.ref.model.path=/no/such"]
+    assert problems(*base, *reference) == []
+    only(problems(*base, *reference, f"{ARR}.actor.use_kl_loss=True"), "machine", *reference)
 
 
 def test_a_teacher_sees_what_the_policy_sees(base, tmp_path):
@@ -120,7 +123,8 @@ def test_model_directories(base, tmp_path, monkeypatch):
         only(problems(*base, path("vl"), f"{ARR}.rollout.name=vllm"), "machine", "torchvision")
     write_model(tmp_path / "remote", auto_map={"AutoModel": "x.Y"}, model_type="nobody_knows")
     only(problems(*base, path("remote")), "configuration", "trust_remote_code=False", "author")
-    assert problems(*base, path("remote"), f"{ARR}.model.trust_remote_code=True") == []
+    for key in (f"{ARR}.model", "data"):
+        assert problems(*base, path("remote"), f"{key}.trust_remote_code=True") == []
     write_model(tmp_path / "native", auto_map={"AutoModel": "x.Y"}, model_type="qwen3")
     assert problems(*base, path("native")) == []
 
@@ -270,7 +274,7 @@ def test_plugins_bring_names(base, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", name)
     assert problems(*argv) == []
     found = problems(*base, "algorithm.adv_estimator=nobody", f"{ARR}.model.external_lib=no_such_plugin")
-    assert any("the plug-in module no_such_plugin" in p for p in found)
+    assert sum("the plug-in module no_such_plugin" in p for p in found) == 1
 
 
 def test_resume_path(base, tmp_path):

@@ -59,6 +59,14 @@ NOTICES = [
     ([f"{RC}.bypass_mode=True", f"{RC}.loss_type=reinforce"], "trained on uncorrected"),
     ([f"{RC}.bypass_mode=True", f"{RC}.rollout_is=token"], "whose ratio is to the sampler already"),
     (["global_profiler.tool=torch"], "no step is named"),
+    ([f"{ARR}.actor.use_torch_compile=False"], "actor.use_torch_compile=False: not in this release"),
+    ([f"{ARR}.model.use_shm=True"], "model.use_shm=True: not in this release"),
+    ([f"{ARR}.actor.optim.total_training_steps=9"], "a schedule has the run's length"),
+    ([f"{ARR}.actor.fsdp_config.seed=9"], "every role has trainer.seed"),
+    (["critic.checkpoint.async_save=True"], "the critic is saved as the policy is"),
+    (["trainer.resume_from_path=/x"], "resume_from_path=/x without trainer.resume_mode=resume_path"),
+    ([f"{ARR}.rollout.response_length=2000"], "responses end at the smaller one"),
+    (["data.train_batch_size=9", f"{ARR}.actor.ppo_mini_batch_size=4"], "3 mini-batches of 3 prompts"),
     (["global_profiler.tool=npu", "global_profiler.steps=[2]"], "there is no Ascend device"),
     (
         [
@@ -147,6 +155,7 @@ def test_the_plan(base):
     assert "validation: 3 prompts × 1" in few and "9 rows, 1 step an epoch × 3 epochs = 3 steps" in few
     sized = plan(f"{ARR}.actor.ppo_micro_batch_size_per_gpu=3", "trainer.total_training_steps=9")
     assert "6 of 3 responses per mini-batch" in sized and "9 steps over 16 rows" in sized
+    assert plan("trainer.val_only=True") == "validation: 4 prompts × 1"
 
 
 def test_supervised(tmp_path):
@@ -160,6 +169,13 @@ def test_supervised(tmp_path):
     assert problems(*argv, pairs, "data.prompt_key=question", "data.response_key=answer", entry="sft") == []
     only(problems(*argv, chat, "engine.strategy=megatron", entry="sft"), "configuration", "=fsdp or fsdp2")
     only(problems(*argv, chat, "data.train_batch_size=17", entry="sft"), "configuration", "16 rows")
+    report = check(
+        load([*argv, chat, "data.micro_batch_size=2", "trainer.total_training_steps=3"], entry="sft")
+    )
+    assert "3 steps over 16 rows" in report.plan
+    assert any("micro_batch_size_per_gpu=2: data.use_dynamic_bsz=True" in notice for notice in report.notices)
+    liger = problems(*argv, chat, "model.use_liger=True", "model.tiled_mlp.enabled=True", entry="sft")
+    assert sum("not in this release" in problem for problem in liger) == len(liger) == 2
 
 
 def test_generation_and_evaluation(tmp_path):

@@ -157,6 +157,15 @@ REFUSED = [
     ([f"{ARR}.hybrid_engine=False"], ["rollout.nnodes"]),
     (["algorithm.adv_estimator=gae", "critic.model.path={model}/.."], ["critic.model.path=", "config.json"]),
     ([*TAUGHT, f"{LOSS}.loss_mode=reverse_kl_topk"], ["closest: k1 with use_policy_gradient"]),
+    (
+        [f"{ARR}.actor.use_kl_loss=True", f"{ARR}.ref.model.path={{model}}/.."],
+        ["ref.model.path=", "config.json"],
+    ),
+    ([*CRITIC, "critic.model.use_liger=True"], ["critic.model.use_liger=True", "liger kernels"]),
+    (
+        [f"{ARR}.rollout.nnodes=1", f"{ARR}.rollout.tensor_model_parallel_size=2"],
+        ["1 devices of the node (actor_rollout_ref.rollout.n_gpus_per_node)"],
+    ),
     (["reward_model.enable_resource_pool=True"], ["reward_model.nnodes=0", "set its size"]),
     (
         [*CRITIC, "critic.ulysses_sequence_parallel_size=2"],

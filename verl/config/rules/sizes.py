@@ -29,6 +29,9 @@ def check(c: Check) -> None:
         _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
         if engine.strategy == "megatron":
             _megatron(c, "engine", engine)
+        if c.cfg.data.use_dynamic_bsz and c.cfg.data.micro_batch_size_per_gpu:
+            size = c.at("data.micro_batch_size_per_gpu")
+            c.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
         for key in ("trainer.save_freq", "trainer.test_freq"):
             if isinstance(c.cfg.select(key), str) and c.cfg.select(key) != EACH_EPOCH:
                 c.refuse(key, f"a number of steps, or {EACH_EPOCH}")
