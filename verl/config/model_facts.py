@@ -43,11 +43,6 @@ class ModelFacts:
         return self._int("num_attention_heads", "n_head")
 
     @property
-    def layers(self) -> int | None:
-        """Decoder layers."""
-        return self._int("num_hidden_layers", "n_layer")
-
-    @property
     def experts(self) -> int:
         """Experts per layer; 0 for a dense model."""
         return self._int("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0

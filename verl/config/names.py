@@ -209,7 +209,7 @@ UNREAD: dict[str, dict[str, str]] = {
         "critic.checkpoint.{save_contents, load_contents, async_save}": (
             "the critic is saved as the policy is: actor_rollout_ref.actor.checkpoint"
         ),
-        "{*.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
+        "{*.megatron, *.use_torch_compile, *.model.use_shm, *.optim.use_checkpoint_opt_param_scheduler, "
         "*.rollout.quantization_config_file, reward_model.rollout.multi_stage_wake_up, *.model.enable_activation_offload, *.model.fused_kernel_options.impl_backend, *.optim.lr_decay_steps, "
         "*.optim.min_lr, *.optim.lr_warmup_init, *.optim.lr_wsd_*, *.optim.weight_decay_incr_style, "
         "data.dataloader_num_workers, data.num_workers, data.image_patch_size, "

@@ -60,6 +60,7 @@ NOTICES = [
     ([f"{RC}.bypass_mode=True", f"{RC}.rollout_is=token"], "whose ratio is to the sampler already"),
     (["global_profiler.tool=torch"], "no step is named"),
     ([f"{ARR}.actor.use_torch_compile=False"], "actor.use_torch_compile=False: not in this release"),
+    ([f"{ARR}.actor.megatron.grad_offload=True"], "megatron.grad_offload=True: not in this release"),
     ([f"{ARR}.model.use_shm=True"], "model.use_shm=True: not in this release"),
     ([f"{ARR}.actor.optim.total_training_steps=9"], "a schedule has the run's length"),
     ([f"{ARR}.actor.fsdp_config.seed=9"], "every role has trainer.seed"),
@@ -95,7 +96,6 @@ NOTICES_BESIDE = [
     ([f"{ARR}.actor.policy_loss.loss_mode=gspo"], "its paper has clip_ratio_low=3e-4"),
     ([f"{ARR}.actor.policy_loss.loss_mode=dppo_kl"], "set both"),
     (["trainer.max_staleness=1"], "trained on uncorrected"),
-    ([f"{ARR}.actor.strategy=megatron"], "sequence_parallel is off"),
 ]
 
 

@@ -19,7 +19,6 @@ def test_a_right_one(base):
 RC = "algorithm.rollout_correction"
 BUFFER = "reward_model.reward_kwargs.overlong_buffer_cfg"
 TORCH = "global_profiler.tool=torch"
-MEGATRON = f"{ARR}.actor.strategy=megatron"
 ADAPTIVE = ["algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=True"]
 
 CRITIC = ("algorithm.adv_estimator=gae", "critic.model.path={model}")
@@ -304,14 +303,6 @@ ALSO_REFUSED = [
     ([f"{ARR}.rollout.pipeline_model_parallel_size=2", f"{ARR}.rollout.name=vllm"], "not run in pipeline"),
     # 11
     ([f"{ARR}.actor.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"], "4 attention heads"),
-    # 12
-    ([MEGATRON, f"{ARR}.actor.megatron.tensor_model_parallel_size=2"], "tensor × pipeline × context = 2"),
-    ([MEGATRON, f"{ARR}.actor.megatron.virtual_pipeline_model_parallel_size=2"], "needs pipeline"),
-    (
-        [MEGATRON, f"{ARR}.actor.megatron.pipeline_model_parallel_size=4", "trainer.n_gpus_per_node=4"],
-        "2 layers over 4 chunks",
-    ),
-    ([MEGATRON, f"{ARR}.actor.megatron.expert_model_parallel_size=2"], "no experts"),
     # 14
     ([f"{ARR}.actor.policy_loss.loss_mode=dro"], "dro needs a value above 0"),
     # 15

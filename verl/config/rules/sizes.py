@@ -27,8 +27,6 @@ def check(c: Check) -> None:
         engine = c.cfg.engine
         split, cut = engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
         _ranks(c, Sizes(split, cut, engine.fsdp_size, "engine.", ""), own_model=True)
-        if engine.strategy == "megatron":
-            _megatron(c, "engine", engine)
         if c.cfg.data.use_dynamic_bsz and c.cfg.data.micro_batch_size_per_gpu:
             size = c.at("data.micro_batch_size_per_gpu")
             c.notice(f"no effect: {size}: data.use_dynamic_bsz=True packs by token budget")
@@ -150,8 +148,6 @@ def _policy_layout(c: Check) -> None:
         _ranks(c, theirs, own_model=not ref.model.path)
     if c.cfg.critic.enable:
         _critic_layout(c, ours.together)
-    if actor.strategy == "megatron":
-        _megatron(c, f"{ACTOR}.megatron", actor.megatron)
 
 
 def _critic_layout(c: Check, together: int) -> None:
@@ -190,29 +186,6 @@ def _ranks(c: Check, sizes: Sizes, *, own_model: bool) -> None:
         model |= {"num_attention_heads": c.facts.heads, "experts": c.facts.experts}
         for key, message in model_problems(sizes, model):
             c.refuse(key, message)
-
-
-def _megatron(c: Check, key: str, m: Any) -> None:
-    virtual, pipeline = m.virtual_pipeline_model_parallel_size, m.pipeline_model_parallel_size
-    model = m.tensor_model_parallel_size * pipeline * m.context_parallel_size
-    if c.world % model:
-        equation = f"tensor × pipeline × context = {model}"
-        c.refuse(f"{key}: {equation}", f"does not divide the {c.world} ranks")
-    if virtual and pipeline == 1:
-        c.refuse(f"{key}.virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size > 1")
-    layers = c.facts.layers if c.facts is not None else None
-    chunks = pipeline * (virtual or 1)
-    uneven = any(name.startswith(("num_layers_in", "account_for")) for name in m.override_transformer_config)
-    if layers and layers % chunks and not uneven:
-        message = f"{layers} layers over {chunks} chunks; set num_layers_in_first_pipeline_stage or …_last_…"
-        c.refuse(f"{key}.pipeline_model_parallel_size", message)
-    experts = m.expert_model_parallel_size
-    if experts > 1 and c.facts is not None and (not c.facts.experts or c.facts.experts % experts):
-        divides = f"does not divide the model's {c.facts.experts} experts"
-        message = divides if c.facts.experts else "the model has no experts; set 1"
-        c.refuse(f"{key}.expert_model_parallel_size", message)
-    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        c.notice(f"{key}.sequence_parallel is off with tensor_model_parallel_size=1")
 
 
 # ---- the plan ----
