@@ -24,6 +24,7 @@ from verl.config.reference import help_of
 from verl.config.schema.base import Map, select
 from verl.config.schema.entries import ROOTS
 from verl.config.schema.training import MegatronConfig
+from verl.trainer.generation import training_config
 
 # Group → defaults, as spec/config.md §2-§12 has them.
 DEFAULTS = """
@@ -108,9 +109,10 @@ def test_every_key_is_read_or_said_to_be_without_effect(entry):
     keys = leaves(ROOTS[entry])
     read = _words() | {known.about.get("same_as", "").rpartition(".")[2] for known in keys.values()}
     for path in keys:
-        name = path.rpartition(".")[2].removeprefix("log_prob_").removeprefix("forward_")
+        name = path.rpartition(".")[2]
+        spelled = {name, name.removeprefix("log_prob_"), name.removeprefix("forward_")}
         announced = any(names.compiled(glob).match(path) for glob in globs)
-        assert announced or name in read or name in fields_of(MegatronConfig), path
+        assert announced or spelled & (read | fields_of(MegatronConfig).keys()), path
 
 
 @functools.cache
@@ -156,6 +158,13 @@ def test_token_budget_unless_a_size_is_given(given, actor, ref):
     cfg = load([f"actor_rollout_ref.{g}" for g in given])
     assert cfg.actor_rollout_ref.actor.use_dynamic_bsz is actor
     assert cfg.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is ref
+
+
+def test_generation_keeps_the_agent_loop_that_was_named():
+    words = ["rollout.multi_turn.enable=True", "rollout.agent.default_agent_loop=single_turn_agent"]
+    for count, loop in ((2, "single_turn_agent"), (1, "tool_agent")):
+        rollout = training_config(load(words[:count], entry="generation")).actor_rollout_ref.rollout
+        assert rollout.agent.default_agent_loop == loop
 
 
 def test_a_size_of_the_critics_other_pass_is_kept():

@@ -8,6 +8,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from verl.config import load
 from verl.config.rollout_engines import sampler_dtype
 from verl.errors import UserError
+from verl.platform import detect
+from verl.workers import build
 from verl.workers.start import start_here
 
 
@@ -45,3 +47,16 @@ def test_the_samplers_data_type_is_its_own_or_the_trainers(wanted, trainer, expe
 def test_a_data_type_the_sampler_does_not_have_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.dtype=float16"):
         sampler_dtype("native", "float16", "torch.float32")
+
+
+def test_a_reference_of_its_own_has_its_own_configuration(tmp_path) -> None:
+    paths = [tiny_model(tmp_path / str(layers), num_hidden_layers=layers) for layers in (2, 1)]
+    words = [
+        f"actor_rollout_ref.{key}.path={path}"
+        for key, path in zip(("model", "ref.model"), paths, strict=True)
+    ]
+    config = load([*words, "algorithm.use_kl_in_reward=True", "trainer.device=cpu"])
+    engines = build.engines_of(config, ["actor", "ref"], 1, detect("cpu"))
+    for role, layers in (("actor", 2), ("ref", 1)):
+        names = [name for name, _ in engines[role].named_weights() if ".layers." in name]
+        assert {name.split(".")[2] for name in names} == set("01"[:layers])
