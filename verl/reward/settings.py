@@ -47,7 +47,7 @@ class RewardSettings:
         cannot be used."""
         model = config.reward_model
         if config.reward_manager.source == "importlib":
-            function = manager_function(config)
+            function = manager_function(config, offered or {})
             manager = "batch" if function.batch else "naive"
         else:
             manager = model.reward_manager

@@ -23,9 +23,8 @@ from verl.rollout import agent_loop
 from verl.rollout.loop_processes import LoopEnded, LoopFailed, LoopProcesses
 from verl.rollout.loop_runner import LoopRunner
 from verl.rollout.requests import ResumableGeneration, TrajectoryCalls, common_prefix
-from verl.trajectory import Batch, Prompt, Segment, Trajectory
+from verl.trajectory import SINGLE_TURN, Batch, Prompt, Segment, Trajectory
 
-SINGLE_TURN = "single_turn_agent"
 GREEDY = -1
 """The number of a group's greedy response: none of the n that are trained on."""
 
