@@ -33,6 +33,7 @@ def engine_of(model: Any, dtype: str = "float32", **options: Any) -> Any:
 
 
 def sample(engine: Any, lengths: Sequence[int] = LENGTHS) -> list[Completion]:
+    """Responses of these lengths, then the second turn of a session that waited meanwhile."""
     async def go() -> list[Completion]:
         calls = [
             engine.generate(
@@ -40,7 +41,12 @@ def sample(engine: Any, lengths: Sequence[int] = LENGTHS) -> list[Completion]:
             )
             for i, n in enumerate(lengths)
         ]
-        return await asyncio.gather(*calls)
+        turn = SamplingParams(max_tokens=8, seed=1)
+        first = await engine.generate(PROMPTS[0], turn, request_id="turn 1", session="waits for a tool")
+        done = await asyncio.gather(*calls)
+        later = [*PROMPTS[0], *first.token_ids.tolist(), 5, 6]
+        second = await engine.generate(later, turn, request_id="turn 2", session="waits for a tool")
+        return [*done, second]
 
     return asyncio.run(go())
 
@@ -109,7 +115,7 @@ def test_sampler_and_trainer_agree(
     from verl.engine.training.fsdp_engine import FSDPEngine
     from verl.trajectory import Prompt, Trajectory
 
-    responses = sample(engine_of(load(model_path, platform), dtype))
+    responses = sample(engine_of(load(model_path, platform), dtype))[: len(LENGTHS)]
     prompts = [Prompt(uid=f"0:{g}@0", ids=np.array(ids), messages=None) for g, ids in enumerate(PROMPTS)]
     rows = [
         Trajectory(prompts[i % 3], i // 3, c.token_ids, np.ones(len(c.token_ids), bool))
@@ -129,7 +135,8 @@ def taken(platform: Any) -> int:
     """Bytes in use by this process now, as far as the device counts them."""
     platform.synchronize()
     platform.empty_cache()
-    platform.module.reset_peak_memory_stats()
+    if platform.name != "cpu":
+        platform.module.reset_peak_memory_stats()
     return int(platform.peak_memory())
 
 

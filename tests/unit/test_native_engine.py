@@ -291,6 +291,25 @@ def test_abort_keeps_what_there_is(model: Any) -> None:
     assert len(other.token_ids) == 100
 
 
+def test_a_session_that_ends_while_its_turn_is_sampled_keeps_no_place(model: Any) -> None:
+    engine = engine_of(model, max_num_seqs=1)
+
+    async def go() -> None:
+        tasks = [
+            asyncio.ensure_future(engine.generate(prompt(i), GREEDY, request_id=f"r{i}", session=f"s{i}"))
+            for i in range(2)
+        ]
+        while not any(r.written > 4 for r in engine._scheduler.running):
+            await asyncio.sleep(0)
+        for i, task in enumerate(tasks):
+            task.cancel()
+            engine.end_session(f"s{i}")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(go())
+    assert engine._scheduler.idle == {} and not engine._scheduler.responses.taken.any()
+
+
 def test_new_weights_in_the_middle_of_an_response(model: Any) -> None:
     engine = engine_of(model)
 

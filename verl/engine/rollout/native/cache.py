@@ -148,10 +148,13 @@ class KVBlockPool:
         bisect.insort(self._free, block)
 
     def layer(self, index: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [blocks, rows, kv_heads, cols, dim] each."""
+        """Keys and values of one layer, [blocks + 1, rows, kv_heads, cols, dim] each.
+
+        The last block is spare: no table has it, and rows of a step that stand for no response write there.
+        """
         if index not in self._layers:
             g = self.layout
-            shape = g.blocks, g.rows, kv_heads, g.cols
+            shape = g.blocks + 1, g.rows, kv_heads, g.cols
             keys = torch.empty(*shape, key_dim, dtype=self.key_dtype, device=self.device)
             values = torch.empty(*shape, value_dim, dtype=self.compute, device=self.device)
             used = sorted(set(range(g.blocks)) - set(self._free))

@@ -342,13 +342,19 @@ class Scheduler:
 
     def _keep(self, request: Request, session: str) -> None:
         """Leave a finished request in the cache for the session's next one."""
-        self.end_session(session)
+        self._drop_idle(session)
         if request.ready:
             request.computed, request.ready = len(request.tokens) - 1, False
         self.idle[session] = request
 
     def end_session(self, session: str) -> None:
-        """Nothing goes on from this session any more."""
+        """Nothing goes on from this session any more. A request of it that is not done keeps no place when it is."""
+        for request in (*self.waiting, *self.running):
+            if request.session == session:
+                request.session = None
+        self._drop_idle(session)
+
+    def _drop_idle(self, session: str) -> None:
         if (request := self.idle.pop(session, None)) is not None:
             self._leave(request)
 
@@ -360,7 +366,7 @@ class Scheduler:
         session = next((name for name, request in self.idle.items() if request is not needed), None)
         if session is None:
             return self._evict_prompt(keep.group_key if keep is not None else None)
-        self.end_session(session)
+        self._drop_idle(session)
         return True
 
     def _evict_prompt(self, keep: str | None = None) -> bool:
@@ -376,7 +382,7 @@ class Scheduler:
     def forget_cache(self) -> None:
         """Nothing in the cache is true any more (new weights): running responses start over from their tokens."""
         for session in list(self.idle):
-            self.end_session(session)
+            self._drop_idle(session)
         for request in list(self.running):
             self._requeue(request)
         for group in list(self.groups.values()):
