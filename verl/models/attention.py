@@ -102,12 +102,13 @@ def _attention(
 
 
 def register() -> None:
-    """Register with transformers (again is harmless): the function, and a mask builder that builds none."""
+    """Register the function with transformers (again is harmless).
+
+    No mask builder: without one transformers makes no mask, and does not ask the device where packed sequences begin.
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 @contextmanager
