@@ -34,6 +34,7 @@ def engine_of(model: Any, dtype: str = "float32", **options: Any) -> Any:
 
 def sample(engine: Any, lengths: Sequence[int] = LENGTHS) -> list[Completion]:
     """Responses of these lengths, then the second turn of a session that waited meanwhile."""
+
     async def go() -> list[Completion]:
         calls = [
             engine.generate(

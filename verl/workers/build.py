@@ -225,6 +225,7 @@ def native_sampler(config: Any, module: Any, tokenizer: Any, trainer_dtype: str)
         max_model_len=longest(config),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
         dtype=sampler_dtype("native", rollout.dtype, trainer_dtype),
         enforce_eager=rollout.enforce_eager,
         tokenizer=tokenizer,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.engine.rollout.base import Completion, RolloutEngine, SamplingParams, check_request, not_finite
-from verl.engine.rollout.native.architecture import bytes_per_token, refuse_unfit
+from verl.engine.rollout.native.architecture import bytes_per_token, bytes_to_come, refuse_unfit
 from verl.engine.rollout.native.cache import KVBlockPool, KVCacheLayout, default_cache_tokens
 from verl.engine.rollout.native.runner import Runner
 from verl.engine.rollout.native.sampling import Rows, sample
@@ -46,8 +46,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     model: its parameters stay the trainer's; call `weights_updated` after each change of them.
     eos_token_ids: tokens that end a response. max_model_len: most tokens of prompt + response.
     max_num_seqs: most answers at a time. max_num_batched_tokens: most tokens of one prefill pass.
-    cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, or a quarter of the
-        machine's memory). When it is full, the newest responses wait and are computed again later.
+    cache_tokens: capacity of the key/value cache (None: enough for max_num_seqs full sequences, as far as
+        gpu_memory_utilization of the device's free memory has room for it, or of half the machine's on a CPU). When it is full,
+        the newest responses wait and are computed again later.
     dtype: "float32", or "bfloat16" = the products and attention of torch.autocast, master weights untouched.
     tokenizer: only for stop strings. forbidden_token_ids: never sampled. enforce_eager: no captured graphs on
         a GPU.
@@ -64,6 +65,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.5,
         dtype: str | torch.dtype = "float32",
         tokenizer: Any | None = None,
         forbidden_token_ids: Sequence[int] = (),
@@ -84,7 +86,15 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
-            cache_tokens = default_cache_tokens(per_token, device, max_num_seqs, max_model_len, engines)
+            cache_tokens = default_cache_tokens(
+                per_token,
+                device,
+                max_num_seqs,
+                max_model_len,
+                share=gpu_memory_utilization,
+                engines=engines,
+                taken_later=bytes_to_come(model, compute),
+            )
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
         self._scheduler = Scheduler(self._pool, max_num_seqs, max_num_batched_tokens)
