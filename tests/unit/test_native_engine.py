@@ -362,6 +362,23 @@ def test_several_event_loops_and_sleep(model: Any) -> None:
     assert tokens(run(engine, [(prompt(0), GREEDY, "g")])) == first
 
 
+@pytest.mark.parametrize("owns", [False, True])
+def test_weights_of_its_own_leave_the_device_in_its_sleep(
+    model: Any, owns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New ones come asleep: to where they are computed with, before there is a cache."""
+    engine, work = engine_of(model, owns_weights=owns), [(prompt(0), GREEDY, None)]
+    first, moves = tokens(run(engine, work)), []
+    device = engine._runner.device = torch.device("cpu", 0)
+    monkeypatch.setattr(model, "to", moves.append)
+    engine.sleep()
+    assert moves == [torch.device("cpu")] * owns
+    engine.load_weights({name: value.clone() for name, value in engine.named_weights()}.items(), 1)
+    engine.wake()
+    assert moves[1:] == [device, device] * owns
+    assert tokens(run(engine, work)) == first and engine.version == 1
+
+
 def test_a_failing_forward_reaches_every_caller(model: Any) -> None:
     engine = engine_of(model)
     good = tokens(run(engine, [(prompt(0), GREEDY, None)]))

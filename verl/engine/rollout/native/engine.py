@@ -54,6 +54,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         a GPU.
     engines: how many samplers share the machine's memory, for the size of the cache where it is not given.
     record_routes: completions say which experts their tokens went to; no captured graphs then.
+    owns_weights: nobody else uses the model's tensors: `sleep` takes them to host memory.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         enforce_eager: bool = False,
         engines: int = 1,
         record_routes: bool = False,
+        owns_weights: bool = False,
     ):
         dtype = str(dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -111,7 +113,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._version = 0
         self._incomplete = ""
         self._task: asyncio.Task[None] | None = None
-        self._asleep = False
+        self._asleep, self._owns_weights = False, owns_weights
         self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
 
     # ---- requests
@@ -307,6 +309,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """
         from verl.weight_sync.verify import close_stream
 
+        self._bring_weights(self._runner.device)
         adapter = PlainView(self._runner.model).adapter_state()
         targets = adapter or dict(self._runner.model.state_dict()) | dict(self.named_weights())
         given = set()
@@ -337,13 +340,18 @@ class NativeEngine(RolloutEngine, WeightReceiver):
     def _views(self) -> CheckpointViews:
         return CheckpointViews(self._runner.model)
 
+    def _bring_weights(self, device: torch.device) -> None:
+        if self._owns_weights:
+            self._runner.model.to(device)  # type: ignore[arg-type]
+
     def sleep(self) -> None:
-        """Drop the cache and the copies of weights, and give their memory back to the device."""
+        """Drop the cache and the copies of weights, and give their memory back to the device; that of weights of its own, too."""
         self._scheduler.forget_cache()
         self._pool.drop()
         if self._images is not None:
             self._images.forget()
         self._runner.release()
+        self._bring_weights(torch.device("cpu"))
         self._platform.empty_cache()
         self._asleep = True
 
@@ -351,6 +359,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         """Undo `sleep`; what the trainer has freed meanwhile goes back to the device before the cache grows again."""
         if self._asleep:
             self._platform.empty_cache()
+            self._bring_weights(self._runner.device)
         self._asleep = False
 
     @property
