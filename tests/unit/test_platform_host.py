@@ -170,7 +170,7 @@ def test_samplers_plan_with_it(machine: Path) -> None:
 
     per_token = 64 * 32 * 2 * 128 * 4
     for engines in (1, 2):
-        tokens = default_cache_tokens(per_token, torch.device("cpu"), 256, 256, engines=engines)
+        tokens = default_cache_tokens(per_token, torch.device("cpu"), 256, 256, engines)
         assert tokens == 2 * GIB // engines // per_token
     for length in (512, 2048, 8192, 40_000):
         tokens = default_cache_tokens(per_token * 1000, torch.device("cpu"), 256, length)

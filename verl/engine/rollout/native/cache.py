@@ -73,9 +73,9 @@ def default_cache_tokens(
     device: torch.device,
     max_num_seqs: int,
     max_model_len: int,
+    engines: int = 1,
     *,
     share: float = 0.5,
-    engines: int = 1,
     taken_later: int = 0,
 ) -> int:
     """Room for max_num_seqs sequences of max_model_len tokens, or a share of the device's free memory, at `per_token`

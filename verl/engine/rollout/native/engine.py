@@ -88,14 +88,9 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         # Measured where cache_tokens are given, too: it refuses a model that never asks for attention.
         per_token = bytes_per_token(model, compute)
         if cache_tokens is None:
+            share, later = gpu_memory_utilization, bytes_to_come(model, compute)
             cache_tokens = default_cache_tokens(
-                per_token,
-                device,
-                max_num_seqs,
-                max_model_len,
-                share=gpu_memory_utilization,
-                engines=engines,
-                taken_later=bytes_to_come(model, compute),
+                per_token, device, max_num_seqs, max_model_len, engines, share=share, taken_later=later
             )
         layout = KVCacheLayout.fit(cache_tokens, max_model_len, max_num_seqs)
         self._pool = KVBlockPool(layout, device, self._platform.key_dtype(compute), compute)
@@ -114,7 +109,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         self._incomplete = ""
         self._task: asyncio.Task[None] | None = None
         self._asleep, self._owns_weights = False, owns_weights
-        self._counters = {"busy_s": 0.0, "prompt_tokens": 0.0, "tokens": 0.0, "steps": 0.0}
+        self._busy_s = 0.0
 
     # ---- requests
 
@@ -205,7 +200,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         with self._runner.ready():
             work = self._scheduler.prefill()
             if work is not None:
-                self._counters["prompt_tokens"] += work.tokens
                 logits = self._runner.prefill(work)
                 rows = [request for request, _ in work.sampled]
             else:
@@ -215,8 +209,7 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 self._record(work, rows, self._runner.routes)
             if rows:
                 self._advance(rows, logits)
-        self._counters["steps"] += 1
-        self._counters["busy_s"] += time.monotonic() - begin
+        self._busy_s += time.monotonic() - begin
 
     def _record(self, work: Prefill | None, rows: list[Request], routes: np.ndarray) -> None:
         """Keep the routes of a pass, [tokens, layers, k]: of a prefill, or of the newest token of each row."""
@@ -245,7 +238,6 @@ class NativeEngine(RolloutEngine, WeightReceiver):
                 request.versions.append(self._version)
             if reason := self._stopper.reason(request):
                 self._finish(request, reason)
-        self._counters["tokens"] += len(requests)
 
     # ---- weights and memory
 
@@ -281,16 +273,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return checksums(held or self.named_weights(), verify, dtype=dtype)
 
     def check_shared(self, module: nn.Module, verify: str) -> None:
-        """WeightSyncError unless every tensor of `module`, adapters included, is this engine's own, in one memory, and the
-        copies that it computes with are its values (`SAMPLED`: of two columns of each matrix)."""
-        from verl.weight_sync.verify import named
-
-        ours, theirs = (
-            {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held.state_dict().items()}
-            for held in (self._runner.model, module)
-        )
-        if wrong := {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}:
-            raise WeightSyncError(f"weight sync: the sampler does not read the trainer's own {named(wrong)}")
+        """WeightSyncError unless `module` is this engine's own, and the copies that it computes with are its values (`SAMPLED`:
+        of two columns of each matrix)."""
+        if module is not self._runner.model:
+            raise WeightSyncError("weight sync: the sampler does not read the trainer's own module")
         self._runner.linears.check(sampled=verify == SAMPLED)
 
     @property
@@ -367,12 +353,10 @@ class NativeEngine(RolloutEngine, WeightReceiver):
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: busy_s, steps, prompt_tokens (prefilled, recomputed ones too), tokens, preempted; of a
-        model that sees images, how many it encoded: images."""
-        out = self._counters | {"preempted": float(self._scheduler.preempted)}
+        """See `RolloutEngine.stats`."""
+        out, self._busy_s = {"busy_s": self._busy_s}, 0.0
         if self._images is not None:
             out["images"], self._images.encoded = float(self._images.encoded), 0
-        self._scheduler.preempted, self._counters = 0, dict.fromkeys(self._counters, 0.0)
         return out
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,6 @@ class Request:
     routes: RecordedRoutes = field(default_factory=RecordedRoutes)
     prompt_routes: RecordedRoutes | None = None  # those that the first token was sampled with
     num_preempted: int = 0
-    started: float = field(default_factory=time.monotonic)
     ready: bool = False  # everything but the newest token is in the cache: decode can go on
 
     @property
@@ -107,8 +105,6 @@ class Request:
             finish_reason=reason,
             versions=tuple(self.versions),
             num_preempted=self.num_preempted,
-            started=self.started,
-            finished=time.monotonic(),
             prefilled=self.prefilled,
             routed_experts=np.concatenate(routed) if routed else None,
         )
@@ -141,7 +137,6 @@ class Scheduler:
         self.idle: dict[
             str, Request
         ] = {}  # by session: finished requests that keep their place, longest idle first
-        self.preempted = 0
         self._budget = max_num_batched_tokens
         self._clock = 0
         self._hold = False
@@ -308,7 +303,6 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take the request's place in the cache away; its tokens stay and are prefilled again later."""
-        self.preempted += 1
         request.num_preempted += 1
         self._hold = True  # until one finishes: else it would come back at once and be thrown out again
         self._requeue(request)
