@@ -333,9 +333,7 @@ class FSDPEngine(TrainingEngine):
         if not done.refused and not math.isfinite(norm):
             done.refused = f"the gradient norm is {norm}"
         metrics = {} if done.refused else done.metrics()
-        if done.refused:
-            self._clear_gradients()
-        else:
+        if not done.refused:
             clip_gradients(self._gradients(), norm, self._grad_clip)
             optimizer.step()
         return StepResult(metrics | {f"{self.role}/grad_norm": norm}, norm, done.refused, done.tokens)

@@ -250,10 +250,10 @@ class Runner:
         columns[:, at] = np.array(rows).T
         ids, lengths, prompt_slots, prompt_lengths, shifts = columns
         positions = np.maximum(prompt_lengths + lengths - 1 + shifts, 0)
+        rounded = self._graphs is not None
+        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=rounded)
         if self._graphs is None:
-            self._decode.prepare(slots, lengths, prompt_slots, prompt_lengths)
             return self._forward(self._tensor(ids), self._tensor(positions), self._decode, 0)
-        self._decode.prepare(filled, lengths, prompt_slots, prompt_lengths, rounded=True)
         logits = self._graphs.run(self._tensor(ids), self._tensor(positions))
         return logits.index_select(0, self._tensor(at))
 

@@ -134,9 +134,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.groups: dict[str, Group] = {}
-        self.idle: dict[
-            str, Request
-        ] = {}  # by session: finished requests that keep their place, longest idle first
+        # by session: finished requests that keep their place, longest idle first
+        self.idle: dict[str, Request] = {}
         self._budget = max_num_batched_tokens
         self._clock = 0
         self._hold = False
