@@ -56,9 +56,11 @@ def refuse_holes(*packages: str) -> None:
 
 
 def satisfies(version: str, ranges: str) -> bool:
-    """True if the version lies in e.g. ">=5.16,<5.20" or "==4.9.*"; pre-releases and builds count as their release. ValueError for
-    what packaging cannot read."""
+    """True if the version lies in e.g. ">=5.16,<5.20" or "==4.9.*"; pre-releases count as their release. ValueError for what
+    packaging cannot read."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    return SpecifierSet(ranges).contains(Version(version).base_version)
+    found = Version(version)
+    build = f"+{found.local}" if found.local else ""
+    return SpecifierSet(ranges).contains(found.base_version + build)

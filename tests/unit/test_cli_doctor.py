@@ -19,6 +19,7 @@ from verl.versions import satisfies
 
 def test_local_versions_and_wildcards() -> None:
     assert satisfies("2.13.0+cpu", ">=2.11") and satisfies("2.13.0rc1", ">=2.13,<3")
+    assert satisfies("2.13.0+cpu", "==2.13.0+cpu") and satisfies("2.13.0+cpu", "<=2.13.0,==2.13")
     assert satisfies("4.9.3", "==4.9.*") and not satisfies("4.13.2", "==4.9.*")
     with pytest.raises(ValueError, match="Invalid specifier"):
         satisfies("1.0", "about 1")
