@@ -100,7 +100,7 @@
     const scores = rows.map((r) => r.sc).filter((s) => s !== null);
     const mean = scores.length ? `, mean score ${R.num(scores.reduce((a, b) => a + b, 0) / scores.length)}` : "";
     const kept = A.stepsOnDisk > A.steps.length ? ` · ${A.steps.length} of ${A.stepsOnDisk} steps are in this page` : "";
-    R.byId("responses-note").textContent = `${rows.length} ${rows.length === 1 ? "response" : "responses"}${mean}${kept}`;
+    R.byId("responses-note").textContent = `${rows.length} ${rows.length === 1 ? "response" : "responses"} of this page${mean}${kept}`;
   };
 
   const render = () => {
