@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.runs import TinyRun, records, weights
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
 from tests.unit.test_reward_model import classifier, plain_scores
 from tests.unit.test_session import _QWEN
-from verl.rollout.tools.parsers import PARSERS
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
@@ -26,7 +24,7 @@ WORDS = [
     "actor_rollout_ref.model.external_lib=tests.integration.plug_in_parser",
     f"{ROLLOUT}multi_turn.enable=True",
     f"{ROLLOUT}multi_turn.function_tool_path={USER}",
-    f"{ROLLOUT}multi_turn.format=minimax",
+    f"{ROLLOUT}multi_turn.format=every_turn_calls",
     f"{ROLLOUT}multi_turn.max_assistant_turns=3",
     f"{ROLLOUT}stop_token_ids={list(range(64, 128))}",
     "data.max_prompt_length=400",
@@ -38,15 +36,10 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     tiny = TinyRun(tmp_path_factory.mktemp("agents"))
     tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(tiny.model)
-    from tests.integration import plug_in_parser
-
-    # Imported once a process, whichever test came first: a run that imports it again changes nothing.
-    PARSERS["minimax"] = plug_in_parser.every_turn_calls
-    yield tiny
-    PARSERS["minimax"] = plug_in_parser.ORIGINAL
+    return tiny
 
 
 def run(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[dict[str, Any]]:
