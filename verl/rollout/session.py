@@ -244,24 +244,20 @@ class Session:
         return self.boundaries.whole(messages, tools)
 
     async def _reply(self, completion: Completion, tools: Any) -> Reply:
-        ids = completion.token_ids.tolist()
-        if ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder:
-            del ids[-1]
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        content, calls = await self._calls(completion, text, tools) if tools else (text, [])
+        ids, calls = completion.token_ids.tolist(), []
+        ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
+        content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        if tools and self._format in OWN_PARSERS:
+            from verl.rollout.tools.public_parsers import read_with_own
+
+            content, calls = await read_with_own(self._format, self.tokenizer, ids, tools)
+            content = content.removesuffix(self.tokenizer.decode(ids[-1:]) if ended else "").strip()
+        elif tools:
+            content, calls = parse(self._format, content, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]
         return Reply(message, calls, completion)
-
-
-    async def _calls(self, completion: Completion, text: str, tools: Any) -> tuple[str, list[ToolCall]]:
-        """(what was said besides the calls, the calls) of a turn, its text without the token that ended it."""
-        if self._format not in OWN_PARSERS:
-            return parse(self._format, text, tools)
-        from verl.rollout.tools.public_parsers import read_with_own
-
-        return await read_with_own(self._format, self.tokenizer, completion.token_ids.tolist(), tools)
 
 
 def _key(messages: Sequence[Message], tools: Any) -> tuple[Any, ...]:

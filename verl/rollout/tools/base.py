@@ -99,9 +99,17 @@ class ToolResponse:
 def check_schema(schema: Any, where: str) -> None:
     """ToolError if this is no schema of a function with JSON-schema parameters."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
-    if not isinstance(function, Mapping) or not str(function.get("name") or "").strip():
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
         raise ToolError(
             f"{where}: tool_schema must be {{type: function, function: {{name: …}}}}, got {schema!r}"
+        )
+    beside = [key for key in ("name", "description", "parameters", "properties", "required") if key in schema]
+    beside += [key for key in ("properties", "required") if key in function]
+    if beside:
+        raise ToolError(
+            f"{where}: {beside[0]!r} of tool {name!r} is not where it is looked for (is it indented as it should be?): "
+            "{type: function, function: {name, description, parameters: {type: object, properties, required}}}"
         )
     found = function.get("parameters") or {"type": "object", "properties": {}}
     problem = _schema_problem(found, "parameters")
@@ -121,7 +129,10 @@ def _schema_problem(schema: Any, at: str) -> str:
     properties = schema.get("properties") or {}
     if not isinstance(properties, Mapping):
         return f"{at}.properties is {properties!r}, a mapping is needed"
-    if unknown := [name for name in schema.get("required") or () if name not in properties]:
+    required = schema.get("required") or []
+    if not isinstance(required, list):
+        return f"{at}.required is {required!r}, a list of names is needed (of the object that has the properties)"
+    if unknown := [name for name in required if name not in properties]:
         return f"{at}.required names {unknown[0]!r}, which is not in its properties"
     inside = {f"{at}.properties.{name}": value for name, value in properties.items()}
     if "items" in schema:

@@ -39,7 +39,7 @@ class BaseInteraction:
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be used."""
     found: dict[str, BaseInteraction] = {}
-    for number, entry in enumerate(load_yaml(path, "interaction") if path else ()):
+    for number, entry in enumerate(load_yaml(path, "interaction", ("name", "class_name", "config")) if path else ()):
         where = f"{path} entry {number}"
         if not isinstance(entry.get("class_name"), str):
             raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")

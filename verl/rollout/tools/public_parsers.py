@@ -74,7 +74,7 @@ async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -
     except Exception as error:
         what = f"multi_turn.format={name}: {type(parser).__name__}.extract_tool_calls"
         raise UserError(f"{what} does not give (text, list of FunctionCall): {type(error).__name__}: {error}") from error
-    return str(text or "").removesuffix(tokenizer.decode(ids[-1:])).strip(), calls
+    return str(text or ""), calls
 
 
 def _tool_call(call: Any, number: int) -> ToolCall:

@@ -6,6 +6,7 @@ A call that goes wrong is text for the model: an unknown tool, arguments that ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,11 @@ from verl.rollout.tools.base import (
     ToolResponse,
     check_schema,
 )
-from verl.rollout.tools.function_tools import load_function_tools_from_path
+from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
+_KEYS = ("class_name", "config", "tool_schema", "mcp")
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or its parts where it holds an image."""
 
@@ -45,8 +47,8 @@ def load_class(path: str, what: str) -> Any:
         raise ToolError(f"{what}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
-    """The list under `key` of a YAML file. ToolError if there is none."""
+def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]:
+    """The list under `key` of a YAML file, each entry with some of the keys `known`. ToolError if there is none."""
     import yaml
 
     try:
@@ -56,6 +58,11 @@ def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
     entries = found.get(key) if isinstance(found, Mapping) else None
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ToolError(f"{path}: it needs a list `{key}:` of mappings")
+    each = ((entry, f" entry {number}", known) for number, entry in enumerate(entries))
+    for names, place, there in ((found, "", [key]), *each):
+        if unknown := [str(name) for name in names if name not in there]:
+            what = f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(there)}"
+            raise ToolError(f"{what} (is it indented as it should be?)")
     return [dict(entry) for entry in entries]
 
 
@@ -77,7 +84,7 @@ class Toolbox:
         """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
         named: list[tuple[str, Tool]] = []
         if path := multi_turn.tool_config_path:
-            entries = load_yaml(path, "tools")
+            entries = load_yaml(path, "tools", _KEYS)
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
         if path := multi_turn.function_tool_path:
@@ -134,11 +141,26 @@ def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
         raise ToolError(
             f"{where}: {entry['class_name']} cannot be made: {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(tool, BaseTool) or not hasattr(tool, "name"):
+        raise ToolError(
+            f"{where}: {entry['class_name']} must derive from verl.tools.base_tool.BaseTool, and call super().__init__(config, tool_schema)"
+        )
     found = tool.tool_schema
     check_schema(found.model_dump() if hasattr(found, "model_dump") else found, where)
     if isinstance(found, Mapping) and not isinstance(found, Model):
         tool.tool_schema = OpenAIFunctionToolSchema.model_validate(found)
     return tool
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(tool: str, kind: str, what: str) -> None:
+    """Say on the console, in each process once for a kind of error, what a tool did wrong: the model alone would be told."""
+    if (tool, kind) not in _WARNED:
+        _WARNED.add((tool, kind))
+        told = "the model is told so; further ones are counted in agent/tool_errors and agent/tool_timeouts"
+        logging.getLogger(__name__).warning("tool %r: %s (%s)", tool, what, told)
 
 
 class ToolRun:
@@ -179,6 +201,7 @@ class ToolRun:
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
                 images = self.show_images(response.image) if response.image else []
+                metrics = {"tool": call.name, **metrics}
         except EnvironmentFailed:
             raise
         except Exception as error:
@@ -189,17 +212,21 @@ class ToolRun:
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            _warn_once(call.name, type(error).__name__, what)
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
             self.seconds += time.monotonic() - started
-        self.rewards.append(float(reward or 0.0))
-        self.metrics.append({"tool": call.name, **(metrics or {})})
+        self.rewards.append(reward)
+        self.metrics.append(metrics)
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
 
     async def _execute(
         self, tool: Tool, arguments: dict[str, Any]
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        return normalize_function_tool_return(await self._returned(tool, arguments))
+
+    async def _returned(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         if tool.config.get("lifetime") != "trajectory":
             instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
             try:
