@@ -164,7 +164,7 @@ class EnvironmentAgent(AgentLoopBase):
                 found = await (in_thread(method, **arguments) if apart else method(**arguments))
             if not isinstance(found, gives):
                 other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
-                raise TypeError(f"it gives a {gives.__name__}, not {type(found).__name__}{other}")
+                raise TypeError(f"it has to give {gives.__name__}, not {type(found).__name__}{other}")
             return found
         except Exception as error:
             what = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
