@@ -67,6 +67,8 @@ class Partner:
             over, text, reward, _ = await self._interaction.generate_response(
                 self._id, messages, **self._kwargs
             )
+            if not over and not isinstance(text, str):
+                raise TypeError(f"generate_response gives (over, text, reward, metrics), and its text is {text!r:.100}")
         except Exception as error:
             raise EnvironmentFailed(f"interaction: {type(error).__name__}: {error}") from error
         self.rewards.append(float(reward or 0.0))
