@@ -119,8 +119,12 @@ def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRu
     assert [(r["uid"], r["output"]) for r in here] == [(r["uid"], r["output"]) for r in there]
     shown = [m["content"] for row in here for m in row["messages"] if m["role"] == "tool"]
     assert any(text.startswith("<image><image>") for text in shown) and any("undecodable" in t for t in shown)
-    kept = [json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()]
-    assert all(row["shown"][0].startswith("data:image/jpeg") for row in kept if "drawn" in str(row["messages"]))
+    kept = [
+        json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        row["shown"][0].startswith("data:image/jpeg") for row in kept if "drawn" in str(row["messages"])
+    )
     record = records(tmp_path / "0")[1]
     assert record["training/rollout_logprob_abs_diff/max"] < 1e-4 and record["agent/unrecorded_tokens"] == 0
     assert record["agent/segments_per_trajectory/max"] == 3 and record["actor/grad_norm"] > 0

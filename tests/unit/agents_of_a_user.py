@@ -30,7 +30,9 @@ class Bare(ToolParser):
         text = self.tokenizer.decode(responses_ids)
         name, _, expression = text.removesuffix("<|im_end|>").partition(" ")
         called = name == tools[0].function.name
-        return text, [FunctionCall(name, f'{{"expression": {expression}}}')] * called if text != "Hm." else None
+        return text, [
+            FunctionCall(name, f'{{"expression": {expression}}}')
+        ] * called if text != "Hm." else None
 
 
 class Guess:

@@ -118,10 +118,12 @@ def test_the_model_calls_a_tool_and_answers() -> None:
 def test_a_parser_of_a_user_reads_the_calls() -> None:
     (t,), _ = play(['calculate "3*4"', "calculate 3*4", "It is 12."], *TOOLS, "multi_turn.format=bare")
     said = [m["content"] for m in t.fields["messages"]]
-    assert said[1:3] == ['calculate "3*4"', "12"] and said[4].startswith("Error: the arguments are no valid JSON")
+    assert said[1:3] == ['calculate "3*4"', "12"] and said[4].startswith(
+        "Error: the arguments are no valid JSON"
+    )
     assert t.status == "completed" and said[5] == "It is 12."
     (t,), _ = play(["Hm.…"], *TOOLS, "multi_turn.format=bare")
-    assert "Bare.extract_tool_calls does not give (text, list of FunctionCall)" in str(t.score_error)
+    assert "Bare.extract_tool_calls gives no (text, calls)" in str(t.score_error)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,12 @@ def test_a_text_environment_of_gymnasium() -> None:
 
 @pytest.mark.parametrize(
     ("fail", "said"),
-    [("reset", "no game"), ("hang", "no answer"), ("tuple", "StepResult, not tuple.*name=gym"), ("text", "not 'higher'")],
+    [
+        ("reset", "no game"),
+        ("hang", "no answer"),
+        ("tuple", "StepResult, not tuple.*name=gym"),
+        ("text", "not 'higher'"),
+    ],
 )
 def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None:
     words = [*ENV, f"agent.environment.kwargs.fail={fail}", "agent.max_resamples=2", "agent.tool_timeout=0.1"]

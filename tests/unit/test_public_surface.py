@@ -317,7 +317,7 @@ def test_parsers_by_format_and_by_class() -> None:
     assert isinstance(parser, KimiToolParser)
     found = asyncio.run(parser.extract_tool_calls([1], tools))
     assert found == ("Look.", [FunctionCall("find", '{"n": 1}', "call-find-0")])
-    with pytest.raises(ValueError, match="unknown tool parser 'no'; known: .*deepseek"):
+    with pytest.raises(ValueError, match=r"unknown tool parser 'no'; known: .*deepseek"):
         ToolParser.get_tool_parser("no", None)
 
 

@@ -120,10 +120,18 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     words += [f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4"]
     runner = RewardRunner(None, settings=settings(*words))
     try:
-        rows = [answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])]
+        rows = [
+            answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
+        ]
         turn = {"role": "assistant", "content": "says five"}
-        rows[2].fields["messages"] = [*rows[2].prompt.messages, turn]  # a dialogue: what was said is no question
-        rows[3].fields["messages"] = [{"role": "user", "content": "The room?"}, turn]  # an environment's own beginning
+        rows[2].fields["messages"] = [
+            *rows[2].prompt.messages,
+            turn,
+        ]  # a dialogue: what was said is no question
+        rows[3].fields["messages"] = [
+            {"role": "user", "content": "The room?"},
+            turn,
+        ]  # an environment's own beginning
         asyncio.run(runner.score_batch(rows))
     finally:
         runner.close()

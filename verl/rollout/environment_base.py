@@ -38,7 +38,10 @@ class StepResult:
 
 
 def _check(messages: Any) -> None:
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+    needed = {"role", "content"}
+    if not isinstance(messages, list) or any(
+        not isinstance(m, Mapping) or needed - m.keys() for m in messages
+    ):
         raise TypeError(f"messages are a list of {{role, content}}, not {messages!r:.200}")
 
 

@@ -320,7 +320,8 @@ class RolloutManager:
             ):
                 break
             why = trajectory.fields.get("failure") or trajectory.score_error
-            self._failed("trajectory_failed", prompt, why, index=index, status=trajectory.status, attempt=attempt)
+            about = {"index": index, "status": trajectory.status, "attempt": attempt}
+            self._failed("trajectory_failed", prompt, why, **about)
         if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
@@ -374,7 +375,7 @@ class RolloutManager:
         """An event; the first few, each with another error, are shown on the console too."""
         if error and error not in self._shown and len(self._shown) < _SHOWN:
             self._shown.add(error)
-            fields["message"] = f"a response to {prompt.uid} failed: {error} (all such failures are in events.jsonl)"
+            fields["message"] = f"a response to {prompt.uid} failed: {error} (see events.jsonl)"
         self._event(kind, uid=prompt.uid, error=error, **fields)
 
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:

@@ -244,7 +244,8 @@ class Session:
         return self.boundaries.whole(messages, tools)
 
     async def _reply(self, completion: Completion, tools: Any) -> Reply:
-        ids, calls = completion.token_ids.tolist(), []
+        ids = completion.token_ids.tolist()
+        calls: list[ToolCall] = []
         ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
         content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         if tools and self._format in OWN_PARSERS:

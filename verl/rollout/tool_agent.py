@@ -202,7 +202,8 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
             "actor_rollout_ref.model.custom_chat_template"
         )
     written = _written_call(chat, ask, schemas)
-    if written is None or tool_format in OWN_PARSERS or _reads(tool_format, written, schemas):
+    ours = PARSERS.keys() - OWN_PARSERS.keys()
+    if written is None or tool_format not in ours or _reads(tool_format, written, schemas):
         return written
     fitting = [name for name in PARSERS if _reads(name, written, schemas)] or ["none of the known"]
     what = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"

@@ -175,7 +175,10 @@ class BaseTool(Tool):
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):
         self.config = config
         self.tool_schema = tool_schema
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        found = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = (
+            OpenAIFunctionToolSchema.model_validate(found) if isinstance(found, Mapping) else found
+        )
         if self.tool_schema is None:
             raise ToolError(
                 f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"

@@ -46,8 +46,9 @@ class ToolParser:
     @staticmethod
     def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
         """The parser of `multi_turn.format`. ValueError for an unknown one."""
-        if name not in PARSERS and name not in OWN_PARSERS:
-            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted({*PARSERS, *OWN_PARSERS}))}")
+        known = PARSERS.keys() | OWN_PARSERS.keys()
+        if name not in known:
+            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(known))}")
         named = (cls for cls in ToolParser.__subclasses__() if cls.tool_format == name)
         parser = (OWN_PARSERS.get(name) or next(named, ToolParser))(tokenizer)
         parser.tool_format = parser.tool_format or name
@@ -73,7 +74,7 @@ async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -
         calls = [_tool_call(call, number) for number, call in enumerate(found)]
     except Exception as error:
         what = f"multi_turn.format={name}: {type(parser).__name__}.extract_tool_calls"
-        raise UserError(f"{what} does not give (text, list of FunctionCall): {type(error).__name__}: {error}") from error
+        raise UserError(f"{what} gives no (text, calls): {type(error).__name__}: {error}") from error
     return str(text or ""), calls
 
 

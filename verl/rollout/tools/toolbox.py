@@ -20,7 +20,6 @@ from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import (
     BaseTool,
-    Model,
     OpenAIFunctionToolSchema,
     Tool,
     ToolError,
@@ -39,12 +38,29 @@ Content = str | list[dict[str, Any]]
 def load_class(path: str, what: str) -> Any:
     """The object of `file.py:Name`, `pkg.module:Name` or `pkg.module.Name`. ToolError if it cannot be loaded."""
     module, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module or name == "py":
+        raise ToolError(f"{what}: {path} names no class; package.module.Class, or file.py:Class")
     try:
         return load_extern_object(module, name)
     except DataError as error:
         raise ToolError(f"{what}: {error}") from error
     except Exception as error:
         raise ToolError(f"{what}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def made(entry: Mapping[str, Any], where: str, base: type, **arguments: Any) -> Any:
+    """The object of an entry's `class_name`, made of these arguments. ToolError for one that cannot be, or is no `base`."""
+    named = entry.get("class_name")
+    if not isinstance(named, str):
+        raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
+    cls = load_class(named, where)
+    try:
+        found = cls(**arguments)
+    except Exception as error:
+        raise ToolError(f"{where}: {named} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(found, base) or not hasattr(found, "config"):
+        raise ToolError(f"{where}: {named} must derive from {base.__name__}, and call super().__init__")
+    return found
 
 
 def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]:
@@ -63,6 +79,8 @@ def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]
         if unknown := [str(name) for name in names if name not in there]:
             what = f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(there)}"
             raise ToolError(f"{what} (is it indented as it should be?)")
+    if odd := [entry["config"] for entry in entries if not isinstance(entry.get("config") or {}, Mapping)]:
+        raise ToolError(f"{path}: config must be a mapping, and is {odd[0]!r}")
     return [dict(entry) for entry in entries]
 
 
@@ -90,8 +108,8 @@ class Toolbox:
         if path := multi_turn.function_tool_path:
             try:
                 found = load_function_tools_from_path(path)
-            except FileNotFoundError as error:
-                raise ToolError(str(error)) from error
+            except Exception as error:
+                raise ToolError(f"function_tool_path={path}: {type(error).__name__}: {error}") from error
             if not found:
                 raise ToolError(f"function_tool_path={path}: no function of it is marked with @function_tool")
             named += [(f"{path} ({tool.fn.__name__})", tool) for tool in found]
@@ -120,35 +138,20 @@ def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
         from verl.rollout.tools.mcp_servers import McpTool, load_tools
 
         return load_tools(entry, where, load_class(named, where) if named else McpTool)
-    if not isinstance(named, str):
-        raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
     return [(where, _tool(where, entry))]
 
 
 def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
-    tool_class, schema = load_class(entry["class_name"], where), entry.get("tool_schema")
+    schema = entry.get("tool_schema")
     config = dict(entry.get("config") or {})
     if config.get("lifetime", "call") not in LIFETIMES:
         raise ToolError(f"{where}: config.lifetime is {config['lifetime']!r}; known: {', '.join(LIFETIMES)}")
     if schema is not None:
         check_schema(schema, where)
         schema = OpenAIFunctionToolSchema.model_validate(schema)
-    try:
-        tool: BaseTool = tool_class(config=config, tool_schema=schema)
-    except ToolError:
-        raise
-    except Exception as error:
-        raise ToolError(
-            f"{where}: {entry['class_name']} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(tool, BaseTool) or not hasattr(tool, "name"):
-        raise ToolError(
-            f"{where}: {entry['class_name']} must derive from verl.tools.base_tool.BaseTool, and call super().__init__(config, tool_schema)"
-        )
+    tool: BaseTool = made(entry, where, BaseTool, config=config, tool_schema=schema)
     found = tool.tool_schema
     check_schema(found.model_dump() if hasattr(found, "model_dump") else found, where)
-    if isinstance(found, Mapping) and not isinstance(found, Model):
-        tool.tool_schema = OpenAIFunctionToolSchema.model_validate(found)
     return tool
 
 
