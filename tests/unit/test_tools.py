@@ -219,7 +219,7 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
         "config is no key.*known: tools": "tools: []\nconfig: {}",
         "entry 0: tool_shema is no key": "tools: [{class_name: x.Y, tool_shema: {}}]",
         "must derive from .*BaseTool": "tools: [{class_name: builtins.dict}]",
-        "'properties' of tool 'x' is not where": "tools: [{class_name: builtins.dict, tool_schema: {function: {name: x, properties: {}}}}]",
+        "'properties' of tool 'x' is not where it belongs": "tools: [{class_name: builtins.dict, tool_schema: {function: {name: x, properties: {}}}}]",
         "required is True": entry(tmp_path, kind="integer, required: true"),
     }
     for words, yaml in wrong.items():

@@ -38,10 +38,8 @@ class StepResult:
 
 
 def _check(messages: Any) -> None:
-    needed = {"role", "content"}
-    if not isinstance(messages, list) or any(
-        not isinstance(m, Mapping) or needed - m.keys() for m in messages
-    ):
+    fit = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not fit:
         raise TypeError(f"messages are a list of {{role, content}}, not {messages!r:.200}")
 
 

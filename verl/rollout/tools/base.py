@@ -107,10 +107,8 @@ def check_schema(schema: Any, where: str) -> None:
     beside = [key for key in ("name", "description", "parameters", "properties", "required") if key in schema]
     beside += [key for key in ("properties", "required") if key in function]
     if beside:
-        raise ToolError(
-            f"{where}: {beside[0]!r} of tool {name!r} is not where it is looked for (is it indented as it should be?): "
-            "{type: function, function: {name, description, parameters: {type: object, properties, required}}}"
-        )
+        what = f"{where}: {beside[0]!r} of tool {name!r} is not where it belongs (is it indented as it should be?)"
+        raise ToolError(f"{what}: {{function: {{name, parameters: {{type, properties, required}}}}}}")
     found = function.get("parameters") or {"type": "object", "properties": {}}
     problem = _schema_problem(found, "parameters")
     if not problem and found.get("type") != "object":

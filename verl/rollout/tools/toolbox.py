@@ -18,19 +18,11 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.tools.base import (
-    BaseTool,
-    OpenAIFunctionToolSchema,
-    Tool,
-    ToolError,
-    ToolResponse,
-    check_schema,
-)
+from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
 from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
-_KEYS = ("class_name", "config", "tool_schema", "mcp")
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or its parts where it holds an image."""
 
@@ -102,7 +94,7 @@ class Toolbox:
         """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
         named: list[tuple[str, Tool]] = []
         if path := multi_turn.tool_config_path:
-            entries = load_yaml(path, "tools", _KEYS)
+            entries = load_yaml(path, "tools", ("class_name", "config", "tool_schema", "mcp"))
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
         if path := multi_turn.function_tool_path:
@@ -162,8 +154,7 @@ def _warn_once(tool: str, kind: str, what: str) -> None:
     """Say on the console, in each process once for a kind of error, what a tool did wrong: the model alone would be told."""
     if (tool, kind) not in _WARNED:
         _WARNED.add((tool, kind))
-        told = "the model is told so; further ones are counted in agent/tool_errors and agent/tool_timeouts"
-        logging.getLogger(__name__).warning("tool %r: %s (%s)", tool, what, told)
+        logging.getLogger(__name__).warning("tool %r: %s (the model is told so)", tool, what)
 
 
 class ToolRun:
@@ -200,7 +191,8 @@ class ToolRun:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                response, reward, metrics = await self._execute(tool, call.arguments)
+                found = await self._execute(tool, call.arguments)
+                response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
                 images = self.show_images(response.image) if response.image else []
@@ -224,12 +216,7 @@ class ToolRun:
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
 
-    async def _execute(
-        self, tool: Tool, arguments: dict[str, Any]
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        return normalize_function_tool_return(await self._returned(tool, arguments))
-
-    async def _returned(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         if tool.config.get("lifetime") != "trajectory":
             instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
             try:
