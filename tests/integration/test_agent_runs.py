@@ -199,6 +199,13 @@ def test_what_names_nothing_that_can_be_used_is_refused_with_one_message(
     assert re.search(words, said) and "Traceback" not in said and "1 problem" in said, said
 
 
+def test_tools_that_no_row_uses_are_said(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny.overrides(tmp_path, *WORDS, f"{ROLLOUT}multi_turn.enable=False"), "--check"]) == 0
+    assert "multi_turn.function_tool_path: no row is of tool_agent" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
