@@ -123,8 +123,8 @@ def test_a_parser_of_a_user_reads_the_calls() -> None:
         "Error: the arguments are no valid JSON"
     )
     assert t.status == "completed" and said[5] == "It is 12."
-    (t,), _ = play(["Hm.…"], *TOOLS, "multi_turn.format=bare")
-    assert "Bare.extract_tool_calls gives no (text, calls)" in str(t.score_error)
+    with pytest.raises(RolloutError, match=r"Bare\.extract_tool_calls gives no \(text, calls\)"):
+        play(["Hm.…"], *TOOLS, "multi_turn.format=bare")
 
 
 @pytest.mark.parametrize(
