@@ -216,6 +216,11 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
         "entry 0 and in .*entry 1": entry(tmp_path) + entry(tmp_path).partition("tools:")[2],
         "list `tools:`": "tool: []",
         "MCP": "tools:\n  - {config: {type: mcp}}",
+        "config is no key.*known: tools": "tools: []\nconfig: {}",
+        "entry 0: tool_shema is no key": "tools: [{class_name: x.Y, tool_shema: {}}]",
+        "must derive from .*BaseTool": "tools: [{class_name: builtins.dict}]",
+        "'properties' of tool 'x' is not where it belongs": "tools: [{class_name: builtins.dict, tool_schema: {function: {name: x, properties: {}}}}]",
+        "required is True": entry(tmp_path, kind="integer, required: true"),
     }
     for words, yaml in wrong.items():
         with pytest.raises(ToolError, match=f"(?is){words.replace('no_such', 'NoSuch')}"):

@@ -10,7 +10,7 @@
   };
   R.prompt = prompt;
 
-  R.images = (row) => (row.im || []).map((at, k) => R.el("img", { class: "seen", src: A.images[at], alt: "image of the prompt", title: row.it[k] ? `${row.it[k]} tokens` : null }));
+  R.images = (row, alt = "image of the prompt") => (row.im || []).map((at, k) => R.el("img", { class: "seen", src: A.images[at], alt, title: row.it && row.it[k] ? `${row.it[k]} tokens` : null }));
   R.responseLink = (row, mode) => `#a=${row.s}/${encodeURIComponent(R.plain(row.u))}/${row.i}/${mode}`;
 
   const view = Object.assign({ step: "newest", text: "", source: "", finish: "", low: "", high: "", sort: "", down: false }, R.state.responses);
