@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import vllm_processes
 from tests.chaos import ray_plans
 from tests.chaos.fork_server import Run
 from tests.chaos.killing import sealed_steps
@@ -228,9 +229,11 @@ def test_vllm_that_dies_in_a_living_host_is_replaced_and_nothing_is_lost_or_doub
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.save_freq=-1",
     )
+    forked = vllm_processes.variables()
     # 12 responses a step: the 20th is asked for while others of the second step are under way.
     plug = ray_plans.plan(tmp_path / "plug", "dying_vllm", ray_plans.DYING_VLLM, call=20, mark=mark)
-    with begin(out, *words, **plug) as run:
+    plugins = ",".join(one["VERL_USE_EXTERNAL_MODULES"] for one in (forked, plug))
+    with begin(out, *words, **(forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins})) as run:
         assert run.wait(600) == 0, log_of(out)[-4000:]
     assert mark.exists()
     replaced_once(out)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import vllm_processes
 from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
 from tests.runs import TinyRun, records
 from tests.unit.engine_cases import simple_loss
@@ -68,7 +69,7 @@ def test_two_steps_as_a_user_starts_them(fork_server, tmp_path: Path, arch: str)
         "trainer.verify_weight_sync=True",
         "trainer.logprob_diff_limit=1e-4",
     )
-    done = fork_server.run(tiny.overrides(out, *words), timeout=600)
+    done = fork_server.run(tiny.overrides(out, *words), timeout=600, **vllm_processes.variables())
     assert done.status == 0, done.stderr[-4000:]
     said = done.stdout + done.stderr
     assert ("room aside for rank 8" in said) is (arch == "qwen3")
