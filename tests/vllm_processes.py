@@ -87,7 +87,7 @@ class _Process(context.ForkServerProcess):
     """Has the environment of the process that starts it, which it takes for its parent."""
 
     @staticmethod
-    def _Popen(process: Any) -> Any:  # noqa: N802 # the name of multiprocessing
+    def _Popen(process: Any) -> Any:  # the name of multiprocessing
         with mock.patch.object(forkserver, "connect_to_new_process", _connect):
             return popen_forkserver.Popen(process)
 

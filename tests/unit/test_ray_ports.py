@@ -77,7 +77,7 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
             assert resources["CPU"] == 3 and resources["object_store_memory"] == 100 << 20
             session = Path(ray._private.worker._global_node.get_session_dir_path())
             assert session.is_relative_to(short) and session.is_dir()
-            time.sleep(2)  # Ray reports what was done once a second
+            until(lambda: "work_of_a_test" in json.dumps(ray.timeline()))  # Ray reports it once a second
         finally:
             cluster.close()
         assert not ray.is_initialized()

@@ -86,12 +86,12 @@ def test_what_a_program_may_not_do_for_ever(folder: Path, name: str, monkeypatch
     program, said = STOPPED[name]
     if "took more than" not in said:  # another limit is met first, however busy the machine is
         monkeypatch.setattr(local, "WAIT", 30.0)
-    before = len(os.listdir("/proc"))
+    before = set(psutil.Process().children(recursive=True))
     started = time.monotonic()
     ran = local.run(program, seconds=1, memory_mb=512)
     assert time.monotonic() - started < 30
     assert not ran.finished and re.search(said, ran.note), ran
-    assert len(os.listdir("/proc")) < before + 50
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_what_a_program_may_do(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_program_dies_with_the_process_that_started_it() -> None:
         found = [child.pid for child in children if _is_the_program(child)]
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{found[0]}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{found[0]}")
