@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -10,6 +11,14 @@ import pytest
 from tests.chaos.fork_server import ForkServer
 from tests.ray_cluster import shared
 from tests.runs import TinyRun
+
+gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """Tests' own garbage is collected, without a look at what came before them."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
