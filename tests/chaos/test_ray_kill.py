@@ -16,6 +16,7 @@ import pytest
 from tests import vllm_processes
 from tests.chaos import ray_plans
 from tests.chaos.fork_server import Run
+from tests.chaos.fork_server import until as waited_for
 from tests.chaos.killing import sealed_steps
 from tests.chaos.ray_runs import (
     LIMIT_S,
@@ -172,10 +173,8 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(begin, tmp_path) -> No
     lines = report["extra"].splitlines()
     assert any("training worker 1" in line and "hang_here" in line for line in lines), report["extra"][:3000]
     assert any("training worker 0" in line and "waits for other ranks" in line for line in lines), lines[:5]
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers go when their driver is killed"
+    # Workers go when their driver is killed.
+    waited_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), pause=0.2)
 
 
 def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> None:

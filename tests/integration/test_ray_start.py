@@ -8,14 +8,13 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.chaos.fork_server import ForkServer
+from tests.chaos.fork_server import ForkServer, until
 from tests.ranks import free_port
 from tests.ray_cluster import forking
 from tests.runs import TinyRun, records
@@ -125,9 +124,8 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     head = begin(home, mark, **common)
     nobody = start(other, mark, **common, NODE_ADDR="127.0.0.2")
     assert nobody.returncode == 2 and "no token here: copy ~/.ray/auth_token" in nobody.stderr, nobody.stderr
-    token, end = home / ".ray/auth_token", time.monotonic() + 60
-    while not (token.is_file() and token.stat().st_size) and time.monotonic() < end:
-        time.sleep(0.1)
+    token = home / ".ray/auth_token"
+    until(lambda: token.is_file() and token.stat().st_size)
     (other / ".ray").mkdir(parents=True)
     shutil.copy(token, other / ".ray/auth_token")
     worker = start(other, mark, **common, NODE_ADDR="127.0.0.2")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.fork_server import until
 from verl.tracking.timer import Phases, Timeline, Watchdog, step_times
 
 
@@ -36,13 +37,6 @@ def test_phases_add_up_and_nest():
     assert phases.timings() == {} and phases.spans() == [] and found["gen"] > 0
 
 
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 def test_watchdog_names_phase_and_stacks_and_grows_its_pauses(capsys):
     phases, events = Phases(), []
 
@@ -64,9 +58,9 @@ def test_watchdog_names_phase_and_stacks_and_grows_its_pauses(capsys):
             phases("step"),
             phases("gen", waits_for="3 of 8 answers"),
         ):
-            assert wait_until(lambda: dog.reports >= 3)
+            until(lambda: dog.reports >= 3)
             phases.beat()
-            assert wait_until(lambda: len(events) >= 4)
+            until(lambda: len(events) >= 4)
     finally:
         release.set()
         worker.join()
@@ -92,7 +86,7 @@ def test_watchdog_goes_on_when_the_workers_cannot_be_asked():
         reports.append(fields["extra"])
 
     with Watchdog(Phases(), 0.05, on_event, extra=broken):
-        assert wait_until(lambda: len(reports) >= 2)
+        until(lambda: len(reports) >= 2)
     assert reports[0] == "the workers cannot be asked: RuntimeError: no cluster"
 
 

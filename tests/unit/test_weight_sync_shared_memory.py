@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chaos.fork_server import until
 from tests.weight_sync_processes import (
     channel_name,
     check_clean,
@@ -191,10 +192,7 @@ def test_segments_of_the_dead_are_swept_and_their_channel_is_free(channel: str) 
     out = context.Queue()
     for again in range(2):
         process = spawn(stalls, channel, out)
-        deadline = time.monotonic() + 20
-        while not path_of(channel).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: path_of(channel).exists())
         kill(process.pid)
         process.join(5)
         if again:  # any other test's sender may have done it before
