@@ -13,6 +13,8 @@ from multiprocessing import context, forkserver, popen_forkserver
 from typing import Any
 from unittest import mock
 
+from verl.engine.rollout.vllm import launch
+
 ADDRESS = "VERL_TEST_VLLM_PROCESSES"
 """In the environment: the socket of the server that forks."""
 PRELOAD = [
@@ -35,20 +37,12 @@ def variables() -> dict[str, str]:
 
 def use() -> None:
     """From now on vLLM gets its processes from the server."""
-    from verl.engine.rollout.vllm import launch
-
-    _address()
-    if not hasattr(launch.start, "__wrapped__"):
-        launch.start = _with_server(launch.start)
+    launch.start = _start_forked
 
 
-def _with_server(start: Any) -> Any:
-    @functools.wraps(start)
-    def started(arguments: dict[str, Any]) -> Any:
-        _patch()
-        return start(arguments)
-
-    return started
+def _start_forked(arguments: dict[str, Any]) -> Any:
+    _patch()
+    return _start(arguments)
 
 
 def _patch() -> None:
@@ -70,6 +64,7 @@ def _address() -> str:
 
 
 _own: Any = forkserver.ForkServer()
+_start = launch.start
 
 
 def _connect(handles: list[int]) -> tuple[int, int]:
