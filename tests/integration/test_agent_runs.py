@@ -76,9 +76,8 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
     run(tiny, parts, 0)
     assert weights(parts, 2) == weights(tmp_path / "whole", 2)
 
-    for workers in (1, 4):
-        there = run(tiny, tmp_path / str(workers), workers)
-        assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
+    there = run(tiny, tmp_path / "processes", 2)
+    assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
 
 
 SHOWS = """

@@ -194,7 +194,7 @@ def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
     assert good == '{"sum": 3}' and awake == "awake" and run.rewards == [0.0, 1.0]
     assert "missing" in missing or "TypeError" in missing
     assert "add, sleep" in unknown and unread == "Error: no JSON" and "0.2 s" in late
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
     assert dict(run.counts) == {"calls": 6, "invalid": 2, "errors": 1, "timeouts": 1}
 
 
