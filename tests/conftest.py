@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -11,11 +12,25 @@ from tests.chaos.fork_server import ForkServer
 from tests.ray_cluster import shared
 from tests.runs import TinyRun
 
+gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    """Tests' own garbage is collected, without a look at what came before them."""
+    gc.freeze()
+    gc.enable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: two workers that share the rest out among them then end together. Before them those on the shared
-    Ray cluster: one worker has all of them while the other one begins at the other end, so nobody waits for the cluster."""
-    items.sort(key=lambda item: ("ray_address" not in item.fixturenames, not item.get_closest_marker("slow")))
+    Ray cluster: one worker has all of them while the other one begins at the other end, so nobody waits for the cluster; and
+    behind them, for that worker has imported it, those with vLLM."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        slow = item.get_closest_marker("slow") is not None
+        return "ray_address" not in item.fixturenames, not slow, "vllm" not in item.nodeid
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

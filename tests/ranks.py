@@ -13,6 +13,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
@@ -65,10 +66,22 @@ def run(
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free a moment ago. Not one of those that the system, or Ray to its workers, deals out: somebody else
+    would have it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+
+
+def listens(port: int) -> bool:
+    """Whether somebody answers at a port of this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _collect(pipes: list[Any], processes: list[Any], timeout: float, folder: Path) -> list[Any]:

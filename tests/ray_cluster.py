@@ -38,15 +38,19 @@ def node_options(server: ForkServer | None) -> dict[str, Any]:
     """Those of a node of one core."""
     options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE}
     if server is not None:
-        from ray._private.workers import default_worker
-
         shim = ray_setup_worker.__file__
-        variables = {
-            ray_setup_worker.SERVER: str(server.address),
-            ray_setup_worker.WORKER: default_worker.__file__,
-        }
-        options |= {"setup_worker_path": shim, "worker_path": shim, "env_vars": variables}
+        options |= {"setup_worker_path": shim, "worker_path": shim, "env_vars": forking(server)}
     return options
+
+
+def forking(server: ForkServer) -> dict[str, str]:
+    """Environment of a node whose workers `server` forks; with the plug-in tests.ray_own, of a run that starts a Ray of its own."""
+    from ray._private.workers import default_worker
+
+    return {
+        ray_setup_worker.SERVER: str(server.address),
+        ray_setup_worker.WORKER: default_worker.__file__,
+    }
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import vllm_processes
 from tests.tiny import tiny_model
 from verl.config.engine_packages import EnginePackageError, check_vllm
 from verl.engine.rollout.base import Completion, SamplingParams
@@ -35,6 +36,7 @@ def vllm_model(path: Path, arch: str = "qwen3", *, tied: bool = False) -> Path:
 
 def vllm_engine(path: Path, **more: Any) -> Any:
     """A float32 engine of at most 8 responses of at most 256 tokens."""
+    vllm_processes.use()
     from verl.engine.rollout.vllm_engine import VLLMEngine
 
     limits = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}

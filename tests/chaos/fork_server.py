@@ -290,6 +290,7 @@ class ForkServer:
             cwd=ROOT,
             env=environment(),
         )
+        self.pid = self._process.pid
         self._listener = threading.Thread(target=self._listen, name="fork_server", daemon=True)
         self._listener.start()
 

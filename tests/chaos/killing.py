@@ -159,6 +159,17 @@ def processes_with(variable: str, value: str) -> list[int]:
     return found
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """What came after `before` into the shared memory of this machine, which others use too, and no living process holds."""
+    new, held = set(os.listdir("/dev/shm")) - before, b""
+    for entry in Path("/proc").glob("[0-9]*/maps") if new else ():
+        try:
+            held += entry.read_bytes()
+        except OSError:
+            continue
+    return {name for name in new if f"/dev/shm/{name}".encode() not in held}
+
+
 def assert_none_left(variable: str, value: str) -> None:
     """No process of the killed runs lives on."""
     until(lambda: not processes_with(variable, value), timeout=10, pause=0.1)

@@ -135,7 +135,7 @@ RolloutWorker.start, Worker.update = start, update
 SHORT_PATIENCE = """
 from verl.workers.ray import watch
 
-watch._SILENCE_S = {seconds}
+watch._SILENCE_S, watch._LAST_S = {seconds}, {seconds}
 """
 
 DYING_VLLM = """

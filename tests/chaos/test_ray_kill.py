@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import vllm_processes
 from tests.chaos import ray_plans
 from tests.chaos.fork_server import Run
+from tests.chaos.fork_server import until as waited_for
 from tests.chaos.killing import sealed_steps
 from tests.chaos.ray_runs import (
     LIMIT_S,
@@ -171,10 +173,8 @@ def test_the_watchdog_names_the_rank_that_hangs_and_where(begin, tmp_path) -> No
     lines = report["extra"].splitlines()
     assert any("training worker 1" in line and "hang_here" in line for line in lines), report["extra"][:3000]
     assert any("training worker 0" in line and "waits for other ranks" in line for line in lines), lines[:5]
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers go when their driver is killed"
+    # Workers go when their driver is killed.
+    waited_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), pause=0.2)
 
 
 def test_the_watchdog_names_the_sampler_that_does_not_start(begin, tmp_path) -> None:
@@ -228,9 +228,11 @@ def test_vllm_that_dies_in_a_living_host_is_replaced_and_nothing_is_lost_or_doub
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.save_freq=-1",
     )
+    forked = vllm_processes.variables()
     # 12 responses a step: the 20th is asked for while others of the second step are under way.
     plug = ray_plans.plan(tmp_path / "plug", "dying_vllm", ray_plans.DYING_VLLM, call=20, mark=mark)
-    with begin(out, *words, **plug) as run:
+    plugins = ",".join(one["VERL_USE_EXTERNAL_MODULES"] for one in (forked, plug))
+    with begin(out, *words, **(forked | plug | {"VERL_USE_EXTERNAL_MODULES": plugins})) as run:
         assert run.wait(600) == 0, log_of(out)[-4000:]
     assert mark.exists()
     replaced_once(out)

@@ -124,7 +124,7 @@ def test_a_lost_node_of_the_training_ends_the_run_with_that_said(
             "kill_raylet",
             r"the Ray daemon of the driver's node \(.*; head {address}\) was lost in gen: its process ended",
         ),
-        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 10 s"),
+        ("kill_gcs_server", r"the head of the Ray cluster \({address}\) was lost in \w+: no answer for 5 s"),
     ],
     ids=["daemon", "head"],
 )
@@ -132,7 +132,7 @@ def test_a_run_that_is_cut_off_ends_with_that_said(cluster, fork_server, tiny, t
     """Ray would end the driver without a word. The last ones here: no run starts on this cluster afterwards."""
     out, mark, address = tmp_path / "out", tmp_path / "sampling", cluster.address
     slow = slow_sampling(tmp_path, mark, 0.6)
-    patience = ray_plans.plan(tmp_path / "plug", "short_patience", ray_plans.SHORT_PATIENCE, seconds=10.0)
+    patience = ray_plans.plan(tmp_path / "plug", "short_patience", ray_plans.SHORT_PATIENCE, seconds=5.0)
     plugins = ",".join(one["VERL_USE_EXTERNAL_MODULES"] for one in (slow, patience))
     words = (ALONE, "trainer.total_training_steps=9")
     more = slow | {"VERL_USE_EXTERNAL_MODULES": plugins}

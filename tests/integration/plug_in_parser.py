@@ -1,12 +1,12 @@
 """A parser for models that know nothing: every turn is a call of the calculator, with what was written."""
 
-from verl.rollout.tools.parsers import PARSERS, ToolCall
+import json
 
-ORIGINAL = PARSERS["minimax"]
-
-
-def every_turn_calls(text, types):
-    return text, [ToolCall("calculate", {"expression": f"{len(text)}*2"})]
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 
-PARSERS["minimax"] = every_turn_calls
+@ToolParser.register("every_turn_calls")
+class EveryTurnCalls(ToolParser):
+    async def extract_tool_calls(self, responses_ids):
+        text = self.tokenizer.decode(responses_ids)
+        return text, [FunctionCall(name="calculate", arguments=json.dumps({"expression": f"{len(text)}*2"}))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.runs import TinyRun, records, weights
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VISION, tiny_tokenizer
 from tests.unit.test_reward_model import classifier, plain_scores
 from tests.unit.test_session import _QWEN
-from verl.rollout.tools.parsers import PARSERS
 from verl.trainer.main_ppo import main
 from verl.trajectory import Prompt, Trajectory
 
@@ -26,7 +24,7 @@ WORDS = [
     "actor_rollout_ref.model.external_lib=tests.integration.plug_in_parser",
     f"{ROLLOUT}multi_turn.enable=True",
     f"{ROLLOUT}multi_turn.function_tool_path={USER}",
-    f"{ROLLOUT}multi_turn.format=minimax",
+    f"{ROLLOUT}multi_turn.format=every_turn_calls",
     f"{ROLLOUT}multi_turn.max_assistant_turns=3",
     f"{ROLLOUT}stop_token_ids={list(range(64, 128))}",
     "data.max_prompt_length=400",
@@ -38,15 +36,10 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     tiny = TinyRun(tmp_path_factory.mktemp("agents"))
     tiny_tokenizer(template=_QWEN.replace("%THINK%", "")).save_pretrained(tiny.model)
-    from tests.integration import plug_in_parser
-
-    # Imported once a process, whichever test came first: a run that imports it again changes nothing.
-    PARSERS["minimax"] = plug_in_parser.every_turn_calls
-    yield tiny
-    PARSERS["minimax"] = plug_in_parser.ORIGINAL
+    return tiny
 
 
 def run(tiny: TinyRun, out: Path, workers: int, *more: str) -> list[dict[str, Any]]:
@@ -83,9 +76,8 @@ def test_a_calculator_trains_resumes_exactly_and_is_the_same_in_processes(
     run(tiny, parts, 0)
     assert weights(parts, 2) == weights(tmp_path / "whole", 2)
 
-    for workers in (1, 4):
-        there = run(tiny, tmp_path / str(workers), workers)
-        assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
+    there = run(tiny, tmp_path / "processes", 2)
+    assert [(r["uid"], r["output"]) for r in there] == [(r["uid"], r["output"]) for r in whole]
 
 
 SHOWS = """
@@ -126,6 +118,12 @@ def test_images_of_tools_are_sampled_and_trained_on(tmp_path: Path, tiny: TinyRu
     assert [(r["uid"], r["output"]) for r in here] == [(r["uid"], r["output"]) for r in there]
     shown = [m["content"] for row in here for m in row["messages"] if m["role"] == "tool"]
     assert any(text.startswith("<image><image>") for text in shown) and any("undecodable" in t for t in shown)
+    kept = [
+        json.loads(line) for line in (tmp_path / "0" / "trajectories" / "1.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        row["shown"][0].startswith("data:image/jpeg") for row in kept if "drawn" in str(row["messages"])
+    )
     record = records(tmp_path / "0")[1]
     assert record["training/rollout_logprob_abs_diff/max"] < 1e-4 and record["agent/unrecorded_tokens"] == 0
     assert record["agent/segments_per_trajectory/max"] == 3 and record["actor/grad_norm"] > 0
@@ -200,11 +198,18 @@ def test_what_names_nothing_that_can_be_used_is_refused_with_one_message(
     assert re.search(words, said) and "Traceback" not in said and "1 problem" in said, said
 
 
+def test_tools_that_no_row_uses_are_said(
+    tiny: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny.overrides(tmp_path, *WORDS, f"{ROLLOUT}multi_turn.enable=False"), "--check"]) == 0
+    assert "multi_turn.function_tool_path: no row is of tool_agent" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
         *BAD,
-        "kimi cannot read a call.*hermes or minimax or qwen can",
+        "kimi cannot read a call.*hermes or qwen can",
         "no support for tools",
         "max_response_length=40 cannot hold a turn after a call",
     ],
@@ -222,7 +227,7 @@ def test_what_cannot_work_is_refused_before_the_run(
         more.append(f"actor_rollout_ref.model.custom_chat_template={tmp_path / 'plain.jinja'}")
     if "cannot hold" in words:
         more.append("data.max_response_length=40")
-    if words == "kimi cannot read a call.*hermes or minimax or qwen can":
+    if words == "kimi cannot read a call.*hermes or qwen can":
         more.append(f"{ROLLOUT}multi_turn.format=kimi")
     assert main([*tiny.overrides(tmp_path, *WORDS, *more), "--check"]) == 2
     assert re.search(words, capfd.readouterr().err, re.S)

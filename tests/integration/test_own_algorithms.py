@@ -51,7 +51,7 @@ def test_a_need_that_nothing_produces_is_refused(
     assert "wants_a_teacher" in (text := capfd.readouterr().err) and "a teacher" in text
 
 
-@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", pytest.param("token-mean", marks=pytest.mark.long)])
 def test_a_loop_with_several_segments_trains(tiny: TinyRun, tmp_path: Path, mode: str) -> None:
     words = [
         PLUG_IN,

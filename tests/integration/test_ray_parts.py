@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chaos.fork_server import until
 from verl.config import load
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.errors import UserError
@@ -139,9 +140,7 @@ def test_a_worker_that_dies_while_nobody_calls_it_is_noticed() -> None:
     found: list[Exception] = []
     watch = Watch(RayCalls([WorkerHandle(handle, "training worker 0", "here")]), found.append)
     os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
-    end = time.monotonic() + 30
-    while not found and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: found)
     watch.stop()
     assert "training worker 0" in str(found[0])
 
@@ -366,9 +365,7 @@ def test_a_host_that_died_idle_is_found_and_started_once(pool, tmp_path) -> None
     pids = [ray.get(host.worker.handle.pid.remote()) for host in one.replicas]
     assert one.find_dead(one.replicas) == []
     os.kill(pids[1], signal.SIGKILL)
-    end = time.monotonic() + 30
-    while not (dead := one.find_dead(one.replicas)) and time.monotonic() < end:
-        time.sleep(0.1)
+    dead = until(lambda: one.find_dead(one.replicas), pause=0.1)
     assert [host.number for host, _ in dead] == [1]
     assert one.replace_dead(*dead[0]) and not one.replace_dead(*dead[0]), (
         "the second one leaves it to the first"

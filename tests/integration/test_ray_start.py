@@ -8,15 +8,15 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.chaos.fork_server import ForkServer
+from tests.chaos.fork_server import ForkServer, until
 from tests.ranks import free_port
+from tests.ray_cluster import forking
 from tests.runs import TinyRun, records
 
 pytest.importorskip("ray")
@@ -28,6 +28,13 @@ SHORT = (
     "trainer.total_training_steps=1",
     "trainer.test_freq=-1",
 )
+
+
+FORKED = """
+import sys
+if any(word.endswith("/ray") for word in sys.orig_argv):
+    import tests.ray_own
+"""
 
 
 def begin(home: Path, mark: str, **settings: str) -> subprocess.Popen[str]:
@@ -101,10 +108,14 @@ def test_a_head_on_one_node(tmp_path: Path, mark: str) -> None:
 
 @pytest.mark.slow
 def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_server: ForkServer) -> None:
-    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines."""
+    """Two addresses of this machine stand for two nodes; the token is copied by hand, as between machines. What the nodes start
+    is forked from `fork_server`."""
     home, other, out = tmp_path / "home", tmp_path / "other", tmp_path / "out"
     home.mkdir()
+    (home / "sitecustomize.py").write_text(FORKED)
     common = {
+        **forking(fork_server),
+        "PYTHONPATH": f"{home}:{SCRIPT.parents[1]}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "NNODES": "2",
@@ -113,9 +124,8 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     head = begin(home, mark, **common)
     nobody = start(other, mark, **common, NODE_ADDR="127.0.0.2")
     assert nobody.returncode == 2 and "no token here: copy ~/.ray/auth_token" in nobody.stderr, nobody.stderr
-    token, end = home / ".ray/auth_token", time.monotonic() + 60
-    while not (token.is_file() and token.stat().st_size) and time.monotonic() < end:
-        time.sleep(0.1)
+    token = home / ".ray/auth_token"
+    until(lambda: token.is_file() and token.stat().st_size)
     (other / ".ray").mkdir(parents=True)
     shutil.copy(token, other / ".ray/auth_token")
     worker = start(other, mark, **common, NODE_ADDR="127.0.0.2")
@@ -124,7 +134,13 @@ def test_a_head_and_a_worker_train_together(tmp_path: Path, mark: str, fork_serv
     assert head.returncode == 0 and "2 of 2 nodes are here" in said, said + problem
     address = f"127.0.0.1:{common['MASTER_PORT']}"
     words = TinyRun(tmp_path / "tiny").overrides(out, *SHORT)
-    refused = fork_server.run(words, RAY_ADDRESS=address, HOME=str(tmp_path), RAY_AUTH_MODE="disabled")
+    refused = fork_server.run(
+        words,
+        RAY_ADDRESS=address,
+        HOME=str(tmp_path),
+        RAY_AUTH_MODE="disabled",
+        RAY_NUM_REDIS_GET_RETRIES="1",
+    )
     assert refused.status == 2 and "asks for its token" in refused.stderr, refused.stderr[-2000:]
     done = fork_server.run(words, timeout=240, RAY_ADDRESS=address, HOME=str(home), RAY_AUTH_MODE="token")
     assert done.status == 0, (done.stdout + done.stderr)[-3000:]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from tests import vllm_processes
 from tests.integration.test_vllm_weights import PROMPTS, TEMPERATURE, difference, rows
 from tests.runs import TinyRun, records
 from tests.unit.engine_cases import simple_loss
@@ -28,7 +30,6 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
     settings = LoraSettings.of(lora(), path)
     assert settings is not None
     sampler = vllm_engine(path, lora=settings.described(), skip_tokenizer_init=True)
-    folders = lambda: {f for f in os.listdir("/dev/shm") if f.startswith("verl-vllm-adapter-")}  # noqa: E731
     try:
         with pytest.raises(RuntimeError, match="no weights yet"):
             sample(sampler, PROMPTS)
@@ -50,7 +51,8 @@ def test_only_the_adapter_moves(tmp_path: Path) -> None:
         assert difference(actor, after, 2) <= 1e-4 and {c.versions for c in after} == {(1,)}
     finally:
         sampler.close()
-    assert not folders(), "the adapter's folder goes with the engine"
+    mine = re.compile(rf"verl-vllm-adapter-.*-{os.getpid()}-")
+    assert not any(map(mine.match, os.listdir("/dev/shm"))), "the adapter's folder goes with the engine"
 
 
 @pytest.mark.timeout(900)
@@ -68,7 +70,7 @@ def test_two_steps_as_a_user_starts_them(fork_server, tmp_path: Path, arch: str)
         "trainer.verify_weight_sync=True",
         "trainer.logprob_diff_limit=1e-4",
     )
-    done = fork_server.run(tiny.overrides(out, *words), timeout=600)
+    done = fork_server.run(tiny.overrides(out, *words), timeout=600, **vllm_processes.variables())
     assert done.status == 0, done.stderr[-4000:]
     said = done.stdout + done.stderr
     assert ("room aside for rank 8" in said) is (arch == "qwen3")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import environment
+from tests import vllm_processes
+from tests.chaos.fork_server import ForkServer, until
 from tests.unit.engine_cases import simple_loss
 from tests.vllm_cases import require_vllm, sample, vllm_engine, vllm_model
 from verl.platform.processes import process_start_time as start_time
@@ -24,6 +23,7 @@ from verl.weight_sync.sender import StreamedSync
 require_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+HERE = "tests.integration.test_vllm_weights"
 TEMPERATURE = 0.8
 LONG = list(range(3, 103))  # three full blocks of the cache: an old one would be found again
 PROMPTS = [LONG, LONG[:7], [250]]
@@ -105,60 +105,40 @@ def test_a_model_that_would_keep_old_weights_is_refused(tmp_path: Path) -> None:
         sampler.close()
 
 
-TENSOR_PARALLEL = """
-import json, sys, time
-from pathlib import Path
-from tests.integration import test_vllm_weights as t
-
-def main():
-    folder = Path(sys.argv[1])
-    path = t.vllm_model(folder / "model", "qwen3", tied=True)
-    actor = t.trainer(path)
-    sampler = t.vllm_engine(
+def main() -> None:
+    """A driver of two devices; it says what it found and stays."""
+    path = vllm_model(Path(sys.argv[1]) / "model", "qwen3", tied=True)
+    actor = trainer(path)
+    sampler = vllm_engine(
         path, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=2, bucket_bytes=100_000
     )
-    sync = t.StreamedSync(actor, sampler)
-    found = []
+    sync, found = StreamedSync(actor, sampler), []
     for version in range(2):
         sync.push(version, verify=True)
-        done = t.sample(sampler, t.PROMPTS, 2, temperature=t.TEMPERATURE, ignore_eos=True)
-        found.append(t.difference(actor, done, 2))
-        actor.step(t.rows(done, 2), t.simple_loss(len(done) * 24), temperature=t.TEMPERATURE)
+        done = sample(sampler, PROMPTS, 2, temperature=TEMPERATURE, ignore_eos=True)
+        found.append(difference(actor, done, 2))
+        actor.step(rows(done, 2), simple_loss(len(done) * 24), temperature=TEMPERATURE)
     shared = [str(path) for path in Path("/dev/shm").glob(f"{sampler._shared}*")]
-    print(json.dumps({"differences": found, "processes": sorted(sampler._processes), "shared": shared}), flush=True)
+    facts = {"differences": found, "processes": sorted(sampler._processes), "shared": shared}
+    Path(sys.argv[1], "facts").write_text(json.dumps(facts))
+    Path(sys.argv[1], "ready").touch()
     time.sleep(600)
 
-if __name__ == "__main__":
-    main()
-"""
 
-
-def test_two_devices_agree_and_no_process_outlives_a_killed_driver(tmp_path: Path) -> None:
+def test_two_devices_agree_and_no_process_outlives_a_killed_driver(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Tensor parallel 2; then the driver is killed without a chance to close anything."""
-    script = tmp_path / "two.py"
-    script.write_text(TENSOR_PARALLEL)
-    root = Path(__file__).parents[2]
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONPATH=str(root)),
-    )
-    try:
-        line = next((text for text in child.stdout or () if text.startswith('{"differences"')), None)
-        assert line is not None, (child.stderr.read() if child.stderr else "")[-3000:]
-        found = json.loads(line)
-        assert max(found["differences"]) <= 1e-4
-        processes = {(pid, started) for pid, started in found["processes"] if pid != child.pid}
-        assert len(processes) == 3, "the engine and two workers"
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.communicate()
-    deadline = time.monotonic() + 20
-    while left := {pid for pid, started in processes if start_time(pid) == started}:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.2)
+    run = fork_server.start([str(tmp_path)], module=HERE, **vllm_processes.variables())
+    until(lambda: run.ended or (tmp_path / "ready").exists(), timeout=200, pause=0.1)
+    assert not run.ended, run.stderr[-3000:]
+    run.kill()
+    run.wait()
+    found = json.loads((tmp_path / "facts").read_text())
+    assert max(found["differences"]) <= 1e-4
+    processes = {(pid, started) for pid, started in found["processes"] if pid != run.pid}
+    assert len(processes) == 3, "the engine and two workers"
+    until(lambda: not [pid for pid, started in processes if start_time(pid) == started], timeout=20)
     if torch.cpu._is_avx512_supported():
         assert found["shared"], "vLLM's build for AVX512 shares memory between its processes"
     assert not [path for path in found["shared"] if Path(path).exists()]

@@ -3,6 +3,7 @@
 import asyncio
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.interactions.base import BaseInteraction
 from verl.tools.function_tool import function_tool
 from verl.utils.profiler import simple_timer
@@ -21,6 +22,19 @@ def calculate(expression: str) -> str:
     return str(int(a) * int(b)), 0.25, {"products": 1}
 
 
+@ToolParser.register("bare")
+class Bare(ToolParser):
+    """The first tool's name, and the expression in JSON."""
+
+    async def extract_tool_calls(self, responses_ids, tools=None):
+        text = self.tokenizer.decode(responses_ids)
+        name, _, expression = text.removesuffix("<|im_end|>").partition(" ")
+        called = name == tools[0].function.name
+        return text, [
+            FunctionCall(name, f'{{"expression": {expression}}}')
+        ] * called if text != "Hm." else None
+
+
 class Guess:
     """Guess the row's number: the first step says higher or lower."""
 
@@ -33,6 +47,10 @@ class Guess:
         return Observation([{"role": "user", "content": f"Guess {row['uid']}"}])
 
     async def step(self, message):
+        if self.fail == "tuple":
+            return "higher", 0.5, False, False, {}
+        if self.fail == "text":
+            return StepResult("higher")
         if self.fail == "hang":
             await asyncio.sleep(60)
         self.left -= 1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.fork_server import until
+from tests.ranks import free_port, listens
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_agents import play
 from tests.unit.test_session import _QWEN
@@ -193,16 +193,10 @@ def test_a_server_that_hangs_is_ended_after_a_deadline(
 @contextmanager
 def serving(*words: str, cwd: Path = HERE) -> Iterator[str]:
     """A server on a free port (the last word of its command) until the block ends; its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([sys.executable, *words, str(port)], cwd=cwd, start_new_session=True)
     try:
-        late = time.monotonic() + 60
-        while time.monotonic() < late:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+        until(lambda: listens(port), pause=0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, 9)

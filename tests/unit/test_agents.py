@@ -116,6 +116,17 @@ def test_the_model_calls_a_tool_and_answers() -> None:
     assert tokenizer.decode(t.response_ids[t.response_mask]) == f"{CALL}<|im_end|>It is 12.<|im_end|>"
 
 
+def test_a_parser_of_a_user_reads_the_calls() -> None:
+    (t,), _ = play(['calculate "3*4"', "calculate 3*4", "It is 12."], *TOOLS, "multi_turn.format=bare")
+    said = [m["content"] for m in t.fields["messages"]]
+    assert said[1:3] == ['calculate "3*4"', "12"] and said[4].startswith(
+        "Error: the arguments are no valid JSON"
+    )
+    assert t.status == "completed" and said[5] == "It is 12."
+    with pytest.raises(RolloutError, match=r"Bare\.extract_tool_calls gives no \(text, calls\)"):
+        play(["Hm.…"], *TOOLS, "multi_turn.format=bare")
+
+
 @pytest.mark.parametrize(
     ("texts", "words", "status", "counts"),
     [
@@ -178,11 +189,19 @@ def test_a_text_environment_of_gymnasium() -> None:
     ]
 
 
-@pytest.mark.parametrize("fail", ["reset", "hang"])
-def test_an_environment_that_fails_is_never_a_zero(fail: str) -> None:
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        ("reset", "no game"),
+        ("hang", "no answer"),
+        ("tuple", "StepResult, not tuple.*name=gym"),
+        ("text", "not 'higher'"),
+    ],
+)
+def test_an_environment_that_fails_is_never_a_zero(fail: str, said: str) -> None:
     words = [*ENV, f"agent.environment.kwargs.fail={fail}", "agent.max_resamples=2", "agent.tool_timeout=0.1"]
     events: list = []
-    with pytest.raises(RolloutError, match=r"no trajectory of this step.*environment_error"):
+    with pytest.raises(RolloutError, match=rf"no trajectory of this step.*environment_error.*{said}"):
         play(["5"], *words, events=events)
     assert [fields["attempt"] for kind, fields in events if kind == "trajectory_failed"] == [0, 1, 2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_it_runs_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out = tmp_path / "out.json"
     command = ["gpu_loop.py", "--shape", "tiny", "--device", "cpu"]
     command += ["--steps", "1", "--threads", "1", "--dtype", "float32", "--json", str(out), "--trl"]
-    command += ["--engine", "native,no_such_engine", "--trl-python", sys.executable]
+    command += ["--engine", "native,no_such_engine", "--trl-python", str(shutil.which("false"))]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(gpu_loop, "limits", functools.cache(gpu_loop.limits))  # measured once is enough here
@@ -102,7 +103,7 @@ def test_it_runs_on_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = json.loads(out.read_text())
     tiny = result["shapes"]["tiny"]
     assert tiny["no_such_engine"]["failed"] == "no_such_engine is not installed here"
-    assert "failed" in tiny["trl"] or tiny["ratio_trl_over_native"] > 0
+    assert "failed" in tiny["trl"]
     native = tiny["native"]
     assert result["limits"]["matmul_flops"] > 1e8 and result["limits"]["copy_bytes"] > 1e8
     assert 0 < native["mfu"] < native["mfu_as_repeated"] < 1

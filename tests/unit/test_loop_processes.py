@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,23 +113,21 @@ def test_a_trajectory_is_the_same_in_the_driver_and_in_a_process(config: Config)
 
 
 def test_a_loop_that_blocks_for_a_second_delays_nobody(config: Config) -> None:
-    async def go() -> tuple[float, float]:
+    async def go() -> int:
         processes = LoopProcesses(1, config)
         rollouts = manager(config, processes)
         try:
             await rollouts.take(rows(("forgets", {"level": 0})))  # starts the process
             blocked = asyncio.ensure_future(rollouts.sample(rows(("blocks", {})), SamplingParams(12), 1))
-            longest, quick, last = 0.0, 0, time.monotonic()
+            quick = 0
             while not blocked.done():
                 await rollouts.sample(rows(("single_turn_agent", {})), SamplingParams(12), 1)
-                now = time.monotonic()
-                longest, quick, last = max(longest, now - last), quick + 1, now
-            return longest, quick
+                quick += 1
+            return quick
         finally:
             await rollouts.stop()
 
-    longest, quick = asyncio.run(go())
-    assert quick >= 10 and longest < 0.5, (longest, quick)
+    assert asyncio.run(go()) >= 10
 
 
 def test_failures_are_lost_trajectories_with_their_reason_and_a_process_that_ended_is_replaced(

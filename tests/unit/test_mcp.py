@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.fork_server import until
+from tests.ranks import free_port, listens
 from tests.unit.test_agents import play
 from verl.config import Map
 from verl.rollout.agent_loop import EnvironmentFailed
@@ -78,10 +78,7 @@ def test_what_the_server_says_is_wrong_is_text_and_one_that_hangs_is_started_aga
     texts = asks(box, ("calculate", {"expression": "x"}), ("calculate", {"y": 1}), ("pid", {}))
     assert texts[0].startswith("Error: tool 'calculate': RuntimeError: ") and "expression" in texts[1]
     assert asks(box, ("hang", {}), timeout=0.5) == ["Error: tool 'hang': no answer within 0.5 s"]
-    late = time.monotonic() + 20
-    while alive(int(texts[2])):
-        assert time.monotonic() < late
-        time.sleep(0.1)
+    until(lambda: not alive(int(texts[2])))
     (other,) = asks(box, ("pid", {}))
     assert other.isdigit() and other != texts[2]
 
@@ -101,15 +98,11 @@ def test_a_servers_process_does_not_outlive_the_run(tmp_path: Path) -> None:
     code = KILLED.format(path=path)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert found.returncode == -9 and found.stdout.strip().isdigit(), found.stderr
-    late = time.monotonic() + 5
-    while alive(int(found.stdout)):
-        assert time.monotonic() < late
-        time.sleep(0.05)
+    until(lambda: not alive(int(found.stdout)))
 
 
 def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     spec = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "secret"}
     path = tools_file(tmp_path, {"calculator": spec})
     with pytest.raises(ToolError, match=r"MCP server 'calculator'.*does nobody listen there\?"):
@@ -117,13 +110,8 @@ def test_a_server_over_http_that_ends_and_comes_back(tmp_path: Path) -> None:
 
     def start() -> subprocess.Popen:
         server = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
-        late = time.monotonic() + 30
-        while time.monotonic() < late:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return server
-            time.sleep(0.1)
-        raise AssertionError("the server does not listen")
+        until(lambda: listens(port), pause=0.1)
+        return server
 
     server = start()
     try:

@@ -198,6 +198,8 @@ def test_a_run_profiles_the_steps_it_was_asked_for(tmp_path: Path, fork_server: 
     words = [
         "trainer.total_training_steps=3",
         "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "data.max_response_length=3",
         *(f"global_profiler.{k}" for k in keys),
     ]
     run = fork_server.run(TinyRun(tmp_path / "run").overrides(tmp_path / "out", *words))

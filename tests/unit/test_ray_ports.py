@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.chaos.fork_server import ForkServer, until
+from tests.ray_cluster import forking
 from tests.runs import TinyRun
 
 pytest.importorskip("ray", reason="Ray is not installed")
@@ -27,16 +28,16 @@ def outside(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def test_all_ports_of_a_run_of_two_ranks_are_on_the_loopback(tmp_path: Path, fork_server: ForkServer) -> None:
     more = ["trainer.n_gpus_per_node=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     words = TinyRun(tmp_path / "tiny").overrides(tmp_path / "out", *more, "trainer.total_training_steps=1")
-    run = fork_server.start(words, RAY_ADDRESS=None)
-    process, seen = psutil.Process(run.pid), set()
+    plugged = {"VERL_USE_EXTERNAL_MODULES": "tests.ray_own", **forking(fork_server)}
+    run, seen = fork_server.start(words, RAY_ADDRESS=None, **plugged), set()
     while not run.ended:
-        for one in [process, *children_of(process)]:
+        for one in children_of(psutil.Process(fork_server.pid)):  # the run and, among others, its workers
             try:
                 found = [c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN]
                 seen |= {(one.name(), ip) for ip in found}
             except psutil.Error:
                 continue  # it has ended
-        time.sleep(0.5)
+        time.sleep(0.2)
     assert run.status == 0, (run.stdout + run.stderr)[-3000:]
     assert any("Worker" in name for name, _ in seen) and any("RolloutWorker" in name for name, _ in seen)
     assert len(seen) >= 4 and not outside(sorted(seen))
@@ -76,7 +77,7 @@ def test_options_of_ray_init_and_the_timeline_have_their_effect(
             assert resources["CPU"] == 3 and resources["object_store_memory"] == 100 << 20
             session = Path(ray._private.worker._global_node.get_session_dir_path())
             assert session.is_relative_to(short) and session.is_dir()
-            time.sleep(2)  # Ray reports what was done once a second
+            until(lambda: "work_of_a_test" in json.dumps(ray.timeline()))  # Ray reports it once a second
         finally:
             cluster.close()
         assert not ray.is_initialized()

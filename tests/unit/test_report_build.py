@@ -140,6 +140,18 @@ def test_packed_responses_unpack_to_what_was_written(tmp_path: Path) -> None:
         assert got["w"] == pytest.approx(want["advantage"], abs=1e-4), "one number when all tokens share it"
 
 
+def test_images_of_a_dialogue_are_at_the_messages_that_hold_them(tmp_path: Path) -> None:
+    uris = ["data:image/jpeg;base64,AA", "data:image/jpeg;base64,BB"]
+    said = [("user", [{"type": "image"}, {"type": "text", "text": "?"}]), ("assistant", "<image>"), ("tool", "<image>a"),
+            ("tool", "<image><image>")]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in said]
+    row = {"step": 1, "uid": "a", "index": 0, "messages": messages, "shown": [*uris, "https://elsewhere"]}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row) + "\n")
+    packed = pack_responses({1: tmp_path / "1.jsonl"}, Counter())
+    assert [m.get("im") for m in packed.rows[0]["dl"]] == [None, None, [0], [1]] and packed.images == uris
+    assert packed.rows[0]["dl"][0]["c"] == "<image>?"
+
+
 def test_missing_token_columns_and_failed_scores_are_kept_as_such(tmp_path: Path) -> None:
     file = tmp_path / "1.jsonl"
     bare = {"step": 1, "uid": "a", "index": 0, "input": "p", "output": "o", "gts": "g", "score": 0.5}

@@ -120,11 +120,23 @@ def test_a_run_asks_the_judge(served: tuple[Judge, str]) -> None:
     words += [f"{kwargs}reward_router_address='{url}'", f"{kwargs}model=m", "reward_model.max_concurrent=4"]
     runner = RewardRunner(None, settings=settings(*words))
     try:
-        rows = [answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten"])]
+        rows = [
+            answer(text, i) for i, text in enumerate(["says five", "says nothing", "says ten", "says half"])
+        ]
+        turn = {"role": "assistant", "content": "says five"}
+        rows[2].fields["messages"] = [
+            *rows[2].prompt.messages,
+            turn,
+        ]  # a dialogue: what was said is no question
+        rows[3].fields["messages"] = [
+            {"role": "user", "content": "The room?"},
+            turn,
+        ]  # an environment's own beginning
         asyncio.run(runner.score_batch(rows))
     finally:
         runner.close()
-    assert [t.score for t in rows] == [0.5, None, 1.0]
+    assert [t.score for t in rows] == [0.5, None, 1.0, 0.25]
+    assert any("[Question]\nThe room?\n" in body["messages"][0]["content"] for body in asked.bodies)
     assert "JudgeFailed: the judge's answer holds no verdict" in str(rows[1].score_error)
     assert "[Question]\nq?\n" in asked.bodies[0]["messages"][0]["content"]
     assert rows[0].score_parts == {"judgement": SAYS["five"]}

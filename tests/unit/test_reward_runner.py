@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.chaos.fork_server import until
 from verl.reward.outcome import RewardErrorLimit, RewardPrecheckError
 from verl.reward.pool import Call, FunctionSpec, Pool
 from verl.reward.precheck import precheck
@@ -216,7 +217,7 @@ def test_processes_start_only_as_needed_and_stay(make: Any) -> None:
     assert runner._pool is None
     pids = {t.score_parts["pid"] for t in run(runner, ["pid"] * 20)}
     pids |= {t.score_parts["pid"] for t in run(runner, ["pid"] * 20)}
-    assert len(pids) <= 2  # eight are allowed; a loaded machine may make a call wait and start a second
+    assert len(pids) < 8  # eight are allowed; a loaded machine may make a call wait and start another
     runner.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -226,9 +227,8 @@ def test_processes_start_only_as_needed_and_stay(make: Any) -> None:
 
 def test_functions_that_wait_get_more_processes(make: Any) -> None:
     runner = make(num_workers=4, timeout=20)
-    started = time.monotonic()
     run(runner, ["sleep0.5"] * 10)
-    assert len(runner._pool._workers) > 1 and time.monotonic() - started < 8
+    assert len(runner._pool._workers) > 1
 
 
 def test_workers_never_import_torch_and_start_fast() -> None:
@@ -253,28 +253,25 @@ def test_processes_end_with_the_run_even_while_the_function_spins(rewards: str) 
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root).stdout
     pid = int(out)
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"scoring process {pid} outlived its run"
-        time.sleep(0.05)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("name", ["later", "coroutine_in_disguise"])
 def test_async_functions(make: Any, name: str) -> None:
-    runner = make(name, timeout=1.0)
-    started = time.monotonic()
+    runner = make(name)
     found = run(runner, ["a", "raise", "b"])
     assert [t.score for t in found] == [1.0, None, 1.0]
     assert "ValueError: from later" in str(found[1].score_error)
     if name == "later":
-        run(runner, ["x"] * 40)
-        assert time.monotonic() - started < 4 and len(runner._pool._workers) == 1
+        started = time.monotonic()
+        run(runner, ["x"] * 100)  # 20 s, one after the other
+        assert time.monotonic() - started < 15 and len(runner._pool._workers) == 1
 
 
 def test_an_async_function_over_its_time_is_cancelled_without_killing_the_others(make: Any) -> None:
-    runner = make("later", timeout=0.7)
+    runner = make("later", timeout=1.2)
     bad, good = run(runner, ["hang", "72"])
-    assert "more than 0.7 s" in str(bad.score_error) and good.score == 1.0
+    assert "more than 1.2 s" in str(bad.score_error) and good.score == 1.0
     assert bad.extra["score_failure"]["kind"] == "timeout"
 
 

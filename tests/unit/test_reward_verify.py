@@ -129,9 +129,9 @@ def test_a_section_is_announced_and_closed_and_taken_in_turns(monkeypatch: pytes
     ["1+" * 5000 + "1", "(" * 999 + ")" * 999, r"\frac{" * 99 + "1" + "}{2}" * 99, "1" * 10**5, "[{(" * 999],
 )
 def test_long_and_deep_answers_are_wrong_at_once(answer: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert score(f"\\boxed{{{answer}}}", "5") == 0.0
-    assert time.monotonic() - started < 3.0
+    assert time.process_time() - started < 3.0
 
 
 WORDS = (

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chaos.fork_server import until
 from tests.virtual import TimedEngine, VirtualLoop
 from verl.config import load
 from verl.data.stream import PromptStream
@@ -419,14 +420,9 @@ def test_background_loop_runs_between_calls_and_ends_what_is_left() -> None:
     async def cancelled():
         raise asyncio.CancelledError
 
-    import time
-
     with BackgroundLoop() as loop:
         task = loop.run(begin())
-        deadline = time.monotonic() + 5
-        while len(seen) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(seen) >= 3
+        until(lambda: len(seen) >= 3)
         with pytest.raises(ValueError, match="no"):
             loop.run(fail())
         with pytest.raises(asyncio.CancelledError):

@@ -194,7 +194,7 @@ def test_function_tools_and_calls_that_go_wrong(tmp_path: Path) -> None:
     assert good == '{"sum": 3}' and awake == "awake" and run.rewards == [0.0, 1.0]
     assert "missing" in missing or "TypeError" in missing
     assert "add, sleep" in unknown and unread == "Error: no JSON" and "0.2 s" in late
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
     assert dict(run.counts) == {"calls": 6, "invalid": 2, "errors": 1, "timeouts": 1}
 
 
@@ -216,6 +216,11 @@ def test_tools_that_cannot_be_used_are_refused_with_what_to_change(tmp_path: Pat
         "entry 0 and in .*entry 1": entry(tmp_path) + entry(tmp_path).partition("tools:")[2],
         "list `tools:`": "tool: []",
         "MCP": "tools:\n  - {config: {type: mcp}}",
+        "config is no key.*known: tools": "tools: []\nconfig: {}",
+        "entry 0: tool_shema is no key": "tools: [{class_name: x.Y, tool_shema: {}}]",
+        "must derive from .*BaseTool": "tools: [{class_name: builtins.dict}]",
+        "'properties' of tool 'x' is not where it belongs": "tools: [{class_name: builtins.dict, tool_schema: {function: {name: x, properties: {}}}}]",
+        "required is True": entry(tmp_path, kind="integer, required: true"),
     }
     for words, yaml in wrong.items():
         with pytest.raises(ToolError, match=f"(?is){words.replace('no_such', 'NoSuch')}"):

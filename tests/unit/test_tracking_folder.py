@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -237,14 +236,17 @@ def test_asking_for_the_commit_writes_nothing_into_the_repository(tmp_path):
     assert _git_commit(tmp_path) == f"{commit}-dirty" and (tmp_path / ".git/index").read_bytes() == before
 
 
-def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_path):
+def test_the_page_of_a_run_is_written_beside_it_and_waited_for_at_the_end(tmp_path, monkeypatch):
     flushed, events = [], []
     report = LiveReport(tmp_path, lambda: flushed.append(1), lambda kind, **fields: events.append(kind))
     RunFolder(tmp_path, print).close()
-    started = time.monotonic()
-    report.write()
-    report.write()
-    assert time.monotonic() - started < 0.5 and not flushed, "the run does not wait for it"
+    held = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(report, "_build", held.wait)
+        report.write()
+        report.write()
+        assert report._thread.is_alive() and not flushed, "the run does not wait for it"
+        held.set()
     report.write(last=True)
     assert (tmp_path / "report.html").is_file() and flushed == [1] and events == []
     report.write()

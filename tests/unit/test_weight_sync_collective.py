@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import free_port
 from tests.weight_sync_processes import (
     channel_name,
     check_clean,
@@ -36,12 +37,6 @@ def channel(request: pytest.FixtureRequest) -> Iterator[str]:
     name = channel_name(request.node.nodeid)
     yield name
     check_clean(name)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(
@@ -103,7 +98,7 @@ def test_a_killed_sampler_of_another_host_fails_every_rank_by_name(channel: str)
         WeightSyncError, match=rf"relay of rank 2 failed.*reader 0 of .*process {victim.pid}\) died"
     ):
         broadcast(group, gather(), 0, bucket_bytes=4096)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 15
     found = gathered(out, 3)
     assert "died" in found["relay 2"][0] and "relay of rank 2 failed" in found["relay 1"][0]
     assert len(found[0]) == 1  # the sampler of the other host has everything
@@ -166,7 +161,7 @@ def test_the_limit_of_a_meeting_holds_for_its_collectives() -> None:
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"broadcast to 1 relays, seen by rank 1: .*Timed out"):
         relay.broadcast(torch.zeros(4))
-    assert 1.5 < time.monotonic() - started < 10
+    assert 1.5 < time.monotonic() - started < 30
     for group in (relay, sender):
         group.close()
 

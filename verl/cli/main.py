@@ -43,9 +43,11 @@ def usage() -> str:
     return (
         "usage: verl COMMAND …        verl COMMAND --help        verl --version\n\n"
         f"{rows}\n\n"
-        "Training has its own entry points:\n"
-        "  python3 -m verl.trainer.main_ppo key=value …      reinforcement learning\n"
-        "  python3 -m verl.trainer.sft_trainer key=value …   supervised fine-tuning"
+        "Training and evaluation have their own entry points:\n"
+        "  python3 -m verl.trainer.main_ppo key=value …          reinforcement learning\n"
+        "  python3 -m verl.trainer.sft_trainer key=value …       supervised fine-tuning\n"
+        "  python3 -m verl.trainer.main_generation key=value …   responses of a model to a file of prompts\n"
+        "  python3 -m verl.trainer.main_eval key=value …         scores of such responses"
     )
 
 

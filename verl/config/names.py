@@ -302,8 +302,6 @@ FEATURES: dict[str, Absent] = {
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here; names may be globs."""
 STRATEGIES = ("fsdp", "fsdp2")
 LOGGERS = ("console", "file", "tensorboard", "wandb")
-CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)
-"""Lists that take no names of one's own yet."""
 
 _BACKENDS = ("dp", "megatron", "mlite", "mindspeed", *FSDP2_NAMES)
 GROUP_CHOICES: dict[str, dict[str, str | None]] = {

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.report.read import Record, json_lines, number, text_of
 
+PLACEHOLDER = "<image>"
 LOG_PROB_UNIT = 1e-4
 DIFF_UNIT = 1e-6
 
@@ -207,22 +208,36 @@ class _Packer:
             return {}
         left = list(turns) if isinstance(turns, list) else []
         packed: list[Record] = []
-        for message in reversed(messages):
+        for message, images in reversed(list(zip(messages, self._shown(record, messages), strict=True))):
             calls = [
                 call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)
             ]
-            entry: Record = {"r": str(message.get("role", "")), "c": self._cut(message.get("content"))}
+            entry: Record = {"r": str(message.get("role", "")), "c": self._cut(_said(message.get("content")))}
             entry["k"] = [
                 [self._cut(c.get("name")), self._cut(c.get("arguments"))]
                 for c in calls
                 if isinstance(c, dict)
             ]
+            if images:
+                entry["im"] = images
             if message.get("name"):
                 entry["n"] = self._cut(message["name"])
             if entry["r"] == "assistant" and left and isinstance(turn := left.pop(), dict):
                 entry["v"] = [number(turn.get(name)) for name in ("at", "seconds", "reward")]
             packed.append(entry)
         return {"dl": packed[::-1]}
+
+    def _shown(self, record: Record, messages: list[Record]) -> list[list[int]]:
+        """Of each message the images that it holds by number: those of tools and environments, in the order of their places."""
+        given = record.get("shown")
+        left = [uri for uri in given if str(uri).startswith("data:image/")] if isinstance(given, list) else []
+        out: list[list[int]] = []
+        for message in messages:
+            said = "" if message.get("role") == "assistant" else message.get("content")
+            count = said.count(PLACEHOLDER) if isinstance(said, str) else 0
+            out.append([self._intern(uri, self._image_at, self.packed.images) for uri in left[:count]])
+            del left[:count]
+        return out
 
     def _cut(self, value: Any) -> str:
         return text_of(value, self.limits.text, " … [more characters in the file]")
@@ -233,6 +248,13 @@ class _Packer:
             strings.append(text)
             self.packed.bytes += len(text) + 3
         return places[text]
+
+
+def _said(content: Any) -> Any:
+    """The content of a message; of one in parts the text, with the kind of part in place of what is no text."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    return "".join(str(part.get("text") or f"<{part.get('type')}>") for part in content)
 
 
 def _short(value: Any) -> Any:

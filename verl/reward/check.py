@@ -244,6 +244,18 @@ def _judge_scores(report: Report, built_in: bool) -> None:
             f"the reference scores low on {len(low)} of {len(rows)} rows; row {trial.prompt.row}: "
             f"{trial.label} {short(trial.response)} earns {trial.score:g}, the best wrong response {bar:g}"
         )
+    bars = {
+        uid: max((t.score for t in trials if t.kind != "reference"), default=0.0)
+        for uid, trials in rows.items()
+    }
+    references = _by_label(t for t in scored if t.kind == "reference" and t.response.strip())
+    worthless = [
+        label for label, trials in references.items() if all(t.score <= bars[t.prompt.uid] for t in trials)
+    ]
+    if worthless and len(worthless) < len(references):
+        report.notes.append(
+            f"right responses of this form earn no more than wrong ones on every row: {', '.join(map(repr, worthless))}"
+        )
     for label, found in high.items():
         trial, score = found[0]
         report.problems.append(

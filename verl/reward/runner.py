@@ -16,6 +16,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from verl.config.schema.base import select
@@ -153,8 +154,8 @@ class RewardRunner:
             }
             for t in trajectories
         ]
-        if function.path == JUDGE:  # it is told what the question was
-            rows[0]["extra_info"].setdefault("messages", trajectories[0].prompt.messages)
+        if function.path == JUDGE:
+            rows[0]["extra_info"]["messages"] = _question(trajectories[0])
         if function.batch:
             return Call({f"{name}s": [row[name] for row in rows] for name in rows[0]}, count=count)
         # A row of the plain format asks the built-in rule for its flexible form; settings of the run win over it.
@@ -297,6 +298,14 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
         "rollout_reward_scores": trajectory.extra.get("reward_scores", {}),
         **seen,
     }
+
+
+def _question(trajectory: Trajectory) -> Any:
+    """What a judge is told was asked: the row's messages, or those that an environment began with instead."""
+    own, said = trajectory.prompt.messages, trajectory.fields.get("messages")
+    if said and isinstance(own, list) and said[: len(own)] != own:
+        return list(takewhile(lambda message: message["role"] != "assistant", said))
+    return (trajectory.prompt.extra_info or {}).get("messages", own)
 
 
 def _text(trajectory: Trajectory) -> str:

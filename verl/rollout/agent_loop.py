@@ -289,6 +289,8 @@ def load_listed(path: str | None) -> None:
             arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             module, _, name = entry["_target_"].rpartition(".")
             cls = getattr(importlib.import_module(module), name)
+            if not issubclass(cls, AgentLoopBase):
+                raise TypeError("it is no AgentLoopBase")
         except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: the entry {entry!r} names no class that can be imported ({type(error).__name__}: {error}); "

@@ -67,6 +67,7 @@ class Boundaries:
 
     def _rendered(self, text: str, messages: Sequence[Message]) -> Rendered:
         """The ids of a text that the template wrote of these messages, and the images in them."""
+        text = text.encode(errors="replace").decode()  # half a surrogate pair is no text for a tokenizer
         cells = [part["image"] for message in messages for part in images_of(message)]
         if any(part.get("type") == "image" and part.get("image") is None for part in _parts_of(messages)):
             raise BadRow(

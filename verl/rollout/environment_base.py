@@ -17,6 +17,9 @@ class Observation:
     messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
 
+    def __post_init__(self) -> None:
+        _check(self.messages or [])
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -28,6 +31,16 @@ class StepResult:
     done: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.messages)
+        self.reward = float(self.reward or 0.0)
+
+
+def _check(messages: Any) -> None:
+    fit = isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    if not fit:
+        raise TypeError(f"messages are a list of {{role, content}}, not {messages!r:.200}")
 
 
 class Env(Protocol):

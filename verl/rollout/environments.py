@@ -87,7 +87,11 @@ def check(spec: Mapping[str, Any], tokenizer: str) -> None:
         if shutil.which(program) is None:
             raise UserError(f"{_PATH_KEY}: the program {program!r} is not found")
     else:
-        load_class(path, _PATH_KEY)
+        made, kwargs = load_class(path, _PATH_KEY), dict(spec.get("kwargs") or {})
+        try:
+            inspect.signature(made).bind(**kwargs)
+        except TypeError as error:
+            raise UserError(f"environment.kwargs do not fit {path}: {error}") from error
 
 
 @register("environment_agent")
@@ -123,14 +127,14 @@ class EnvironmentAgent(AgentLoopBase):
             name: row[name] for name in ("raw_prompt", "extra_info", "uid", "sample_index")
         }
         try:
-            start: Observation = await self._ask(env.reset, row=seen)
+            start: Observation = await self._ask(env.reset, Observation, row=seen)
             self._messages = [
                 dict(m) for m in (row["raw_prompt"] if start.messages is None else start.messages)
             ]
             return await self._turns(env, start.tools)
         finally:
             with suppress(Exception):
-                await self._ask(env.close)
+                await self._ask(env.close, object)
 
     async def _turns(self, env: Env, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         most, turns = self.rollout_config.multi_turn.max_assistant_turns, 0
@@ -142,7 +146,7 @@ class EnvironmentAgent(AgentLoopBase):
             self._messages.append(reply.message)
             if reply.completion.finish_reason != "stop":
                 return None
-            step: StepResult = await self._ask(env.step, message=reply.message)
+            step: StepResult = await self._ask(env.step, StepResult, message=reply.message)
             self._earn(step)
             turns += 1
             if step.done:
@@ -151,14 +155,17 @@ class EnvironmentAgent(AgentLoopBase):
                 return "max_turns"
             self._messages += step.messages
 
-    async def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there."""
+    async def _ask(self, method: Callable[..., Any], gives: type, **arguments: Any) -> Any:
+        """Call the environment within its deadline. EnvironmentFailed for whatever goes wrong there, an answer of another type too."""
         started = self.loop.time()
         try:
             async with asyncio.timeout(self._agent.tool_timeout):
-                if inspect.iscoroutinefunction(method):
-                    return await method(**arguments)
-                return await in_thread(method, **arguments)
+                apart = not inspect.iscoroutinefunction(method)
+                found = await (in_thread(method, **arguments) if apart else method(**arguments))
+            if not isinstance(found, gives):
+                other = " (gymnasium's interface is environment.name=gym)" if isinstance(found, tuple) else ""
+                raise TypeError(f"it has to give {gives.__name__}, not {type(found).__name__}{other}")
+            return found
         except Exception as error:
             what = str(error) or f"no answer within rollout.agent.tool_timeout={self._agent.tool_timeout} s"
             raise EnvironmentFailed(f"{method.__name__}: {type(error).__name__}: {what}") from error
@@ -168,9 +175,9 @@ class EnvironmentAgent(AgentLoopBase):
     def _earn(self, step: StepResult) -> None:
         segment = self.session.latest
         place = len(segment.tokens) - 1 if segment is not None else 0
-        self._earned.append((segment, place, float(step.reward or 0.0)))
+        self._earned.append((segment, place, step.reward))
         if self.session.turns:
-            self.session.turns[-1]["reward"] = float(step.reward or 0.0)
+            self.session.turns[-1]["reward"] = step.reward
         self._metrics |= step.metrics
 
     async def _command(self, spec: Mapping[str, Any], row: dict[str, Any]) -> str | None:

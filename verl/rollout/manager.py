@@ -27,6 +27,8 @@ from verl.trajectory import SINGLE_TURN, Batch, Prompt, Segment, Trajectory
 
 GREEDY = -1
 """The number of a group's greedy response: none of the n that are trained on."""
+_SHOWN = 3
+"""So many different failures are shown on the console."""
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
@@ -125,6 +127,7 @@ class RolloutManager:
         self._open_processes = processes
         self._processes: LoopProcesses | None = None
         self._event = event or (lambda kind, **fields: None)
+        self._shown: set[str] = set()
         self._groups: list[PromptGroup] = []  # begun and not taken, in draw order
         self._responses: dict[PromptGroup, list[asyncio.Task[None]]] = {}
         self._whole: dict[PromptGroup, asyncio.Task[None]] = {}
@@ -315,10 +318,9 @@ class RolloutManager:
                 trajectory.finish_reason == "lost" and trajectory.status == "completed"
             ):
                 break
-            self._event(
-                "trajectory_failed", uid=prompt.uid, index=index, status=trajectory.status,
-                attempt=attempt, error=trajectory.fields.get("failure") or trajectory.score_error,
-            )  # fmt: skip
+            why = trajectory.fields.get("failure") or trajectory.score_error
+            about = {"index": index, "status": trajectory.status, "attempt": attempt}
+            self._failed("trajectory_failed", prompt, why, **about)
         if trajectory.finish_reason != "lost" and policy in ("drop", "resample"):
             why = trajectory.fields.get("failure") or f"rollout.agent.on_status.{trajectory.status}={policy}"
             trajectory.score, trajectory.finish_reason = None, "lost"
@@ -369,17 +371,18 @@ class RolloutManager:
         trajectory.extra["sampler_calls"] = len(calls.completions)
         return trajectory
 
+    def _failed(self, kind: str, prompt: Prompt, error: str | None, **fields: Any) -> None:
+        """An event; the first few, each with another error, are shown on the console too."""
+        if error and error not in self._shown and len(self._shown) < _SHOWN:
+            self._shown.add(error)
+            fields["message"] = f"a response to {prompt.uid} failed: {error} (see events.jsonl)"
+        self._event(kind, uid=prompt.uid, error=error, **fields)
+
     def _lost(self, prompt: Prompt, index: int, error: Exception) -> Trajectory:
         """A response the sampler could not give: empty, never scored, out of every statistic."""
         what = str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
-        self._event(
-            "rollout_failure",
-            uid=prompt.uid,
-            file=prompt.file,
-            row=prompt.row,
-            error=what,
-            traceback="".join(traceback.format_exception(error)),
-        )
+        told = "".join(traceback.format_exception(error))
+        self._failed("rollout_failure", prompt, what, file=prompt.file, row=prompt.row, traceback=told)
         return Trajectory(
             prompt,
             index,

@@ -17,7 +17,7 @@ import numpy as np
 
 from verl.engine.rollout.base import Completion, SamplingParams
 from verl.rollout.boundary import Boundaries, Message, Rendered, images_of, without_images
-from verl.rollout.tools.parsers import ToolCall, parse
+from verl.rollout.tools.parsers import OWN_PARSERS, ToolCall, parse
 from verl.trajectory import Media
 
 Given = SamplingParams | Mapping[str, Any] | None
@@ -165,7 +165,7 @@ class Session:
         said = [_normal(message) for message in messages]
         ids, media = self._prompt(said, tools)
         completion = await self.generate(ids, self.fitting(ids, sampling, media), media)
-        reply = self._reply(completion, tools)
+        reply = await self._reply(completion, tools)
         last = int(completion.token_ids[-1]) if len(completion.token_ids) else None
         full = np.concatenate([ids, completion.token_ids])
         self.messages = [*without_images(said), reply.message]
@@ -243,12 +243,18 @@ class Session:
             return self._opening[2], ()
         return self.boundaries.whole(messages, tools)
 
-    def _reply(self, completion: Completion, tools: Any) -> Reply:
+    async def _reply(self, completion: Completion, tools: Any) -> Reply:
         ids = completion.token_ids.tolist()
-        if ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder:
-            del ids[-1]
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        content, calls = parse(self._format, text, tools) if tools else (text, [])
+        calls: list[ToolCall] = []
+        ended = ids and completion.finish_reason == "stop" and ids[-1] in self.tokenizer.added_tokens_decoder
+        content = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        if tools and self._format in OWN_PARSERS:
+            from verl.rollout.tools.public_parsers import read_with_own
+
+            content, calls = await read_with_own(self._format, self.tokenizer, ids, tools)
+            content = content.removesuffix(self.tokenizer.decode(ids[-1:]) if ended else "").strip()
+        elif tools:
+            content, calls = parse(self._format, content, tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if read := [call for call in calls if not call.error]:
             message["tool_calls"] = [call.message() for call in read]

@@ -16,7 +16,7 @@ from verl.rollout.boundary import Boundaries, without_images
 from verl.rollout.session import OutOfTokens, Reply
 from verl.rollout.tools.base import ToolError
 from verl.rollout.tools.interactions import Partner, load_interactions
-from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.rollout.tools.parsers import OWN_PARSERS, PARSERS, ToolCall, parse
 from verl.rollout.tools.toolbox import Content, Toolbox, ToolRun
 
 INVALID_TURNS = 3
@@ -202,7 +202,8 @@ def _check_template(chat: ChatRenderer, schemas: list[dict[str, Any]], tool_form
             "actor_rollout_ref.model.custom_chat_template"
         )
     written = _written_call(chat, ask, schemas)
-    if written is None or _reads(tool_format, written, schemas):
+    ours = PARSERS.keys() - OWN_PARSERS.keys()
+    if written is None or tool_format not in ours or _reads(tool_format, written, schemas):
         return written
     fitting = [name for name in PARSERS if _reads(name, written, schemas)] or ["none of the known"]
     what = f"multi_turn.format={tool_format} cannot read a call as the model's chat template writes it"

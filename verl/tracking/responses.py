@@ -14,6 +14,8 @@ from verl.tracking.jsonl import write_lines
 from verl.trajectory import Trajectory, data_uris
 
 SAMPLED = 64
+IMAGES_SHOWN = 16
+"""Images of tools and environments that the report has of a dialogue."""
 _DIGITS = 6
 _BACKLOG = 8
 
@@ -137,9 +139,15 @@ def _report_row(step: int, t: Trajectory, text: str, texts: TokenTexts) -> dict[
 
 
 def _dialogue(t: Trajectory) -> dict[str, Any]:
-    """`messages` and `turns` of an agent loop's trajectory (see `Session.turns`); {} for others."""
+    """`messages` and `turns` of an agent loop's trajectory (see `Session.turns`), and `shown`, the first images that tools and
+    environments gave, in their order; {} for others."""
     messages = t.fields.get("messages") if "agent_loop" in t.extra else None
-    return {"messages": messages, "turns": t.extra.get("turns", [])} if messages else {}
+    if not messages:
+        return {}
+    own, all_of_them = t.prompt.media, t.segments[-1].media
+    small = () if all_of_them is None else all_of_them.small[len(own.small) if own is not None else 0 :]
+    shown = {"shown": data_uris(small[:IMAGES_SHOWN])} if small else {}
+    return {"messages": messages, "turns": t.extra.get("turns", []), **shown}
 
 
 def _rounded(values: np.ndarray | None, mask: np.ndarray | None) -> list[float | None] | None:

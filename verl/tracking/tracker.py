@@ -228,6 +228,8 @@ class Tracking:
         self._status = status
         if status == "finished" and self._validations and self._validations[-1][0] >= self._step:
             console.say(f"Final validation metrics: {_shown(self._validations[-1][1])}")
+        if status == "finished":
+            self.notice(f"finished; {self.run_dir} has all of this run, report.html to begin with")
         self._write_event("run_end", {"status": status, "step": self._step, "text": message})
 
     def write_page(self, *, last: bool = False) -> None:

@@ -122,6 +122,7 @@ class StepRecord:
         self.sampled: dict[str, float] = {}
         self.sync = SyncResult(0, 0.0)
         self._proof: dict[str, float] = {}
+        self._without_signal = False
         self._config, self._parts, self._schedule = config, parts, schedule
         self._bound = first_step_bound(config)
         self._correction = parse_correction(config.algorithm.rollout_correction)
@@ -186,10 +187,24 @@ class StepRecord:
             metrics["critic/vf_explained_var"] = explained_variance(returns, values)
             metrics |= self._efficiency("critic", batch, updates["critic"])
         if "actor" in updates:
-            metrics |= self._of_policy(batch, updates["actor"])
+            metrics |= self._of_policy(step, batch, updates["actor"])
         return metrics
 
-    def _of_policy(self, batch: Batch, update: UpdateResult) -> dict[str, Any]:
+    def _say_without_signal(self, step: int, batch: Batch) -> None:
+        """An event, and the first time a notice, where every advantage is 0: nothing is learned from such a step."""
+        if any(t.advantages is not None and t.advantages.any() for t in batch):
+            return
+        scores = sorted({t.score for t in batch if t.score is not None})
+        said = f"step {step}: every advantage is 0 (scores: {', '.join(map(str, scores[:5])) or 'none'}), so nothing is learned from it"
+        self._parts.tracking.event("no_signal", step=step, message=said)
+        if not self._without_signal:
+            self._without_signal = True
+            self._parts.tracking.notice(
+                f"{said}; if it goes on, look at the reward function (verl reward check) and the data"
+            )
+
+    def _of_policy(self, step: int, batch: Batch, update: UpdateResult) -> dict[str, Any]:
+        self._say_without_signal(step, batch)
         metrics: dict[str, Any] = weights_of_the_update(batch.trajectories, self._correction)
         if batch.has("sum_pi_squared"):
             metrics |= variance_proxies(batch.trajectories, update.metrics.get("actor/grad_norm", math.nan))

@@ -7,6 +7,8 @@ from pathlib import Path
 from verl.config.rules.context import Check
 from verl.errors import UserError
 
+_WITHOUT_TOOLS = {"single_turn_agent", "environment_agent"}
+
 
 def check(c: Check) -> None:
     """Classes, schemas, names of tools; the template of a model that is here; paths of environments."""
@@ -20,9 +22,14 @@ def check(c: Check) -> None:
             _environment(c)
         except UserError as error:
             c.refuse(f"{key}.agent.environment", str(error))
-    if (turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path) and c.plugins:
+    files = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    if given := [name for name in files if turns[name]]:
+        if {c.rollout.agent.default_agent_loop, *c.agent_names} <= _WITHOUT_TOOLS:
+            why = "no row is of tool_agent (multi_turn.enable=True, or agent_name in a row)"
+            c.notice(f"no effect: {key}.multi_turn.{', '.join(given)}: {why}")
         try:
-            _tools(c)
+            if c.plugins:
+                _tools(c)
         except UserError as error:
             c.refuse(f"{key}.multi_turn", str(error))
 

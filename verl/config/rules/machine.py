@@ -175,7 +175,7 @@ def _trackers(c: Check) -> None:
             continue
         c.notice(f"trainer.logger={name}: {trouble}", run_says=True)
     offline = not os.environ.get("WANDB_API_KEY") and not Path("~/.netrc").expanduser().exists()
-    if "wandb" in c.trainer.logger and offline and "WANDB_MODE" not in os.environ:
+    if "wandb" in c.trainer.logger and _installed("wandb") and offline and "WANDB_MODE" not in os.environ:
         text = "trainer.logger=wandb: not logged in here; left out (wandb login, WANDB_API_KEY or WANDB_MODE=offline)"
         c.notice(text, run_says=True)
 

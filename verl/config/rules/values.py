@@ -130,6 +130,8 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
             return
     if name in here or (path == "reward_model.reward_manager" and _own_manager(c, name)):
         return
+    if path.endswith("multi_turn.format") and _own_parser(c, name):
+        return
     if name in options:
         default = "" if c.was_set(path) else " (it is the default)"
         use = f"set {path}={' or '.join(here)}"
@@ -139,8 +141,6 @@ def _name(c: Check, path: str, name: str, known: Field) -> None:
     else:
         own = known.about.get("registry")
         more = f"; register your own with {own}" if own else ""
-        if path in names.CLOSED_REGISTRIES:
-            more = "; your own are not in this release"
         c.refuse(f"{path}={name}", f"none of {', '.join(options)}{nearest(name, options)}{more}")
 
 
@@ -153,6 +153,13 @@ def _own_manager(c: Check, name: str) -> bool:
         own = c.cfg.reward_manager
         own.source, own.name, own.module.path = "importlib", found.__name__, f"pkg://{found.__module__}"
     return found is not None
+
+
+def _own_parser(c: Check, name: str) -> bool:
+    """True for a parser of tool calls that a plug-in registers."""
+    from verl.rollout.tools.parsers import OWN_PARSERS
+
+    return c.plugins and name in OWN_PARSERS
 
 
 def _plugins(c: Check, registry: str) -> set[str]:

@@ -100,7 +100,7 @@ class MultiTurnConfig(Group):
     function_tool_path: FilePath | None = None
     interaction_config_path: FilePath | None = None
     use_inference_chat_template: bool = False
-    format: str = choice("hermes", *TOOL_FORMATS, registry="a tool parser in a module of model.external_lib")
+    format: str = choice("hermes", *TOOL_FORMATS, registry="@ToolParser.register in model.external_lib")
 
 
 class EnvironmentConfig(Group):

@@ -10,7 +10,7 @@
   };
   R.prompt = prompt;
 
-  R.images = (row) => (row.im || []).map((at, k) => R.el("img", { class: "seen", src: A.images[at], alt: "image of the prompt", title: row.it[k] ? `${row.it[k]} tokens` : null }));
+  R.images = (row, alt = "image of the prompt") => (row.im || []).map((at, k) => R.el("img", { class: "seen", src: A.images[at], alt, title: row.it && row.it[k] ? `${row.it[k]} tokens` : null }));
   R.responseLink = (row, mode) => `#a=${row.s}/${encodeURIComponent(R.plain(row.u))}/${row.i}/${mode}`;
 
   const view = Object.assign({ step: "newest", text: "", source: "", finish: "", low: "", high: "", sort: "", down: false }, R.state.responses);
@@ -100,7 +100,7 @@
     const scores = rows.map((r) => r.sc).filter((s) => s !== null);
     const mean = scores.length ? `, mean score ${R.num(scores.reduce((a, b) => a + b, 0) / scores.length)}` : "";
     const kept = A.stepsOnDisk > A.steps.length ? ` · ${A.steps.length} of ${A.stepsOnDisk} steps are in this page` : "";
-    R.byId("responses-note").textContent = `${rows.length} ${rows.length === 1 ? "response" : "responses"}${mean}${kept}`;
+    R.byId("responses-note").textContent = `${rows.length} ${rows.length === 1 ? "response" : "responses"} of this page${mean}${kept}`;
   };
 
   const render = () => {

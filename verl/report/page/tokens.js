@@ -130,7 +130,7 @@
     const said = (m) => (m.r === "tool" ? folded(`result of ${m.n || "a tool"}`, m.c) : m.c.trim() ? R.el("div", {}, ...R.shown(m.c)) : "");
     const turn = (m) => R.el("li", { class: m.v ? "said own" : "said" },
       R.el("header", {}, R.el("strong", {}, R.plain(m.r)), ...figures(m).map((f) => f && R.el("span", {}, f))),
-      said(m), ...m.k.map(([name, args]) => folded(`calls ${name}`, args)));
+      said(m), ...R.images(m, "image that was shown"), ...m.k.map(([name, args]) => folded(`calls ${name}`, args)));
     return R.el("section", { class: "block" }, R.el("h3", {}, "Dialogue"), R.el("ol", { class: "dialogue" }, ...row.dl.map(turn)));
   };
 

@@ -99,10 +99,16 @@ class ToolResponse:
 def check_schema(schema: Any, where: str) -> None:
     """ToolError if this is no schema of a function with JSON-schema parameters."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
-    if not isinstance(function, Mapping) or not str(function.get("name") or "").strip():
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
         raise ToolError(
             f"{where}: tool_schema must be {{type: function, function: {{name: …}}}}, got {schema!r}"
         )
+    beside = [key for key in ("name", "description", "parameters", "properties", "required") if key in schema]
+    beside += [key for key in ("properties", "required") if key in function]
+    if beside:
+        what = f"{where}: {beside[0]!r} of tool {name!r} is not where it belongs (is it indented as it should be?)"
+        raise ToolError(f"{what}: {{function: {{name, parameters: {{type, properties, required}}}}}}")
     found = function.get("parameters") or {"type": "object", "properties": {}}
     problem = _schema_problem(found, "parameters")
     if not problem and found.get("type") != "object":
@@ -121,7 +127,10 @@ def _schema_problem(schema: Any, at: str) -> str:
     properties = schema.get("properties") or {}
     if not isinstance(properties, Mapping):
         return f"{at}.properties is {properties!r}, a mapping is needed"
-    if unknown := [name for name in schema.get("required") or () if name not in properties]:
+    required = schema.get("required") or []
+    if not isinstance(required, list):
+        return f"{at}.required is {required!r}, a list of names is needed (of the object that has the properties)"
+    if unknown := [name for name in required if name not in properties]:
         return f"{at}.required names {unknown[0]!r}, which is not in its properties"
     inside = {f"{at}.properties.{name}": value for name, value in properties.items()}
     if "items" in schema:
@@ -164,7 +173,10 @@ class BaseTool(Tool):
     def __init__(self, config: dict[str, Any], tool_schema: Any = None):
         self.config = config
         self.tool_schema = tool_schema
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        found = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = (
+            OpenAIFunctionToolSchema.model_validate(found) if isinstance(found, Mapping) else found
+        )
         if self.tool_schema is None:
             raise ToolError(
                 f"{type(self).__name__} has no schema: give tool_schema, or get_openai_tool_schema"

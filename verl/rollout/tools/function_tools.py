@@ -36,7 +36,8 @@ class FunctionTool(Tool):
 
     async def call(self, parameters: dict[str, Any]) -> Any:
         """What the function returns."""
-        return await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
+        found = await (self.fn(**parameters) if self.is_async else in_thread(self.fn, **parameters))
+        return await found if inspect.isawaitable(found) else found  # of a function that another one wraps
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -46,16 +47,23 @@ class FunctionTool(Tool):
 
 
 def normalize_function_tool_return(found: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(response, reward, metrics) of what a function returned: a ToolResponse, a dict or list as JSON, anything else as text, or a
+    """(response, reward, metrics) of what a tool returned: a ToolResponse, a dict or list as JSON, anything else as text, or a
     tuple of one of these, a reward and metrics, of which None is none. TypeError for a tuple of another length."""
     parts = found if isinstance(found, tuple) else (found,)
     if not 1 <= len(parts) <= 3:
-        raise TypeError(f"a function tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
+        raise TypeError(f"a tool returns a tuple of length 1, 2, or 3, not of {len(parts)}")
     said, reward, metrics = (*parts, None, None)[:3]
     if not isinstance(said, ToolResponse):
-        text = json.dumps(said, ensure_ascii=False) if isinstance(said, dict | list) else str(said)
-        said = ToolResponse(text)
+        said = ToolResponse(_text(said))
+    elif said.text is not None:
+        said.text = _text(said.text)
     return said, float(reward or 0.0), metrics or {}
+
+
+def _text(said: Any) -> str:
+    if inspect.isawaitable(said):
+        raise TypeError(f"it returned a {type(said).__name__} that nobody awaited: an await is missing in it")
+    return json.dumps(said, ensure_ascii=False) if isinstance(said, dict | list) else str(said)
 
 
 def function_tool(target: Any = None, *, schema: Any = None) -> Any:

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from verl.rollout.agent_loop import EnvironmentFailed
 from verl.rollout.tools.base import ToolError
-from verl.rollout.tools.toolbox import load_class, load_yaml
+from verl.rollout.tools.toolbox import load_yaml, made
 
 
 class BaseInteraction:
@@ -39,15 +39,15 @@ class BaseInteraction:
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """Name → interaction of a YAML `interaction: [{name, class_name, config}]`. ToolError for one that cannot be used."""
     found: dict[str, BaseInteraction] = {}
-    for number, entry in enumerate(load_yaml(path, "interaction") if path else ()):
+    entries = load_yaml(path, "interaction", ("name", "class_name", "config")) if path else ()
+    for number, entry in enumerate(entries):
         where = f"{path} entry {number}"
-        if not isinstance(entry.get("class_name"), str):
-            raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
-        name = entry.get("name") or entry["class_name"].rpartition(".")[2].removesuffix("Interaction").lower()
+        own = str(entry.get("class_name")).rpartition(".")[2]
+        name = entry.get("name") or own.removesuffix("Interaction").lower()
         if name in found:
             raise ToolError(f"{path}: two interactions are called {name!r}")
-        cls = load_class(entry["class_name"], where)
-        found[name] = cls(config={"name": name, **(entry.get("config") or {})})
+        config = {"name": name, **(entry.get("config") or {})}
+        found[name] = made(entry, where, BaseInteraction, config=config)
     return found
 
 
@@ -67,6 +67,8 @@ class Partner:
             over, text, reward, _ = await self._interaction.generate_response(
                 self._id, messages, **self._kwargs
             )
+            if not over and not isinstance(text, str):
+                raise TypeError(f"what generate_response gives second is no text: {text!r:.100}")
         except Exception as error:
             raise EnvironmentFailed(f"interaction: {type(error).__name__}: {error}") from error
         self.rewards.append(float(reward or 0.0))

@@ -71,10 +71,10 @@ def _json(text: str, types: Types) -> list[ToolCall]:
 def _from_json(found: Any) -> ToolCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return ToolCall("", error='the call must be a JSON object with "name" and "arguments"')
-    return _with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
+    return with_arguments(found["name"], found.get("arguments", found.get("parameters", {})))
 
 
-def _with_arguments(name: str, arguments: Any) -> ToolCall:
+def with_arguments(name: str, arguments: Any) -> ToolCall:
     """A call whose arguments are a mapping, or its JSON."""
     if isinstance(arguments, str):
         try:
@@ -150,7 +150,7 @@ def _kimi(text: str, types: Types) -> list[ToolCall]:
     name = name or max((tool for tool in types if tool in head), key=len, default="")
     if not begin or not name:
         return [ToolCall("", error="the call is not functions.NAME:NUMBER<|tool_call_argument_begin|>{…}")]
-    return [replace(_with_arguments(name, arguments), id=head)]
+    return [replace(with_arguments(name, arguments), id=head)]
 
 
 def _deepseek(text: str, types: Types) -> list[ToolCall]:
@@ -159,9 +159,9 @@ def _deepseek(text: str, types: Types) -> list[ToolCall]:
     if not separator:
         return [ToolCall("", error="the call has no <｜tool▁sep｜>")]
     if head.strip() != "function":
-        return [_with_arguments(head.strip(), rest)]
+        return [with_arguments(head.strip(), rest)]
     name, _, body = rest.strip().partition("\n")
-    return [_with_arguments(name.strip(), re.sub(r"^\s*```(?:json)?|```\s*$", "", body))]
+    return [with_arguments(name.strip(), re.sub(r"^\s*```(?:json)?|```\s*$", "", body))]
 
 
 def _gemma(text: str, types: Types) -> list[ToolCall]:
@@ -172,7 +172,7 @@ def _gemma(text: str, types: Types) -> list[ToolCall]:
     parts = found[2].split('<|"|>')
     keyed = (re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2])
     strings = [json.dumps(part) for part in parts[1::2]] + [""]
-    return [_with_arguments(found[1], "".join(a + b for a, b in zip(keyed, strings, strict=False)))]
+    return [with_arguments(found[1], "".join(a + b for a, b in zip(keyed, strings, strict=False)))]
 
 
 # ------------------------------------------------------------------------------------------------- texts of a turn
@@ -216,7 +216,7 @@ _FINAL = re.compile(r"<\|channel\|>final<\|message\|>(.*?)(?:<\|end\|>|<\|return
 
 def _harmony(text: str, types: Types) -> tuple[str, list[ToolCall]]:
     """Messages to functions.name on the commentary channel; the answer is on the final channel."""
-    calls = [_with_arguments(name, body) for name, _, body in _HARMONY.findall(text)]
+    calls = [with_arguments(name, body) for name, _, body in _HARMONY.findall(text)]
     if "to=functions." in text and not calls:
         calls = [ToolCall("", error="the call has no <|message|>{…}")]
     final = _FINAL.search(text)
@@ -241,3 +241,7 @@ PARSERS: dict[str, Read] = {
     "gpt-oss": _harmony,
 }
 PARSERS["qwen"] = PARSERS["hermes"]
+
+OWN_PARSERS: dict[str, type[Any]] = {}
+"""Name → the class that a module of the user's registered under it (`public_parsers.ToolParser`); of a name of ours it takes the
+place."""

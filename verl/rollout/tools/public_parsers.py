@@ -1,13 +1,16 @@
-"""Parsers of tool calls under the names of the public system, for loops that parse turns themselves: `verl.rollout.tools.parsers`."""
+"""Parsers of tool calls under the names of the public system: for loops that parse turns themselves, and those that users register."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.rollout.tools.base import plain
-from verl.rollout.tools.parsers import PARSERS, ToolCall, parse
+from verl.errors import UserError
+from verl.rollout.tools.base import OpenAIFunctionToolSchema, plain
+from verl.rollout.tools.parsers import OWN_PARSERS, PARSERS, ToolCall, parse, with_arguments
 
 
 @dataclass
@@ -23,7 +26,7 @@ Found = tuple[str, list[FunctionCall]]
 
 
 class ToolParser:
-    """Reads the calls of a sampled turn, in one of the formats of `PARSERS`."""
+    """Reads the calls of a sampled turn, in one of the formats of `PARSERS`; base of the user's own."""
 
     tool_format: str = ""
 
@@ -31,13 +34,24 @@ class ToolParser:
         self.tokenizer = tokenizer
 
     @staticmethod
+    def register(name: str) -> Callable[[type[ToolParser]], type[ToolParser]]:
+        """Class decorator: make a parser known as `multi_turn.format=name`."""
+
+        def add(cls: type[ToolParser]) -> type[ToolParser]:
+            OWN_PARSERS[name] = cls
+            return cls
+
+        return add
+
+    @staticmethod
     def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
         """The parser of `multi_turn.format`. ValueError for an unknown one."""
-        if name not in PARSERS:
-            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(PARSERS))}")
+        known = PARSERS.keys() | OWN_PARSERS.keys()
+        if name not in known:
+            raise ValueError(f"unknown tool parser {name!r}; known: {', '.join(sorted(known))}")
         named = (cls for cls in ToolParser.__subclasses__() if cls.tool_format == name)
-        parser = next(named, ToolParser)(tokenizer)
-        parser.tool_format = name
+        parser = (OWN_PARSERS.get(name) or next(named, ToolParser))(tokenizer)
+        parser.tool_format = parser.tool_format or name
         return parser
 
     async def extract_tool_calls(self, responses_ids: Any, tools: Any = None) -> Found:
@@ -47,6 +61,26 @@ class ToolParser:
     def _read(self, text: str, tools: Any) -> Found:
         content, calls = parse(self.tool_format, text, plain(tools or []))
         return content, [_call(call, number) for number, call in enumerate(calls) if not call.error]
+
+
+async def read_with_own(name: str, tokenizer: Any, ids: list[int], tools: Any) -> tuple[str, list[ToolCall]]:
+    """(text, calls) of a sampled turn, its end token with it, as the user's parser `name` reads it. UserError where it raises or
+    returns anything else."""
+    parser = ToolParser.get_tool_parser(name, tokenizer)
+    schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
+    takes_tools = len(inspect.signature(parser.extract_tool_calls).parameters) > 1
+    try:
+        text, found = await parser.extract_tool_calls(ids, *([schemas] if takes_tools else []))
+        calls = [_tool_call(call, number) for number, call in enumerate(found)]
+    except Exception as error:
+        what = f"multi_turn.format={name}: {type(parser).__name__}.extract_tool_calls"
+        raise UserError(f"{what} gives no (text, calls): {type(error).__name__}: {error}") from error
+    return str(text or ""), calls
+
+
+def _tool_call(call: Any, number: int) -> ToolCall:
+    own = getattr(call, "tool_call_id", None) or f"call_{number}"
+    return replace(with_arguments(call.name, call.arguments), id=own)
 
 
 def _call(call: ToolCall, number: int) -> FunctionCall:

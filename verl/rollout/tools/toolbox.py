@@ -6,6 +6,7 @@ A call that goes wrong is text for the model: an unknown tool, arguments that ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,16 +18,8 @@ from verl.data.files import DataError
 from verl.data.load_object import load_extern_object
 from verl.data.rows import BadRow
 from verl.rollout.agent_loop import EnvironmentFailed
-from verl.rollout.tools.base import (
-    BaseTool,
-    Model,
-    OpenAIFunctionToolSchema,
-    Tool,
-    ToolError,
-    ToolResponse,
-    check_schema,
-)
-from verl.rollout.tools.function_tools import load_function_tools_from_path
+from verl.rollout.tools.base import BaseTool, OpenAIFunctionToolSchema, Tool, ToolError, check_schema
+from verl.rollout.tools.function_tools import load_function_tools_from_path, normalize_function_tool_return
 from verl.rollout.tools.parsers import ToolCall
 
 LIFETIMES = ("call", "trajectory")
@@ -37,6 +30,8 @@ Content = str | list[dict[str, Any]]
 def load_class(path: str, what: str) -> Any:
     """The object of `file.py:Name`, `pkg.module:Name` or `pkg.module.Name`. ToolError if it cannot be loaded."""
     module, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module or name == "py":
+        raise ToolError(f"{what}: {path} names no class; package.module.Class, or file.py:Class")
     try:
         return load_extern_object(module, name)
     except DataError as error:
@@ -45,8 +40,23 @@ def load_class(path: str, what: str) -> Any:
         raise ToolError(f"{what}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
-    """The list under `key` of a YAML file. ToolError if there is none."""
+def made(entry: Mapping[str, Any], where: str, base: type, **arguments: Any) -> Any:
+    """The object of an entry's `class_name`, made of these arguments. ToolError for one that cannot be, or is no `base`."""
+    named = entry.get("class_name")
+    if not isinstance(named, str):
+        raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
+    cls = load_class(named, where)
+    try:
+        found = cls(**arguments)
+    except Exception as error:
+        raise ToolError(f"{where}: {named} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(found, base) or not hasattr(found, "config"):
+        raise ToolError(f"{where}: {named} must derive from {base.__name__}, and call super().__init__")
+    return found
+
+
+def load_yaml(path: str, key: str, known: Sequence[str]) -> list[dict[str, Any]]:
+    """The list under `key` of a YAML file, each entry with some of the keys `known`. ToolError if there is none."""
     import yaml
 
     try:
@@ -56,6 +66,13 @@ def load_yaml(path: str, key: str) -> list[dict[str, Any]]:
     entries = found.get(key) if isinstance(found, Mapping) else None
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ToolError(f"{path}: it needs a list `{key}:` of mappings")
+    each = ((entry, f" entry {number}", known) for number, entry in enumerate(entries))
+    for names, place, there in ((found, "", [key]), *each):
+        if unknown := [str(name) for name in names if name not in there]:
+            what = f"{path}{place}: {unknown[0]} is no key that is known there; known: {', '.join(there)}"
+            raise ToolError(f"{what} (is it indented as it should be?)")
+    if odd := [entry["config"] for entry in entries if not isinstance(entry.get("config") or {}, Mapping)]:
+        raise ToolError(f"{path}: config must be a mapping, and is {odd[0]!r}")
     return [dict(entry) for entry in entries]
 
 
@@ -77,14 +94,14 @@ class Toolbox:
         """The tools that `rollout.multi_turn` names. ToolError for one that cannot be used."""
         named: list[tuple[str, Tool]] = []
         if path := multi_turn.tool_config_path:
-            entries = load_yaml(path, "tools")
+            entries = load_yaml(path, "tools", ("class_name", "config", "tool_schema", "mcp"))
             for number, entry in enumerate(entries):
                 named += _tools(f"{path} entry {number}", entry)
         if path := multi_turn.function_tool_path:
             try:
                 found = load_function_tools_from_path(path)
-            except FileNotFoundError as error:
-                raise ToolError(str(error)) from error
+            except Exception as error:
+                raise ToolError(f"function_tool_path={path}: {type(error).__name__}: {error}") from error
             if not found:
                 raise ToolError(f"function_tool_path={path}: no function of it is marked with @function_tool")
             named += [(f"{path} ({tool.fn.__name__})", tool) for tool in found]
@@ -113,32 +130,31 @@ def _tools(where: str, entry: dict[str, Any]) -> list[tuple[str, BaseTool]]:
         from verl.rollout.tools.mcp_servers import McpTool, load_tools
 
         return load_tools(entry, where, load_class(named, where) if named else McpTool)
-    if not isinstance(named, str):
-        raise ToolError(f"{where}: it needs class_name: package.module.Class (or file.py:Class)")
     return [(where, _tool(where, entry))]
 
 
 def _tool(where: str, entry: dict[str, Any]) -> BaseTool:
-    tool_class, schema = load_class(entry["class_name"], where), entry.get("tool_schema")
+    schema = entry.get("tool_schema")
     config = dict(entry.get("config") or {})
     if config.get("lifetime", "call") not in LIFETIMES:
         raise ToolError(f"{where}: config.lifetime is {config['lifetime']!r}; known: {', '.join(LIFETIMES)}")
     if schema is not None:
         check_schema(schema, where)
         schema = OpenAIFunctionToolSchema.model_validate(schema)
-    try:
-        tool: BaseTool = tool_class(config=config, tool_schema=schema)
-    except ToolError:
-        raise
-    except Exception as error:
-        raise ToolError(
-            f"{where}: {entry['class_name']} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+    tool: BaseTool = made(entry, where, BaseTool, config=config, tool_schema=schema)
     found = tool.tool_schema
     check_schema(found.model_dump() if hasattr(found, "model_dump") else found, where)
-    if isinstance(found, Mapping) and not isinstance(found, Model):
-        tool.tool_schema = OpenAIFunctionToolSchema.model_validate(found)
     return tool
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_once(tool: str, kind: str, what: str) -> None:
+    """Say on the console, in each process once for a kind of error, what a tool did wrong: the model alone would be told."""
+    if (tool, kind) not in _WARNED:
+        _WARNED.add((tool, kind))
+        logging.getLogger(__name__).warning("tool %r: %s (the model is told so)", tool, what)
 
 
 class ToolRun:
@@ -175,10 +191,12 @@ class ToolRun:
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                response, reward, metrics = await self._execute(tool, call.arguments)
+                found = await self._execute(tool, call.arguments)
+                response, reward, metrics = normalize_function_tool_return(found)
                 if response.video:
                     raise ToolError("it gave a video, and videos are not in this release")
                 images = self.show_images(response.image) if response.image else []
+                metrics = {"tool": call.name, **metrics}
         except EnvironmentFailed:
             raise
         except Exception as error:
@@ -189,17 +207,16 @@ class ToolRun:
             late = isinstance(error, TimeoutError) and deadline.expired()
             self.counts["timeouts" if late else "errors"] += 1
             what = f"no answer within {timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            _warn_once(call.name, type(error).__name__, what)
             return self._cut(f"Error: tool {call.name!r}: {what}")
         finally:
             self.seconds += time.monotonic() - started
-        self.rewards.append(float(reward or 0.0))
-        self.metrics.append({"tool": call.name, **(metrics or {})})
+        self.rewards.append(reward)
+        self.metrics.append(metrics)
         text = self._cut(response.text or "")
         return [*images, {"type": "text", "text": text}] if images else text
 
-    async def _execute(
-        self, tool: Tool, arguments: dict[str, Any]
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+    async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         if tool.config.get("lifetime") != "trajectory":
             instance, _ = await tool.create(**self._of_row(tool, "create_kwargs"))
             try:

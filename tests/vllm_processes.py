@@ -1,0 +1,109 @@
+"""vLLM's processes in tests are forked from one that has imported vLLM: as vLLM starts them, each would import it again, which
+takes eight seconds of a core, and take it apart in the end, which takes two.
+
+`use()` makes vLLM do so in this process. `variables()` is the environment of a run that does it, too: this module is then one of
+its plug-ins. tests/integration/test_vllm_train.py does without, as a user's run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from multiprocessing import context, forkserver, popen_forkserver
+from typing import Any
+from unittest import mock
+
+from verl.engine.rollout.vllm import launch
+
+ADDRESS = "VERL_TEST_VLLM_PROCESSES"
+"""In the environment: the socket of the server that forks."""
+PRELOAD = [
+    "torch",
+    "transformers",
+    "verl.engine.rollout.vllm.worker",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.attention.backends.cpu_attn",
+]
+
+
+def variables() -> dict[str, str]:
+    """Environment of a run whose vLLM shares this process's server, which is started if it is not there."""
+    return {"VERL_USE_EXTERNAL_MODULES": __name__, ADDRESS: _address()}
+
+
+def use() -> None:
+    """From now on vLLM gets its processes from the server."""
+    launch.start = _start_forked
+
+
+def _start_forked(arguments: dict[str, Any]) -> Any:
+    _patch()
+    return _start(arguments)
+
+
+def _patch() -> None:
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    utils.get_mp_context = multiproc_executor.get_mp_context = _Context
+
+
+@functools.cache
+def _address() -> str:
+    """Of the server: another process's, or of this process's own, which ends with it."""
+    if ADDRESS not in os.environ:
+        _own.set_forkserver_preload(PRELOAD)
+        with mock.patch.dict(os.environ, VLLM_LOGGING_LEVEL="WARNING", OMP_NUM_THREADS="1"):
+            _own.ensure_running()
+        return str(_own._forkserver_address)
+    return os.environ[ADDRESS]
+
+
+_own: Any = forkserver.ForkServer()
+_start = launch.start
+
+
+def _connect(handles: list[int]) -> tuple[int, int]:
+    """As `multiprocessing.forkserver.connect_to_new_process`, to the server at the address."""
+    client: Any = forkserver.ForkServer()
+    client.ensure_running = lambda: None
+    client._forkserver_address, client._forkserver_alive_fd = _address(), os.open(os.devnull, os.O_RDONLY)
+    try:
+        return client.connect_to_new_process(handles)
+    finally:
+        os.close(client._forkserver_alive_fd)
+
+
+class _Process(context.ForkServerProcess):
+    """Has the environment of the process that starts it, which it takes for its parent."""
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # the name of multiprocessing
+        with mock.patch.object(forkserver, "connect_to_new_process", _connect):
+            return popen_forkserver.Popen(process)
+
+    def start(self) -> None:
+        self._variables = {**os.environ, ADDRESS: _address()}
+        super().start()
+
+    def run(self) -> None:
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self._variables)
+        torch.set_num_threads(int(self._variables.get("OMP_NUM_THREADS", 1)))
+        os.getppid = lambda: self._parent_pid
+        _patch()
+        super().run()
+
+
+class _Context(context.ForkServerContext):
+    Process = _Process
+
+
+if ADDRESS in os.environ:  # a plug-in of a run
+    use()
