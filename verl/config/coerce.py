@@ -130,4 +130,6 @@ def expand(path: str) -> str:
     expanded = os.path.expandvars(os.path.expanduser(path))
     if "$" in path and (missing := re.search(r"\$\{?([A-Za-z_]\w*)", expanded)):
         raise GrammarError(f"the environment variable {missing[1]} in {path!r} is not set")
+    if expanded.startswith("~"):
+        raise GrammarError(f"there is no user of the name in {path!r}; write ./ in front of a file's name")
     return expanded
