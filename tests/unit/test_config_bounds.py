@@ -22,7 +22,8 @@ from verl.config.schema.entries import ROOTS
 DRAWS = int(os.environ.get("VERL_DRAWS", "3"))
 SEED = int(os.environ.get("VERL_DRAWS_SEED", "1"))
 NOT_RUN = ("nnodes", "n_gpus_per_node", "parallel_size", "trainer.device", "resume", "total_", "rollout.name")
-"""What asks for other machines, or for another run than two steps."""
+NOT_RUN += ("timeout", "on_status", "megatron", "reward_model.rollout")
+"""What asks for other machines, for another run than two steps, or for one that leaves responses out; what leads nowhere."""
 STEERING = (
     *("adv_estimator", "kl", "filter_groups", "pf_ppo", "rollout_correction", "loss_", "lora_rank", "enable"),
     *("reward_manager", "multi_turn", "rollout.agent", "max_staleness", "save_contents", "async_save"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ class ModelFacts:
     def fields(self) -> set[str]:
         """Fields of the configuration and its parts: those in config.json, and those in the source of transformers' classes.
         Empty if a class is not found there."""
-        nested = (part for part in self.config.values() if isinstance(part, dict) and "model_type" in part)
-        parts = [self.config, self.text, *nested]
+        parts = [self.config, self.text]
+        parts += [part for part in self.config.values() if isinstance(part, dict) and "model_type" in part]
         types = {str(part.get("model_type")) for part in parts}
         folders = [folder for name in types if (folder := _transformers(name))]
         files = [file for folder in folders for file in folder.glob("configuration_*.py")]
@@ -145,19 +146,18 @@ def look(path: str, overrides: dict[str, Any] | None = None, config_path: str | 
         raise ModelTrouble(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelTrouble(f"{file}: holds no JSON object")
-    changes = flat_overrides(overrides or {})
-    config |= changes
+    config |= (changes := flat_overrides(overrides or {}))
     text = config.get("text_config") or config.get("llm_config") or config
     if text is not config:
         text = {**text, **{k: v for k, v in changes.items() if k in text}}
     return ModelFacts(file.parent, config, text)
 
 
-def flat_overrides(given: dict[str, Any]) -> dict[str, Any]:
-    """`override_config` with what its `model_config` holds beside the rest."""
-    nested = given.get("model_config")
-    rest = {name: value for name, value in given.items() if name != "model_config"}
-    return rest | (nested if isinstance(nested, dict) else {})
+def flat_overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`override_config` with what its `model_config` holds, if that is a mapping, beside the rest."""
+    nested = given.get("model_config") or {}
+    inside = "model_config" if isinstance(nested, Mapping) else None
+    return {name: value for name, value in given.items() if name != inside} | (dict(nested) if inside else {})
 
 
 def _content(folder: Path) -> str:

@@ -293,8 +293,8 @@ FEATURES: dict[str, Absent] = {
 }
 """Keys of the schema whose values, when they are neither false, null nor empty, need what is not here."""
 STRATEGIES = ("fsdp", "fsdp2")
-NO_STEP = tuple(f"torch.optim.{name}" for name in ("LBFGS", "Muon", "Optimizer", "SparseAdam"))
-"""Optimizers that want a closure, matrices alone, a subclass, sparse gradients."""
+NO_STEP = {"torch.optim": {"LBFGS", "Muon", "Optimizer", "SparseAdam", "lr_scheduler", "swa_utils"}}
+"""Names in a module of what wants a closure, matrices alone, a subclass, sparse gradients, or is no optimizer."""
 LOGGERS = ("console", "file", "tensorboard", "wandb")
 CLOSED_REGISTRIES = ("actor_rollout_ref.rollout.multi_turn.format",)
 """Lists that take no names of one's own yet."""

@@ -46,21 +46,13 @@ def _overrides(c: Check) -> None:
     if c.facts is None or not changes:
         return
     own = look(c.model.path, None, c.model.hf_config_path)
-    if known := own.fields():
-        _unknown_fields(c, key, changes, known)
+    known = own.fields() or set(changes)
+    for name in sorted(changes.keys() - known):
+        c.refuse(f"{key}.{name}", f"the model's configuration has no such field{nearest(name, known)}")
     for name in _SHAPE:
         if name in changes and changes[name] != own.text.get(name) and own.weight_names():
             of = f"of a model with {name}={own.text.get(name)}"
             c.refuse(f"{key}.{name}", f"the weights of {c.model.path} are {of}; remove it")
-
-
-def _unknown_fields(c: Check, key: str, given: dict[str, Any], known: set[str]) -> None:
-    """The names that a configuration does not have, in its parts as well."""
-    for name, value in given.items():
-        if name not in known:
-            c.refuse(f"{key}.{name}", f"the model's configuration has no such field{nearest(name, known)}")
-        elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
-            _unknown_fields(c, f"{key}.{name}", value, known)
 
 
 def _tokenizer(c: Check) -> None:

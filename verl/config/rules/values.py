@@ -58,13 +58,12 @@ def check(c: Check) -> None:
 
 
 def _optimizer(c: Check, path: str, name: str) -> None:
-    """A name that its module binds, and a class that steps all weights by their gradients."""
+    """A name that its module binds, of a class that steps all weights by their gradients."""
+    given = c.was_set(path) or c.was_set(f"{path}_impl")
     module = c.cfg.select(f"{path}_impl")
-    known = names_in(module) if not _unused(c, path) else None
-    if known is not None and name not in known:
-        c.refuse(path, f"{path}_impl={module} has no such name{nearest(name, known)}")
-    elif f"{module}.{name}" in names.NO_STEP:
-        c.refuse(path, "does not step all weights by their gradients; AdamW does")
+    known = names_in(module) if given and not _unused(c, path) else None
+    if known is not None and name not in (known := known - names.NO_STEP.get(module, set())):
+        c.refuse(path, f"{path}_impl={module} has no optimizer of that name{nearest(name, known)}")
 
 
 def _unused(c: Check, path: str) -> bool:
